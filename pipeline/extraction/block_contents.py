@@ -1,4 +1,4 @@
-"""What is stored with a block's activations: its tokens, its statistics, its commit record."""
+"""What a store holds besides a block's activations: its tokens, statistics and commit record."""
 
 from dataclasses import asdict
 
@@ -13,17 +13,17 @@ from pipeline.store.format.statistics import Statistics, block_statistics
 
 
 def side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, Int32[np.ndarray, "R _"]]:
-    """Tokens, segments, positions, documents and selected positions, padded to a full store shard."""
-    missing = ((0, rows_per_block - block.num_rows), (0, 0))
-    arrays = {name: np.pad(getattr(block, name), missing) for name in ("tokens", "segments", "positions")}
-    arrays["documents"] = np.pad(block.documents, missing, constant_values=-1)
+    """Tokens, segments, positions, documents and selected positions, padded to the R rows of a store shard."""
+    padding = ((0, rows_per_block - block.num_rows), (0, 0))
+    arrays = {name: np.pad(getattr(block, name), padding) for name in ("tokens", "segments", "positions")}
+    arrays["documents"] = np.pad(block.documents, padding, constant_values=-1)
     if block.selected is not None:
-        arrays["selected"] = np.pad(block.selected, missing, constant_values=-1)
+        arrays["selected"] = np.pad(block.selected, padding, constant_values=-1)
     return arrays
 
 
 def merge_rows(spec: StepSpec, block: TokenBlock, rows: RowStatistics) -> dict[str, Statistics]:
-    """A block's statistics, by array name, from those of its rows."""
+    """Merges the statistics of a block's rows into the block's, by array name."""
     moments, norms = rows.moments[: block.num_rows], rows.norms[: block.num_rows]
     statistics, first = {}, 0
     for number, (key, width) in enumerate(spec.statistics_widths.items()):
@@ -37,7 +37,7 @@ def merge_rows(spec: StepSpec, block: TokenBlock, rows: RowStatistics) -> dict[s
 
 
 def commit_record(block: TokenBlock) -> CommitRecord:
-    """The record that says that a block is in the store."""
+    """The record that commits a block."""
     return CommitRecord(
         stream=block.stream,
         block=block.index,

@@ -1,4 +1,4 @@
-"""A block's features of SAEs: their statistics and indexes by feature, made on threads of their own."""
+"""Statistics and feature indexes of a block's SAE features, computed on separate threads."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,22 +16,22 @@ from pipeline.store.format.statistics import Statistics
 
 
 class FeatureSummary(NamedTuple):
-    """Of an SAE, in a block. statistics: None where none are kept. indexes: by key; at most one."""
+    """The summary of one SAE's features in a block."""
 
     name: str
-    statistics: Statistics | None
-    indexes: dict[str, bytes]
+    statistics: Statistics | None  # None if the store keeps none
+    indexes: dict[str, bytes]  # by key; at most one
 
 
 class FeatureThreads:
-    """Summarises the features of blocks, while the writer thread goes on."""
+    """Summarises the features of blocks while the writer thread continues."""
 
     def __init__(self, spec: StepSpec) -> None:
         self._spec = spec
         self._pool = ThreadPoolExecutor(MAX_SORTING_THREADS, "features")
 
     def start(self, block: TokenBlock, arrays: Mapping[str, np.ndarray]) -> list[Future[FeatureSummary]]:
-        """One for each SAE; none where neither statistics nor an index are kept. Leave the arrays untouched."""
+        """Starts one summary per SAE; none if neither statistics nor an index are kept. Do not change the arrays."""
         encoders = [encoder for encoder in self._spec.encoders if encoder.indexed or self._spec.statistics]
         return [self._pool.submit(self._summarise, encoder, block, arrays) for encoder in encoders]
 

@@ -1,4 +1,4 @@
-"""What a user is told about the blocks of a run: values that are not finite, and slots that are short or wasted."""
+"""Warnings about the blocks of a run: values that are not finite, and too few or too many slots per row."""
 
 import logging
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ log = logging.getLogger("pipeline")
 
 
 def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) -> None:
-    """`counts`: of each counted array, the tokens of a step with a value that is not finite, over all processes.
+    """Raises NotFiniteError on every process, or warns, according to capture.on_not_finite.
 
-    Raises NotFiniteError, on each process, or warns, as capture.on_not_finite says.
+    counts: for each counted array, the number of a step's tokens with a value that is not finite, over all processes.
     """
     arrays = [f"{name} ({count} tokens)" for name, count in zip(plan.step.counted_names, counts, strict=True) if count]
     if not arrays:
@@ -24,24 +24,24 @@ def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) ->
     if plan.mesh.processes > 1:
         blocks.append("another process's block")
     dtype = f" as {plan.step.dtype}" if plan.step.keys else ""
-    what = f"{' or '.join(blocks)} has values that are not finite{dtype}: {', '.join(arrays)}."
+    problem = f"{' or '.join(blocks)} has values that are not finite{dtype}: {', '.join(arrays)}."
     if plan.checks.fail_on_not_finite:
         raise NotFiniteError(
-            f"{what} The block is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that does "
-            f"not help, or the values are features, with model.dtype=float32."
+            f"{problem} The block is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that "
+            f"does not help, or the values are features, with model.dtype=float32."
         )
-    log.warning("%s They are stored unchanged and excluded from the statistics.", what)
+    log.warning("%s They are stored unchanged and excluded from the statistics.", problem)
 
 
 class SlotChecks:
-    """Warnings about capture.per_row: too few slots for the selected tokens of a row, or for most of its positions."""
+    """Warns about capture.per_row if it leaves out selected tokens, or keeps rows mostly empty."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._has_warned_of_empty_rows = False
 
     def check(self, block: TokenBlock) -> None:
-        """Warns of each block that leaves selected tokens out, and once a run of rows that are mostly empty."""
+        """Warns about each block that leaves out selected tokens, and once per run about mostly empty rows."""
         if self._plan.checks.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
             log.warning(
                 "block %d of stream %d: %d selected tokens are not stored, since their windows select more than "
@@ -52,7 +52,7 @@ class SlotChecks:
             self._check_empty_rows(block)
 
     def _check_empty_rows(self, block: TokenBlock) -> None:
-        """Of a block of whole steps: most slots for selected tokens taken, and less than half of the positions."""
+        """Warns if a block of whole steps uses most of its slots but less than half of its positions."""
         plan, spec = self._plan, self._plan.step
         if block.num_rows < plan.mesh.process_rows:
             return

@@ -1,8 +1,8 @@
-"""The writer thread: drains steps into host buffers, a full block into the store, and commits blocks in order.
+"""The writer thread: copies steps into host buffers, writes full blocks into the store, and commits them in order.
 
-A block's activations are gathered in one preallocated buffer per array, the exact shape of a store shard, so that each
-store shard is written once and whole, encoded from there. There are `plan.memory.host_buffers` such sets: while one is
-filled the other is written. A device array is dropped as soon as its values are in the buffer.
+A block's activations are gathered in one preallocated buffer per array. A buffer has the shape of a store shard, so
+each store shard is encoded from its buffer and written once. There are `plan.memory.host_buffers` sets of buffers: one
+is filled while the other is written. A device array is released as soon as its values are in the buffer.
 """
 
 import logging
@@ -38,13 +38,12 @@ POLL_S = 0.02  # how often an idle writer checks whether a block's writes have f
 
 @dataclass(eq=False)
 class _Pending:
-    """A block on its way to the store: its arrays are being written, and its tables once its features are summarised.
-    `features`: None from then on."""
+    """A block that is being written: its arrays first, and its tables once its features are summarised."""
 
     block: TokenBlock
     buffers: BlockBuffers
     writes: PendingBlock
-    features: list[Future[FeatureSummary]] | None
+    features: list[Future[FeatureSummary]] | None  # None once the tables are being written
 
     @property
     def is_summarised(self) -> bool:
@@ -52,14 +51,14 @@ class _Pending:
 
 
 class BlockWriter:
-    """Owns the writer thread. `acquire`, `submit` and `close` re-raise what failed there, with its traceback.
+    """Owns the writer thread. `acquire`, `submit` and `close` re-raise its error, with the traceback.
 
-    Before that the thread ends what it has: after a write that failed, it commits every block that was submitted whole,
-    but those behind a failed one of their stream; after another error, every block whose writes were under way.
+    Before that, the thread finishes its blocks. After a failed write it commits every block that was submitted whole,
+    except later blocks of the failed stream. After any other error it commits every block whose writes had started.
     """
 
     def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, claimed: ClaimedStreams | None = None) -> None:
-        """With `claimed`, blocks of streams that this process no longer holds are dropped."""
+        """claimed: if given, blocks of streams that this process no longer holds are dropped."""
         self.in_flight = InFlight(plan.memory.inflight_steps)
         self._store = store
         self._claimed = claimed
@@ -67,13 +66,13 @@ class BlockWriter:
         self._metrics = metrics
         self._metrics_writes = MetricsWrites(store, metrics)
         self._checks = SlotChecks(plan)
-        self._queue: queue.Queue[StepInFlight | None] = queue.Queue()  # as many steps as are in flight
+        self._queue: queue.Queue[StepInFlight | None] = queue.Queue()  # bounded by `in_flight`
         self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
-        self._filled: BlockBuffers | None = None  # of the block that is being drained
+        self._filled: BlockBuffers | None = None  # the buffers of the block that is being copied
         self._pending: deque[_Pending] = deque()
         self._features = FeatureThreads(plan.step)
         self._copy_threads = CopyThreads(num_copy_threads())
-        self._failed_streams: set[int] = set()  # of which a block could not be stored, and so none after it is
+        self._failed_streams: set[int] = set()  # a block could not be stored, so later ones are not
         self._error: BaseException | None = None
         self._has_raised = False
         self._thread = threading.Thread(target=self._run, name="writer", daemon=True)
@@ -85,15 +84,15 @@ class BlockWriter:
             self._raise()
 
     def submit(self, step: StepInFlight) -> None:
-        """Hands over a dispatched step. Steps of a block come in order, and blocks one after the other."""
+        """Queues a dispatched step. Submit the steps of a block in order, and blocks one after the other."""
         if self._error is not None:
             self._raise()
         self._queue.put(step)
 
     def close(self) -> None:
-        """Waits until everything submitted is drained and every complete block is committed.
+        """Waits until all submitted steps are copied and every complete block is committed.
 
-        A failure of the writer that `acquire` or `submit` has already raised is not raised again.
+        Does not raise an error again that `acquire` or `submit` has raised.
         """
         self._join()
         if self._error is not None and not self._has_raised:
@@ -124,7 +123,7 @@ class BlockWriter:
             self._commit_pending()
 
     def _fail(self, error: BaseException) -> None:
-        """Remembers the first failure; the loop gets it from its next call."""
+        """Records the first error, which the loop's next call raises; logs later ones."""
         if self._error is None:
             self._error = error
             self.in_flight.fail()
@@ -132,7 +131,7 @@ class BlockWriter:
             log.error("After that the writer failed again: %s", error)
 
     def _next(self) -> StepInFlight | None:
-        """The next step; commits blocks that have become durable while there is none."""
+        """Waits for the next step. Meanwhile commits the blocks that have become durable."""
         while True:
             self._commit_durable()
             try:
@@ -162,7 +161,7 @@ class BlockWriter:
         self.in_flight.release()
 
     def _take_buffers(self) -> BlockBuffers:
-        """Those that were freed last, so that the other set's memory is touched only if the store is the slowest."""
+        """Takes the set that was freed last, so that the other is touched only if the store is the bottleneck."""
         self._commit_durable()
         if not self._free:
             self._commit()
@@ -175,52 +174,54 @@ class BlockWriter:
             self._copy_threads.start(self._filled.leaves()[copy.output][copy.place(first_row)], values)
 
     def _begin(self, block: TokenBlock) -> None:
-        """Begins with a block whose activations are all in the buffers."""
+        """Starts writing a block whose activations are all in the buffers."""
         buffers, self._filled = self._filled, None
         if not self._may_commit(block.stream):
-            self._finished(block.stream, buffers)
+            self._release(block.stream, buffers)
             return
         with self._metrics.stage(Stage.WRITER_COPY):
             self._checks.check(block)
             arrays = buffers.padded(block.num_rows, self._plan) | side_arrays(block, self._plan.rows_per_block)
         writes = None
-        with self._failures_of(block.stream), self._metrics.stage(Stage.WRITER_STORE):
+        with self._stream_errors(block.stream), self._metrics.stage(Stage.WRITER_STORE):
             writes = self._store.begin_block(block.stream, block.index, arrays)
         if writes is None:
-            self._finished(block.stream, buffers)
+            self._release(block.stream, buffers)
             return
         self._pending.append(_Pending(block, buffers, writes, self._features.start(block, arrays)))
         self._write_summarised()
 
     def _write_summarised(self) -> None:
-        """Starts writing the tables of pending blocks, in their order, as far as they need no waiting."""
+        """Starts writing the tables of pending blocks, in order, up to the first that is not summarised yet."""
         for pending in self._pending:
             if not pending.is_summarised:
                 return
             self._write_tables(pending)
 
     def _write_tables(self, pending: _Pending) -> None:
-        """Starts writing a block's tables, once; waits until its features are summarised. They stay unwritten, and so
-        the block uncommitted, if that fails, or its stream is no longer this process's."""
+        """Waits until a block's features are summarised, then starts writing its tables, once.
+
+        The tables are not written, and the block is not committed, if that fails or this process has lost the stream.
+        """
         if pending.features is None:
             return
-        features, pending.features = pending.features, None  # and so their memory, once it is written
+        features, pending.features = pending.features, None  # frees the summaries once they are written
         block = pending.block
-        with self._failures_of(block.stream):
+        with self._stream_errors(block.stream):
             with self._metrics.stage(Stage.WRITER_STATISTICS):
                 summaries = [summary.result() for summary in features]
                 statistics = None
                 if self._plan.step.statistics:
                     rows = pending.buffers.statistics
-                    of_arrays = {} if rows is None else merge_rows(self._plan.step, block, rows)
-                    statistics = of_arrays | {summary.name: summary.statistics for summary in summaries}
+                    array_statistics = {} if rows is None else merge_rows(self._plan.step, block, rows)
+                    statistics = array_statistics | {summary.name: summary.statistics for summary in summaries}
                 indexes = {key: content for summary in summaries for key, content in summary.indexes.items()}
             if self._may_commit(block.stream):
                 with self._metrics.stage(Stage.WRITER_STORE):
                     pending.writes = self._store.write_tables(pending.writes, block.table, statistics, indexes)
 
     def _commit_durable(self) -> None:
-        """Commits the oldest pending blocks as far as they need no waiting."""
+        """Commits the oldest pending blocks, up to the first that is not durable yet."""
         self._write_summarised()
         while self._pending and self._pending[0].is_summarised and self._pending[0].writes.done:
             self._commit()
@@ -234,17 +235,19 @@ class BlockWriter:
         pending = self._pending.popleft()
         block = pending.block
         self._write_tables(pending)
-        with self._failures_of(block.stream), self._metrics.stage(Stage.WRITER_STORE):
+        with self._stream_errors(block.stream), self._metrics.stage(Stage.WRITER_STORE):
             pending.writes.wait()
             if pending.writes.has_tables and self._may_commit(block.stream):
                 self._store.commit(pending.writes, commit_record(block))
                 self._metrics.committed(self._plan.memory.block_bytes * block.num_rows // self._plan.rows_per_block)
-        self._finished(block.stream, pending.buffers)
+        self._release(block.stream, pending.buffers)
 
     @contextmanager
-    def _failures_of(self, stream: int) -> Iterator[None]:
-        """After an error in here no further block of the stream is committed. A StoreError is the writer's failure, and
-        blocks of other streams continue; what else is raised ends the thread."""
+    def _stream_errors(self, stream: int) -> Iterator[None]:
+        """After an error in this context no further block of the stream is committed.
+
+        A StoreError is recorded, and other streams continue. Any other error is raised and ends the thread.
+        """
         try:
             yield
         except BaseException as error:
@@ -256,8 +259,8 @@ class BlockWriter:
     def _may_commit(self, stream: int) -> bool:
         return stream not in self._failed_streams and (self._claimed is None or self._claimed.holds(stream))
 
-    def _finished(self, stream: int, buffers: BlockBuffers) -> None:
-        """Of a block that is committed or dropped: nothing reads its buffers any more."""
+    def _release(self, stream: int, buffers: BlockBuffers) -> None:
+        """Frees the buffers of a block that is committed or dropped."""
         if self._claimed:
             self._claimed.finished(stream)
         self._free.append(buffers)

@@ -1,4 +1,4 @@
-"""With `run.claim`: which stream a process works on next, and when it lets go of one."""
+"""With `run.claim`: chooses the stream that a process computes next, and releases streams."""
 
 import logging
 import random
@@ -25,15 +25,15 @@ log = logging.getLogger("pipeline")
 _POLLS_PER_LEASE = 8
 _STOP_POLL_S = 0.2
 _COMPLETION_POLL_S = 1.0
-_CLAIMS_AT_ONCE = 64  # read before one of them is tried
+_CLAIMS_AT_ONCE = 64  # claims that are read before the process tries to take one over
 
 
 class UnfinishedStreams:
-    """The streams that hold less than this run wants, as far as this process knows, and its claims on them.
+    """The streams that hold less than this run asks for, as far as this process knows, and its claims on them.
 
-    Streams are claimed in a random order, so that workers that join at the same time rarely try the same one, and by
-    the names in a listing: claims are read only when every stream that is left has one. Which streams others have
-    finished is known from the marks in the listing; whether these are right is seen when the store is completed.
+    Streams are claimed in random order, so that workers that join at the same time rarely try the same stream. A
+    listing of object names shows which streams are free; claims are read only when every remaining stream has one.
+    Marks in the listing show which streams others have finished. Completing the store checks that the marks are right.
     """
 
     def __init__(self, job: Job, store: StoreWriter, claims: Claims) -> None:
@@ -42,7 +42,7 @@ class UnfinishedStreams:
         self._claims = claims
         self._random = random.Random(claims.owner)
         self._left = set(range(job.plan.streams.count))
-        self._lock = threading.Lock()  # of `_left`: streams are released by another thread than claims them
+        self._lock = threading.Lock()  # guards `_left`: one thread claims streams, another releases them
         self._free: list[int] = []
         self._claimed: list[int] = []
 
@@ -50,8 +50,8 @@ class UnfinishedStreams:
         return bool(self._left)
 
     def claim_next(self, should_stop: Callable[[], bool]) -> StreamWork | None:
-        """Claims a stream and returns its work; None where others hold all that are left, or `should_stop` says so,
-        which is asked every few requests. Raises StoreError.
+        """Claims a stream and returns its work; None if others hold all remaining streams, or after `should_stop()`,
+        which is called every few requests. Raises StoreError.
         """
         tried: set[int] = set()
         if not self._free:
@@ -73,7 +73,7 @@ class UnfinishedStreams:
         return None
 
     def release(self, stream: int) -> None:
-        """Lets go of a claimed stream, of which no block is under way."""
+        """Releases a claimed stream that has no block in progress, and marks it if it is finished."""
         if not self._is_finished(stream):
             self._claims.release(stream)
             return
@@ -82,11 +82,11 @@ class UnfinishedStreams:
         self._claims.finish(stream, self._job.plan.streams.target)
 
     def _claim(self, vacancy: Vacancy) -> StreamWork | None:
-        """The work in a stream that is now this process's; None where another was faster, or nothing is left in it."""
+        """Claims a stream and returns its work; None if another process claimed it first, or no work is left."""
         stream = vacancy.stream
         if not self._claims.claim(vacancy):
             return None
-        # Read once it is claimed: nobody else commits to it.
+        # Read after claiming, when no other process commits to the stream.
         work = self._job.stream_work(stream, self._store.streams.read_again(stream), self._store.target)
         if work is None:
             self.release(stream)
@@ -105,12 +105,12 @@ class UnfinishedStreams:
 
 
 def require_finished_streams(job: Job, store: StoreWriter) -> None:
-    """Raises StoreError where a stream that was taken for finished is not, because its records were deleted to have
-    them computed again. Its marks are deleted, so that the next run computes it. A store that a longer run is extending
-    is left alone.
+    """Raises StoreError if a stream that is marked as finished is not, because its records were deleted to have its
+    blocks computed again. Deletes the marks of such streams, so that the next run computes them. Does nothing if a
+    longer run is extending the store.
     """
-    own = job.plan.streams.target
-    if larger(require_root(store.storage).target, own) != own:
+    target = job.plan.streams.target
+    if larger(require_root(store.storage).target, target) != target:
         return
     streams = [stream for stream, blocks in store.streams.all().items() if not job.is_stream_done(stream, blocks.table)]
     lacking = [stream for stream in streams if not job.is_stream_done(stream, store.streams.read_again(stream).table)]
@@ -124,11 +124,11 @@ def require_finished_streams(job: Job, store: StoreWriter) -> None:
 
 
 def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: Callable[[], None]) -> None:
-    """Calls `complete` on one of the workers that have come to the end of the streams. The others wait until it has
-    ended; if it stops renewing its claim, one of them takes over.
+    """Calls `complete` on one of the workers that have finished all streams. The others wait until it returns. If that
+    worker stops renewing its claim, another one takes over.
 
-    All processes of a worker call this, and all stop together; the first one claims. Raises Interrupted after a stop
-    request, and StoreError.
+    All processes of a worker call this and stop together; the first process holds the claim. Raises Interrupted after a
+    stop request, and StoreError.
     """
     completion = None
     with ExitStack() as stack:
@@ -145,7 +145,7 @@ def complete_by_one(job: Job, store: StoreWriter, stop: StopRequest, complete: C
 
 
 class _Completion:
-    """Completing the store, by this worker or another."""
+    """The completion of the store, by this worker or another one."""
 
     def __init__(self, store: StoreWriter, claims: Claims, complete: Callable[[], None]) -> None:
         self._store = store
@@ -154,7 +154,7 @@ class _Completion:
         self._has_waited = False
 
     def is_over(self) -> bool:
-        """Whether the store is completed; calls `complete` where no other worker does."""
+        """Whether the store is complete. Calls `complete` if no other worker is doing so."""
         for vacancy in self._claims.vacancies([COMPLETION]):
             if self._has_waited and vacancy.expired is None and require_root(self._store.storage).complete:
                 log.info("%s is completed by another worker", self._store.path)
@@ -168,11 +168,11 @@ class _Completion:
 
 
 class ClaimedStreams:
-    """The blocks of streams that this process claims, one stream after the other, each to its end.
+    """The blocks of the streams that this process claims, one stream after the other, each to its end.
 
-    Where others hold all the streams that are left, it waits until one of them falls silent, or the store has all that
-    is asked for. The writer says which blocks are `finished`. A stream is released when all of its blocks that were
-    read are, so that nothing of it is under way when it is claimed again, by this process or another.
+    If others hold all remaining streams, it waits until a lease expires or the store holds all that is asked for. The
+    writer reports each block that is `finished`. A stream is released when all its blocks that were read are finished,
+    so that no block is in progress when this process or another one claims the stream again.
     """
 
     def __init__(self, job: Job, store: StoreWriter, claims: Claims, metrics: Metrics) -> None:
@@ -186,7 +186,7 @@ class ClaimedStreams:
         self._num_released = 0
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
-        """What the feed hands out. Ends when no stream is left, or `should_stop` says so."""
+        """The blocks for the feed. Ends when no stream is left, or after `should_stop()`."""
         while self._streams and not should_stop():
             num_released = self._num_released
             work = self._claim_next(should_stop)
@@ -205,11 +205,11 @@ class ClaimedStreams:
                 self._release(stream)
 
     def holds(self, stream: int) -> bool:
-        """Whether a block of the stream may be committed."""
+        """Whether this process still holds the stream, and may commit its blocks."""
         return self._claims.holds(stream)
 
     def finished(self, stream: int) -> None:
-        """A block of the stream is committed, or dropped."""
+        """Reports that a block of the stream is committed or dropped."""
         with self._changed:
             self._under_way[stream] -= 1
             is_over = stream != self._reading and not self._under_way[stream]
@@ -231,7 +231,7 @@ class ClaimedStreams:
             return self._streams.claim_next(report_and_ask)
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
-        """Until it is worth looking for a stream again: for a moment, or until one is released here."""
+        """Waits before the next search for a stream: a part of the lease, or until this process releases a stream."""
         deadline = time.monotonic() + self._claims.lease_s / _POLLS_PER_LEASE
         with self._metrics.stage(Stage.FEED_CLAIM), self._changed:
             while time.monotonic() < deadline and self._streams and not is_over():
@@ -239,8 +239,8 @@ class ClaimedStreams:
                 self._report_progress()
 
     def _report_progress(self) -> None:
-        """Tells the watchdog that this process has nothing to do but to look for a stream. It watches blocks that are
-        under way, and with several processes the steps, which continue meanwhile."""
+        """Resets the watchdog while this process only searches for a stream. The watchdog keeps watching blocks in
+        progress and, with several processes, the steps, which continue meanwhile."""
         with self._changed:
             is_idle = not any(self._under_way.values())
         if is_idle and self._job.plan.mesh.processes == 1:

@@ -1,4 +1,4 @@
-"""One run of a job: open it, load the weights, compile the step, fill the store, complete it."""
+"""Runs a job: opens it, loads the weights, compiles the step, fills the store and completes it."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -35,13 +35,13 @@ from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
 
-STREAMS_AT_ONCE = 64  # that are read before it is known whether one has work left
+STREAMS_AT_ONCE = 64  # streams that are read before checking whether any has work left
 
 LoadStep = Callable[[Job], LoadedStep]
 
 
 def join_and_run(config: RunConfig) -> None:
-    """Joins the other processes of this worker, if it has any, then does its share of `run`."""
+    """Joins the other processes of this worker, if any, then calls `run`."""
     joining.initialise(config.distributed)
     run(config)
 
@@ -49,16 +49,16 @@ def join_and_run(config: RunConfig) -> None:
 def run(config: RunConfig) -> None:
     """Extracts until the store holds what the configuration asks for; does nothing if it already does.
 
-    Raises a PipelineError. What was committed before stays valid, and the same call resumes.
+    Raises a PipelineError. Committed blocks stay valid, and the same call resumes the run.
     """
     use_compilation_cache(config.run.compilation_cache)
     with preemption.stop_on_signals() as stop:
-        processes.require_same_config(config)  # what follows asks the first process, wherever the configuration says
+        processes.require_same_config(config)  # later checks use the first process's values
         run_job(open_job(config), stop, load_step)
 
 
 def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
-    """As `run`, of a job that is open. `load` gives its step, and is called only where there is work."""
+    """As `run`, for an open job. `load` returns its step, and is called only if there is work."""
     config = job.config
     log.info("%s", job.plan.describe())
     stop.check()
@@ -72,7 +72,7 @@ def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
         extract(job, store, work, stop, load)
     else:
         log.info("%s already holds everything this worker was asked for: nothing to do", config.store.path)
-    processes.wait_for_all()  # so that all processes end with 0, or none does
+    processes.wait_for_all()  # so that either all processes exit with 0, or none does
     if config.run.claim:
         complete_by_one(job, store, stop, lambda: complete(job, store))
     elif processes.is_first():
@@ -81,10 +81,10 @@ def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
 
 
 def open_store(job: Job) -> StoreWriter:
-    """The job's store, created or resumed; one that holds less than is asked for is opened for more.
+    """Creates or resumes the job's store. A store that holds less than the job asks for is opened for more blocks.
 
-    Raises StoreMismatch for one of another configuration, and StoreError where the job was planned without it: it may
-    fit once it is planned with the store's geometry.
+    Raises StoreMismatch for a store of a different configuration. Raises StoreError if the store was created after the
+    job was planned: planned again, with the store's geometry, the job may fit.
     """
     path = job.config.store.path
     try:
@@ -105,15 +105,15 @@ def open_store(job: Job) -> StoreWriter:
 
 
 def are_own_streams_done(job: Job, store: StoreWriter) -> bool:
-    """Whether this process's streams hold their share of `run.max_tokens`, as their records say: some may have been
-    deleted, to have their blocks computed again."""
+    """Whether this process's streams hold their share of `run.max_tokens`. Checks the commit records, since some may
+    have been deleted to have their blocks computed again."""
     streams = store.streams.some(job.plan.streams.local)
     return all(job.is_stream_done(stream, blocks.table) for stream, blocks in streams.items())
 
 
 def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:
-    """The work that is left in this process's streams; empty if there is none. With `run.claim` it stops at the first
-    streams that have any: which streams this process computes is decided later."""
+    """The work that is left in this process's streams. With `run.claim` it stops at the first streams that have work,
+    because the streams that this process computes are decided later."""
     work: list[StreamWork] = []
     if store.complete:
         return work
@@ -133,30 +133,30 @@ def extract(
     """Loads the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
     if processes.is_first():
         measure_int8(job, store)
-    processes.wait_for_all()  # with no watchdog yet: measuring may take longer than a step
+    processes.wait_for_all()  # the watchdog starts later: measuring may take longer than a step
     step = load(job)
     stop.check()
     try:
         fill(job, store, work, stop, step)
     except Interrupted:
-        processes.wait_for_all()  # some have blocks to write still, and JAX would not wait for them
+        processes.wait_for_all()  # others may still write blocks, and JAX would not wait for them
         raise
 
 
 def measure_int8(job: Job, store: StoreWriter) -> None:
-    """Has the store say what int8 weights cost, and an int8 cache of generation, if it does not yet."""
+    """Records the errors of int8 weights, and of an int8 cache of generation, unless the store has them."""
     config = job.config
     if config.model.weights_dtype is WeightsDtype.int8 and store.root.weights_error is None:
-        store.record_weights_error(int8_probe.of_weights(job))
+        store.record_weights_error(int8_probe.weights_error(job))
     has_int8_cache = job.plan.generation is not None and config.data.cache_dtype is CacheDtype.int8
     if has_int8_cache and store.root.cache_error is None:
-        store.record_cache_error(int8_probe.of_cache(job))
+        store.record_cache_error(int8_probe.cache_error(job))
 
 
 def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedStep:
-    """Loads the weights that the captured sites need onto the devices, and compiles the step, once.
+    """Loads the weights that the captured sites need onto the devices, and compiles the step.
 
-    devices: those that the job is planned for; None: all, of all processes.
+    devices: the devices that the job is planned for; None for all devices of all processes.
     """
     config, plan = job.config, job.plan
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
@@ -171,7 +171,7 @@ def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedSt
 def load_weights(
     config: RunConfig, model: Model, plan: Plan, partition: Partition, encoders: Sequence[Encoder] = ()
 ) -> Params:
-    """Loads the weights that the captured sites need, and the SAEs', onto the devices of the partition."""
+    """Loads the weights of the SAEs, and those that the captured sites need, onto the devices of the partition."""
     params = model.load(
         plan.step.forward_keys,
         dtype=str(config.model.dtype),
@@ -189,9 +189,9 @@ def load_weights(
 def fill(
     job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest, step: LoadedStep
 ) -> Metrics:
-    """Extracts the blocks of `work` into the store, which is not complete.
+    """Extracts the blocks of `work` into the store, which must not be complete.
 
-    With `run.claim` those of the streams that this process can claim, until no process has any left.
+    With `run.claim` it ignores `work`, and extracts the streams that it can claim until no stream is left.
     """
     options = job.config.run
     known = [] if options.claim else job.plan.streams.local
@@ -218,7 +218,7 @@ def fill(
 
 
 def complete(job: Job, store: StoreWriter) -> None:
-    """Marks the store complete if it holds what was asked for. On one process, once the others have committed."""
+    """Marks the store complete if it holds what was asked for. Call it on one process, after all have committed."""
     is_complete = store.finish()
     streams = [blocks.table for blocks in store.streams.all().values()]
     if job.is_done(streams):

@@ -1,4 +1,4 @@
-"""The loop: token blocks in, steps dispatched, their outputs handed to the writer.
+"""The loop: takes token blocks, dispatches steps, and passes their outputs to the writer.
 
 feed thread                 this thread                               writer thread
 documents -> token blocks   rows of a block -> step on the devices    copies to the host -> blocks -> store
@@ -27,9 +27,9 @@ POLL_S = 0.2  # how often a loop that waits for input checks for a request to st
 class ExtractionLoop:
     """Runs every block of the feed through the step.
 
-    While step n computes, step n-1 is copied to the host and step n-2 is in the writer, as far as the plan lets steps
-    be in flight. All processes of a worker dispatch the same number of steps: one that has no rows, for now or for
-    good, dispatches padding until every feed has ended.
+    While step n computes, step n-1 is copied to the host and step n-2 is in the writer, up to the plan's limit of steps
+    in flight. All processes of a worker dispatch the same number of steps: a process without rows, for the moment or
+    for good, dispatches padding until every feed has ended.
     """
 
     plan: Plan
@@ -43,8 +43,8 @@ class ExtractionLoop:
     def run(self) -> None:
         """Returns when all blocks are committed.
 
-        Raises Interrupted after a request to stop, once the complete blocks are committed, and whatever failed in the
-        feed or in the writer.
+        After a stop request, commits the complete blocks and raises Interrupted. Re-raises errors of the feed and of
+        the writer.
         """
         try:
             timeout_s = POLL_S
@@ -60,7 +60,7 @@ class ExtractionLoop:
                     timeout_s = 0 if others_have_rows else POLL_S  # others wait for this process's next step
                 elif has_ended:
                     break
-        finally:  # also when the feed fails: what was computed is stored
+        finally:  # also if the feed fails, to store what was computed
             with self.metrics.stage(Stage.LOOP_FINISH):
                 self.writer.close()
         if self.stop.noticed:
@@ -70,7 +70,7 @@ class ExtractionLoop:
             )
 
     def _next_block(self, timeout_s: float) -> tuple[TokenBlock | None, bool]:
-        """The next block, if it is ready in time, and whether the feed has ended."""
+        """The next block, or None after `timeout_s`, and whether the feed has ended."""
         try:
             with self.metrics.stage(Stage.LOOP_DATA):
                 block = self.feed.get(timeout_s)
@@ -90,7 +90,7 @@ class ExtractionLoop:
             self._dispatch(block, first_row)
 
     def _pad(self) -> bool:
-        """Dispatches a step of padding, unless all are to stop. Returns whether other processes had rows in it."""
+        """Dispatches a step of padding, unless all processes stop. Returns whether other processes had rows in it."""
         if self.stop.before_step():
             return False
         counts = self._dispatch(None, first_row=0).counts

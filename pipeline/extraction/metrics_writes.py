@@ -1,4 +1,4 @@
-"""A run's log on its way into the store, while the writer thread goes on."""
+"""Writes a run's metrics into the store while the writer thread continues."""
 
 import logging
 
@@ -12,7 +12,7 @@ log = logging.getLogger("pipeline")
 
 
 class MetricsWrites:
-    """At most one write is under way. What was measured is worth a line in the program's log, but no run."""
+    """Writes the metrics, one write at a time. If a write fails, logs a warning: the run continues without it."""
 
     def __init__(self, store: StoreWriter, metrics: Metrics) -> None:
         self._storage = store.storage
@@ -21,13 +21,13 @@ class MetricsWrites:
         self._under_way: ts.Future | None = None
 
     def start_if_due(self) -> None:
-        """Does not wait for the storage."""
+        """Starts a write if the last one is done and the interval has passed. Does not wait for the storage."""
         if (self._under_way is None or self._under_way.done()) and self._metrics.is_due():
             self._finish()
             self._start()
 
     def close(self) -> None:
-        """Writes the log as it is now, and waits until that is done."""
+        """Writes the current metrics, and waits until the write is done."""
         self._finish()
         self._start()
         self._finish()

@@ -11,7 +11,7 @@ log = logging.getLogger("pipeline")
 
 
 class ProfileWindow:
-    """Traces `run.profile_steps` steps, after `run.profile_after` others, into a directory of this process."""
+    """Traces `run.profile_steps` steps, after skipping `run.profile_after`, into a directory of this process."""
 
     def __init__(self, options: RunOptions) -> None:
         self._directory = f"{options.profile}/process-{topology(options).index}"
@@ -21,10 +21,10 @@ class ProfileWindow:
         self._is_on = False
 
     def before_step(self) -> None:
-        """Call it before each step. Begins the trace, or ends and writes it, which takes seconds, when it is time."""
+        """Call it before each step. At the right step, starts the trace, or stops and writes it (takes seconds)."""
         if self._steps == self._first:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # to trace every Python call would slow down what is measured
+            options.python_tracer_level = 0  # tracing every Python call would slow down the steps
             jax.profiler.start_trace(self._directory, create_perfetto_trace=True, profiler_options=options)
             self._is_on = True
         elif self._steps == self._stop:
@@ -32,7 +32,7 @@ class ProfileWindow:
         self._steps += 1
 
     def close(self) -> None:
-        """Ends a trace that is on."""
+        """Stops a running trace. Warns if the trace never started."""
         if self._is_on:
             self._is_on = False
             jax.profiler.stop_trace()

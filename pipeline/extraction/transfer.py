@@ -17,30 +17,27 @@ from pipeline.step.compiled_step import StepOutputs
 
 @dataclass(frozen=True)
 class HostBlock:
-    """One device's part of one output, on its way to the host.
+    """One device's part of one output, while it is copied to the host."""
 
-    `rows` are those of the process's part of the output that it belongs to, `rest` its place along the other axes.
-    """
-
-    output: int  # its place among the leaves of `StepOutputs.stored`, as in BlockBuffers
-    rows: slice
-    rest: tuple[slice, ...]
+    output: int  # index among the leaves of `StepOutputs.stored`, as in BlockBuffers
+    rows: slice  # relative to the first row of this process
+    rest: tuple[slice, ...]  # along the other axes
     data: jax.Array
 
     def place(self, first_row: int) -> tuple[slice, ...]:
-        """Its place in memory of which row `first_row` is the step's first."""
+        """The index of this part in a host array in which the step begins at row `first_row`."""
         return (slice(first_row + self.rows.start, first_row + self.rows.stop), *self.rest)
 
     def wait(self) -> np.ndarray:
-        """The values. Waits without holding the GIL; on CPU it is a view, not a copy."""
+        """Waits for the values, without holding the GIL, and returns them. On CPU they are a view, not a copy."""
         return np.asarray(self.data)
 
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """One dispatched step: rows `first_row` .. of `block`, and the copies of its outputs.
+    """One dispatched step: the rows of `block` from `first_row` on, and the copies of its outputs.
 
-    Without a block it is padding, computed because other processes have rows.
+    If `block` is None, the step is padding, computed because other processes have rows.
     """
 
     block: TokenBlock | None
@@ -61,7 +58,7 @@ class StepInFlight:
 
 
 def start_transfer(outputs: StepOutputs, block: TokenBlock | None, first_row: int, plan: Plan) -> StepInFlight:
-    """Starts the copies of a step's outputs to the host; of padding, only of its counts."""
+    """Starts the copies of a step's outputs to the host; for padding, copies only the counts."""
     outputs.counts.copy_to_host_async()
     copies = start_copies(jax.tree.leaves(outputs.stored), plan.mesh.first_row) if block else []
     return StepInFlight(block, first_row, plan.mesh.process_rows, copies, outputs.counts)
@@ -73,7 +70,7 @@ def empty_step(block: TokenBlock) -> StepInFlight:
 
 
 def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock]:
-    """Starts the copy of every output's addressable device shards; each element is copied once.
+    """Starts copying every output's addressable device shards; each element is copied once.
 
     `first_row` is the global row at which this process's rows begin.
     """
@@ -90,7 +87,7 @@ def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock
 
 
 class InFlight:
-    """Limits how many steps are between dispatch and the host. A full limit blocks the loop; it never drops data."""
+    """Limits the number of steps between dispatch and host. At the limit the loop waits; no data is dropped."""
 
     def __init__(self, limit: int) -> None:
         self._free = limit
@@ -98,7 +95,7 @@ class InFlight:
         self._changed = threading.Condition()
 
     def acquire(self) -> bool:
-        """Waits for a free place. Returns False when the writer has failed and no place will ever come free."""
+        """Waits until a step may be dispatched. Returns False if the writer has failed."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or self._failed)
             self._free -= 1

@@ -1,2 +1,1 @@
-"""A job: what it opens, what identifies it, and how its progress is measured and watched. Imports `planning` and
-everything below."""
+"""A job: opens it, identifies it, and measures and watches its progress. Imports `planning` and lower packages."""

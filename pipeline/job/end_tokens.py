@@ -8,7 +8,7 @@ from pipeline.models.registry import Model
 
 
 def end_tokens(model: Model, tokenizer: TextTokenizer, texts: Sequence[str] | None) -> tuple[int, ...]:
-    """The sorted ids of `texts`. If it is None, those of generation_config.json, else config.json, as in transformers.
+    """The sorted ids of `texts`; if None, those of generation_config.json or else config.json, as in transformers.
 
     Raises ConfigError for a text that is not a single token, and CheckpointError for an id outside the vocabulary.
     """

@@ -1,4 +1,4 @@
-"""The identity of a job: what a store records about it, and what must be equal for a run to resume the store."""
+"""The identity of a job: what a store records about it, and what must match for a run to resume the store."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -26,12 +26,11 @@ def store_metadata(
     stored: StoreMetadata | None,
     encoders: Sequence[Encoder] = (),
 ) -> StoreMetadata:
-    """The metadata of the job's store. `data` is the data's identity; `stored` is the metadata of the existing store.
+    """The metadata of the job's store. data: the identity of the data. stored: the metadata of the existing store.
 
-    A setting that older stores do not record is left out while it has its default value, so that they can be resumed.
+    A setting that older stores do not record is omitted while it has its default value, so that they can be resumed.
 
-    Reads the model's weights, which for a model of the Hub are downloaded first. Raises CheckpointError for damaged
-    weights.
+    Reads the model's weights, and downloads those of a Hub model first. Raises CheckpointError for damaged weights.
     """
     return StoreMetadata(
         model=_model_identity(config, model, stored),
@@ -51,12 +50,12 @@ def store_metadata(
 
 
 def weights_identity(model: Model, encoders: Sequence[Encoder]) -> list[dict[str, object]]:
-    """What determines the weights that a step computes with, those of its SAEs included."""
+    """The identities of the model's weights and of its SAEs'."""
     return [model.identity(), *(encoder.identity() for encoder in encoders)]
 
 
 def data_identity(data: DataConfig, source: Source, model: Model, tokenizer: TextTokenizer) -> dict[str, object]:
-    """What determines the documents: the source and, with data=generate, how the model completes its prompts.
+    """Identifies the documents: by the source and, with data=generate, by how the model completes its prompts.
 
     Raises ConfigError or CheckpointError for end tokens that the tokenizer or the model does not have.
     """
@@ -82,7 +81,7 @@ def sampling(data: GenerateData) -> Sampling:
 
 
 def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | None) -> dict[str, object]:
-    by_commit = stored is not None and "commit" in stored.model  # older stores name the Hub's commit, not the weights
+    by_commit = stored is not None and "commit" in stored.model  # older stores record the Hub commit, not the weights
     identity = model.identity(by_commit) | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
     if config.model.weights_dtype is not WeightsDtype.same:
         identity["weights_dtype"] = str(config.model.weights_dtype)
@@ -113,7 +112,7 @@ def _capture_identity(config: RunConfig, plan: Plan, model: Model, encoders: Seq
 
 
 def _recorded_config(config: RunConfig, model: Model) -> dict[str, object]:
-    """The configuration, with the commit of a model of the Hub: recorded for information, not compared on resume."""
+    """The configuration, with the commit of a Hub model. Recorded for information, not compared on resume."""
     values = {name: value for name, value in asdict(config).items() if name != "distributed"}
     if model.checkpoint.commit is not None:
         values["model"]["commit"] = model.checkpoint.commit

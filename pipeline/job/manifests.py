@@ -1,4 +1,4 @@
-"""The manifest of a job's parquet files: made by the first process, given to the others, kept in the store."""
+"""The manifest of a job's parquet files: the first process makes it, and all share it. The store keeps the footers."""
 
 from pipeline.cluster.processes import from_first_process
 from pipeline.config.schema import ParquetData
@@ -9,18 +9,18 @@ from pipeline.store.io.storage import Storage
 
 
 class JobManifest:
-    """Has the first process list the files, and read the footers that the store does not know."""
+    """Makes the manifest on the first process, which lists the files and reads the footers that the store lacks."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._to_keep: bytes | None = None
 
     def agree(self, config: ParquetData) -> Manifest:
-        """The manifest, the same in all processes. Every process of the job calls this. Raises as `make_manifest`."""
+        """The manifest, the same in all processes. Every process must call this. Raises as `make_manifest`."""
         return Manifest.from_json(from_first_process(lambda: self._make(config).to_json()))
 
     def keep(self) -> None:
-        """Writes the footers into the store, which exists, where this process has read any. Raises StoreError."""
+        """Writes footers that this process has read into the store, which must exist. Raises StoreError."""
         if self._to_keep is not None:
             self._storage.write(MANIFEST_KEY, self._to_keep)
             self._to_keep = None

@@ -1,7 +1,7 @@
-"""What a run measures: tokens, bytes, and the seconds that each thread spends in each stage.
+"""The metrics of a run: tokens, bytes, and the seconds that each thread spends in each stage.
 
-Three threads run at once, and the seconds of a thread's stages add up to its lifetime: the feed ends with its last
-block, the loop and the writer with the run. The binding stage is the one that the other threads wait for.
+Three threads run concurrently. The seconds of a thread's stages add up to its lifetime: the feed ends with its last
+block, the loop and the writer end with the run. The binding stage is the one that the other threads wait for.
 """
 
 import json
@@ -23,20 +23,20 @@ from pipeline.store.io.request_counts import num_refused, num_retries
 
 
 class Stage(Enum):
-    """What a thread does or waits for: the names of the thread and of the stage."""
+    """What a thread does or waits for: the thread's name and the stage's label."""
 
     FEED_WORK = "feed", "work"  # reads, tokenises, packs
     FEED_FULL = "feed", "full"  # waits for the loop to take a block
-    FEED_CLAIM = "feed", "claim"  # looks for a stream that no other worker holds, or waits for one
+    FEED_CLAIM = "feed", "claim"  # searches or waits for a stream that no other worker holds
     LOOP_DATA = "loop", "data"  # waits for the feed
     LOOP_BUDGET = "loop", "budget"  # waits until another step may be in flight
     LOOP_DISPATCH = "loop", "dispatch"
-    LOOP_OTHERS = "loop", "others"  # has no rows left, waits for the processes that have
+    LOOP_OTHERS = "loop", "others"  # has no rows left; waits for processes that have rows
     LOOP_PROFILE = "loop", "profile"  # starts or stops a trace
     LOOP_FINISH = "loop", "finish"  # waits for the writer at the end
     WRITER_IDLE = "writer", "idle"  # waits for a step
     WRITER_RESULTS = "writer", "results"  # waits for compute and device-to-host copies
-    WRITER_COPY = "writer", "copy"  # copies into the buffers, or waits for the threads that do
+    WRITER_COPY = "writer", "copy"  # copies into the buffers, or waits for the copying threads
     WRITER_STATISTICS = "writer", "statistics"
     WRITER_STORE = "writer", "store"
     WRITER_METRICS = "writer", "metrics"
@@ -69,7 +69,7 @@ class Metrics:
         self.blocks = 0
         self.stored_bytes = 0
         self.seconds: Counter[Stage] = Counter()
-        self.stages: dict[str, str] = {}  # what each thread is doing now
+        self.stages: dict[str, str] = {}  # the current stage of each thread
         self.last_step = time.monotonic()
         self._lines: list[str] = []
         self._retries_before = num_retries()
@@ -101,7 +101,7 @@ class Metrics:
             self.seconds[stage] += time.monotonic() - began
 
     def record_feed(self, work_s: float, wait_s: float) -> None:
-        """Sets the seconds that the feed has worked and waited so far. Waiting for a claim does not count as work."""
+        """Sets the seconds that the feed has worked and waited so far. Claiming does not count as work."""
         self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_CLAIM]
         self.seconds[Stage.FEED_FULL] = wait_s
 
@@ -120,7 +120,7 @@ class Metrics:
 
     @property
     def storage_refused(self) -> int:
-        """Answers 429 or 503 of object storage since the run began: too many requests, or not available."""
+        """Answers 429 (too many requests) or 503 (unavailable) of object storage since the run began."""
         return num_refused() - self._refused_before
 
     @property
@@ -128,7 +128,7 @@ class Metrics:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
     def drained(self, tokens: int, tokens_of_worker: int) -> None:
-        """Counts one step whose activations have reached the host; the progress bar counts all processes' tokens."""
+        """Counts one step whose activations have reached the host. The progress bar adds up all processes' tokens."""
         self.steps += 1
         self.tokens += tokens
         self.last_step = time.monotonic()
@@ -175,14 +175,14 @@ class Metrics:
         self._bar.close()
 
     def binding_stage(self) -> tuple[str, float]:
-        """What the threads waited for most, and the share of the elapsed time that they did."""
+        """The stage that the other threads waited for longest, and the share of the elapsed time that they waited."""
         waits = {label: self.seconds[stage] for stage, label in BINDING.items()}
         waits[BINDING[Stage.LOOP_DATA]] -= self.seconds[Stage.FEED_CLAIM]  # the loop waits for the feed meanwhile
         label = max(waits, key=waits.__getitem__)
         return label, waits[label] / max(self.elapsed_s, 1e-9)
 
     def summary(self) -> str:
-        """The run in a few lines, for people."""
+        """The run in a few lines of text."""
         label, share = self.binding_stage()
         lines = [
             f"{self.tokens:,} tokens in {self.elapsed_s:.1f} s: {self.tokens_per_s:,.0f} tokens/s, "
@@ -210,7 +210,7 @@ def run_name() -> str:
 
 
 def peak_rss_mib() -> int:
-    """The process's peak resident memory. On Linux `getrusage` would include the parent's, from before exec."""
+    """The process's peak resident memory. On Linux `getrusage` would include the parent's memory before exec."""
     try:
         status = Path("/proc/self/status").read_text()
     except FileNotFoundError:  # not Linux

@@ -1,4 +1,4 @@
-"""Opens a job: its model, data and tokenizer, its plan, and the layout of its store. Nothing is computed yet."""
+"""Opens a job: its model, data and tokenizer, its plan, and the layout of its store. Computes nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,8 +44,8 @@ from pipeline.store.io.storage import Storage, StorageOptions
 class Job:
     """Everything that a run needs.
 
-    `metadata` and `layout` describe the store that it fills, which is in `storage`; `stored` is the metadata of the
-    store that it resumes.
+    metadata, layout: describe the store that the run fills. storage: holds that store. stored: the metadata of an
+    existing store that the run resumes.
     """
 
     config: RunConfig
@@ -76,7 +76,7 @@ class Job:
     def stream_work(self, stream: int, blocks: StreamBlocks, target: Target | None = None) -> StreamWork | None:
         """The work that is left in one stream, whose committed blocks are `blocks`; None if there is none.
 
-        `target` is the store's target. If another run has raised it above this run's, this run does not truncate its
+        target: the store's target. If another run has raised it above this run's target, this run does not truncate its
         last block, so that the block equals the one that the other run would write.
         """
         point = resume_point(blocks, self.plan.streams.budget(stream))
@@ -95,16 +95,16 @@ class Job:
         return has_share(blocks, self.plan.streams.budget(stream))
 
     def shortfall(self, streams: Sequence[BlockTable]) -> str | None:
-        """How far a store that is done falls short of `run.max_tokens` because its data ended; None if it does not."""
+        """By how much a finished store falls short of `run.max_tokens` because the data ended; None if it does not."""
         if self.plan.streams.max_tokens is None:
             return None
         stored = [blocks.total("tokens") for blocks in streams]
         return shortfall(stored, [self.plan.streams.budget(stream) for stream in range(len(streams))])
 
     def first_rows(self, num_tokens: int) -> dict[str, Int32[np.ndarray, "B T"]] | None:
-        """Tokens, segments and positions of the first rows of the first stream that is not empty.
+        """Tokens, segments and positions [B, T] of the first rows of the first stream that is not empty.
 
-        As many rows as have `num_tokens` slots, or the start of one row if it has more. None if there are no documents.
+        As many rows as fit into `num_tokens` slots, or the beginning of a longer row. None if there are no documents.
         """
         streams = (stream for stream in range(self.plan.streams.count) if self.plan.streams.budget(stream) != 0)
         for stream in streams:
@@ -127,7 +127,7 @@ class Job:
         )
 
     def generated(self, stream: int) -> GeneratedGroups:
-        """The completed prompts of one stream that data=generate has stored."""
+        """The completed prompts of one stream, as stored by data=generate."""
         parts = [self.source.info_schema, COMPLETION_SCHEMA]
         if isinstance(self.config.data.prompts, ArcData):
             parts.append(GRADES)
@@ -140,7 +140,7 @@ class Job:
         )
 
     def stream(self, stream: int) -> TokenStream:
-        """One stream's documents, packed into rows. With data=generate, only as far as they are completed."""
+        """One stream's documents, packed into rows. With data=generate, only completed prompts."""
         batch = self.config.batch
         documents: StreamDocuments = self.texts(stream)
         if self.plan.generation:
@@ -158,15 +158,15 @@ class Job:
 
 
 class ResumePoint(NamedTuple):
-    """Where a stream is resumed."""
+    """Where to resume a stream."""
 
     cursor: Cursor
     block: int
-    tokens: int | None  # still wanted; None: all that the data has
+    tokens: int | None  # tokens still to store; None for all the data
 
 
 def resume_point(blocks: StreamBlocks, budget: int | None) -> ResumePoint | None:
-    """Where to resume a stream whose committed blocks are `blocks`; None if nothing of it is left.
+    """Where to resume a stream whose committed blocks are `blocks`; None if no work is left.
 
     A truncated block is computed again: the complete block starts at the same cursor and has the same first rows.
     """
@@ -181,12 +181,12 @@ def resume_point(blocks: StreamBlocks, budget: int | None) -> ResumePoint | None
 
 
 def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
-    """Opens what a run reads, and plans the run. No weights are read. devices: None for all that JAX has.
+    """Opens the inputs of a run, and plans the run. Reads no weights. devices: None for all of JAX's devices.
 
-    JAX initialises its devices only after the model, the tokenizer and the data are open, so that mistakes in these
-    show without devices.
+    Initialises JAX's devices only after the model, the tokenizer and the data are open, so that mistakes in these are
+    reported without devices.
 
-    Raises ConfigError, InputError, CheckpointError, or StoreMismatch.
+    Raises ConfigError, InputError, CheckpointError or StoreMismatch.
     """
     storage = open_storage(config.store, processes.count() * config.run.worker_count)
     stored = read_metadata(storage)
@@ -220,8 +220,10 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
 
 
 def open_model_and_tokenizer(config: RunConfig, revision: str | None) -> tuple[Model, TextTokenizer]:
-    """The model at a revision, and its tokenizer, of the same one, or `model.tokenizer`. Raises ConfigError, InputError
-    or CheckpointError."""
+    """The model at a revision, and `model.tokenizer` or the model's own tokenizer at the same revision.
+
+    Raises ConfigError, InputError or CheckpointError.
+    """
     path, data = config.model.path, config.data
     model = open_model(path, revision=revision, init=str(config.model.init), seed=config.model.seed)
     tokenizer = load_tokenizer(
@@ -235,15 +237,17 @@ def open_model_and_tokenizer(config: RunConfig, revision: str | None) -> tuple[M
 
 
 def replanned(job: Job, devices: Topology) -> Job:
-    """A job that resumes no store, for other devices or as another worker. Raises ConfigError."""
+    """The job planned for other devices or a different worker, without an existing store. Raises ConfigError."""
     specs = tuple(encoder.spec for encoder in job.encoders)
     plan = make_plan(job.config, job.model, len(job.source.shards), devices, None, specs)
     return replace(job, plan=plan, layout=store_layout(plan, str(job.config.store.compression)))
 
 
 def open_storage(config: StoreConfig, num_processes: int) -> Storage:
-    """The storage of a run's store, to which `num_processes` write at the same time. Raises ConfigError, StoreInvalid,
-    and StoreError."""
+    """The storage of a run's store, which `num_processes` processes write at the same time.
+
+    Raises ConfigError, StoreInvalid and StoreError.
+    """
     options = StorageOptions(
         config.retries,
         config.retry_delay_s,
@@ -255,7 +259,7 @@ def open_storage(config: StoreConfig, num_processes: int) -> Storage:
 
 
 def _widths(model: Model, site: Site, length: int) -> str:
-    """A site's width; those of all layers where they differ."""
+    """A site's width as text, or the widths of its layers if they differ."""
     layers = (
         [layer for layer in range(model.num_layers) if has_site(model.arch, layer, site)] if site.per_layer else [-1]
     )
@@ -277,7 +281,7 @@ def print_plan(config: RunConfig) -> None:
 
 
 def store_layout(plan: Plan, compression: str) -> StoreLayout:
-    """The geometry of the plan's store, and all of its arrays."""
+    """The geometry and the arrays of the plan's store."""
     stored = plan.step.stored_arrays
     return StoreLayout(
         num_streams=plan.streams.count,

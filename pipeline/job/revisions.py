@@ -1,7 +1,7 @@
-"""Which commits of the Hugging Face Hub a job reads: one commit per repository, the same in all processes.
+"""The commits of the Hugging Face Hub that a job reads: one commit per repository, the same in all processes.
 
-The first process resolves the revision, so that a push in the meantime changes nothing. A store is resumed at the
-commits that it was made with, unless the configuration names another revision.
+The first process resolves the revision for all, so that a push meanwhile changes nothing. A store is resumed at the
+commits that it was created with, unless the configuration names a different revision.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,13 +15,13 @@ from pipeline.data.sources import hub_repository
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.store.format.metadata import StoreMetadata
 
-_LOCAL, _UNKNOWN = "local", "unknown"  # in place of a commit: what is not on the Hub, and what has no revision
+_LOCAL, _UNKNOWN = "local", "unknown"  # used instead of a commit: not on the Hub; no revision recorded
 
 
 def model_revision(config: RunConfig, stored: StoreMetadata | None) -> str | None:
-    """The commit of a model of the Hub; `model.revision` for other models. Every process of the job calls this.
+    """The commit of a Hub model; `model.revision` for other models. Every process of the job must call this.
 
-    `stored` is the metadata of the existing store, if any.
+    stored: the metadata of the existing store, if any. Raises ConfigError if the hosts' files differ.
     """
     path, revision = config.model.path, config.model.revision
 
@@ -32,7 +32,7 @@ def model_revision(config: RunConfig, stored: StoreMetadata | None) -> str | Non
 
 
 def _stored_commit(config: RunConfig, stored: StoreMetadata | None) -> str | None:
-    """The commit that the existing store was made with, where the configuration names the same model and revision."""
+    """The commit of the existing store's model, if the configuration names the same model and revision."""
     model = stored.config.get("model") if stored else None
     if not isinstance(model, Mapping) or model.get("path") != config.model.path:
         return None
@@ -43,9 +43,9 @@ def _stored_commit(config: RunConfig, stored: StoreMetadata | None) -> str | Non
 
 
 def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
-    """The data with a commit as its revision if it is a data set of the Hub. Every process of the job calls this.
+    """The data with a commit as its revision if it is a Hub data set. Every process of the job must call this.
 
-    `stored_data` is `data` in the configuration that made the existing store, if any. A store made by an earlier
+    stored_data: `data` in the configuration that created the existing store, if any. A store created by an earlier
     version may record no revision, and is then resumed without one.
     """
     stored = stored_data if isinstance(stored_data, dict) else {}
@@ -68,10 +68,10 @@ def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
 
 
 def _agreed(key: str, path: str | None, is_hub: bool, resolve: Callable[[], str]) -> str | None:
-    """The commit that `resolve` returns on the first process; None where it is unknown, or nothing of the Hub is read.
+    """The commit that `resolve` returns on the first process; None if it is unknown or `path` is not on the Hub.
 
-    Whether `path` is on the Hub (`is_hub`) depends on the files of a host. So all processes wait for each other here
-    whatever their own files are. Raises ConfigError on every process where they differ.
+    Whether `path` is on the Hub (`is_hub`) depends on the host's files, so every process takes part in the exchange.
+    Raises ConfigError on every process if the hosts differ.
     """
     commit = from_first_process(resolve if is_hub else lambda: _LOCAL)
     if any_process((commit == _LOCAL) == is_hub):

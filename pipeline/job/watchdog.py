@@ -16,17 +16,17 @@ log = logging.getLogger("pipeline")
 
 
 class Watched(Protocol):
-    """When the last step ended (`time.monotonic`), and what each thread is doing."""
+    """When the last step ended (`time.monotonic`), and the current stage of each thread."""
 
     last_step: float
     stages: Mapping[str, str]
 
 
 class Watchdog:
-    """Context manager that logs what each thread does, with tracebacks, if no step finishes within `timeout_s`.
+    """Context manager that logs what each thread is doing, with tracebacks, if no step finishes within `timeout_s`.
 
-    After twice that time the process ends with exit code 1: it waits in a collective, or for a server that neither
-    answers nor fails, and neither can be interrupted. Committed blocks stay valid, and the next start resumes.
+    After twice that time it ends the process with exit code 1, because a collective, or a server that neither answers
+    nor fails, cannot be interrupted. Committed blocks stay valid, and the next start resumes.
     """
 
     def __init__(self, metrics: Watched, timeout_s: float) -> None:
@@ -67,6 +67,6 @@ class Watchdog:
 
 
 def _print_stacks() -> None:
-    """Where every thread is. The standard error may be no file, as in a notebook."""
+    """Prints the stack of every thread, unless standard error is not a file, as in a notebook."""
     with suppress(Exception):
         faulthandler.dump_traceback()

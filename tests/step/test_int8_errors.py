@@ -116,8 +116,8 @@ def test_int8_activations_are_measured_too_and_are_another_store(text, tmp_path)
 
 def test_the_error_is_measured_once(text, tmp_path, monkeypatch) -> None:
     measured = []
-    of_weights = int8_probe.of_weights
-    monkeypatch.setattr(int8_probe, "of_weights", lambda job: measured.append(0) or of_weights(job))
+    weights_error = int8_probe.weights_error
+    monkeypatch.setattr(int8_probe, "weights_error", lambda job: measured.append(0) or weights_error(job))
     for name, max_tokens in (("a", 1000), ("a", 2000), ("b", 2000)):
         run(job_config(text, tmp_path / name, "capture.layers=[0]", f"run.max_tokens={max_tokens}"))
     assert len(measured) == 2
