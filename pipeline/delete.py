@@ -24,7 +24,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.deleting import delete_store
 
-_MAX_NAMED = 5  # of the files that stay
+_MAX_NAMED = 5  # remaining files that the message names
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Settings:
 
 
 def delete(settings: Settings) -> int:
-    """Deletes the store, and prints what stays at its path. Returns the exit code."""
+    """Deletes the store, and prints the files that remain at its path. Returns the exit code."""
     path = settings.path
     storage = Storage.open(path)
     root = require_root(storage)

@@ -30,7 +30,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.read.exports.delphi import write_latents
 from pipeline.store.read.exports.saelens import write_cached_activations
 
-DEFAULT_SPLITS = 5  # delphi's
+DEFAULT_SPLITS = 5  # the default of delphi
 
 
 @dataclass(frozen=True)

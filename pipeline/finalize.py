@@ -29,7 +29,7 @@ class Settings:
 
 
 def finalize_store(settings: Settings) -> int:
-    """Prints what each stream holds. Returns the exit code; raises StoreError if the store stays unfinished."""
+    """Prints what each stream holds, and completes the store. Returns the exit code. Raises StoreError if it cannot."""
     obstacle = finalize(StoreWriter.open_existing(settings.path), settings.force)
     if obstacle is not None:
         raise StoreError(f"{settings.path} is not completed: {obstacle}")

@@ -35,7 +35,7 @@ class Settings:
 
 
 def index(settings: Settings) -> int:
-    """Indexes this rank's streams with a progress bar, in blocks. Returns the exit code."""
+    """Indexes this rank's streams, with a progress bar in blocks. Returns the exit code."""
     require_rank("index", settings.rank, settings.world)
     storage = Storage.open(settings.path).with_own_requests(REMOTE_REQUESTS)
     streams = range(settings.rank, require_root(storage).metadata.num_streams, settings.world)

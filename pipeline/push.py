@@ -47,8 +47,8 @@ class Settings:
 
 def push(settings: Settings) -> int:
     """Pushes with a progress bar. Returns the exit code."""
-    disable_progress_bars()  # of each file
-    set_verbosity_error()  # its warnings of failed uploads have signed addresses in them
+    disable_progress_bars()  # one bar per file
+    set_verbosity_error()  # its warnings about failed uploads contain signed URLs
     with progress_bar("push", "object") as progress:
         pushed = push_store(settings.path, settings.repo, settings.revision, settings.private, progress)
     print(

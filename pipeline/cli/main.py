@@ -1,4 +1,4 @@
-"""What the commands that take a whole configuration share: compose it with Hydra, run, turn errors into exit codes."""
+"""Shared by the commands that take a whole configuration: composes it with Hydra, runs, maps errors to exit codes."""
 
 import inspect
 import logging
@@ -21,14 +21,14 @@ from pipeline.core import errors
 
 log = logging.getLogger("pipeline")
 
-_MAX_CHARACTERS = 4000  # of a message
+_MAX_CHARACTERS = 4000  # per message
 _FULL_ERRORS = "HYDRA_FULL_ERROR"  # an environment variable
 
 
 def main(task: Callable[[RunConfig], None], doc: str) -> None:
     """Composes the command line's configuration, calls `task` with it, and exits with the right code.
 
-    `--help` prints `doc`, the command's docstring, before what Hydra says about the configuration.
+    `--help` prints `doc`, the command's docstring, before Hydra's help on the configuration.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("pipeline").setLevel(logging.INFO)
@@ -39,7 +39,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
         print(f"{inspect.cleandoc(doc)}\n", flush=True)
     composed_once = False
     shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
-    os.environ[_FULL_ERRORS] = "1"  # makes Hydra raise errors, which it would print
+    os.environ[_FULL_ERRORS] = "1"  # makes Hydra raise errors instead of printing them
 
     @hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")
     def composed(cfg: DictConfig) -> None:
@@ -60,7 +60,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
 
 
 def described(error: errors.PipelineError) -> str:
-    """The error's class and message; a message that quotes a whole document is shortened."""
+    """The error's class and message; long messages, which may quote a whole document, are shortened."""
     return f"{type(error).__name__}: {shortened(str(error), _MAX_CHARACTERS)}"
 
 

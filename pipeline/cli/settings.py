@@ -11,11 +11,11 @@ from pipeline.core.suggestions import did_you_mean
 
 S = TypeVar("S")
 _METADATA = "setting"
-_MOST_DIGITS = 4000  # Python's int refuses texts of more than 4300
+_MAX_DIGITS = 4000  # Python's int() rejects more than 4300 digits
 
 
 class UsageError(ConfigError):
-    """Settings that the command does not have, are missing, or are given twice."""
+    """A setting is unknown, missing or given twice."""
 
 
 def text(value: str, _key: str) -> str:
@@ -29,7 +29,7 @@ def flag(value: str, key: str) -> bool:
 
 
 def names(value: str, _key: str) -> tuple[str, ...]:
-    """Names with commas between them."""
+    """Comma-separated names."""
     return tuple(filter(None, value.split(",")))
 
 
@@ -42,17 +42,17 @@ def one_of(*choices: str) -> Callable[[str, str], str]:
     return parse
 
 
-def whole_number(least: int) -> Callable[[str, str], int]:
+def whole_number(minimum: int) -> Callable[[str, str], int]:
     def parse(value: str, key: str) -> int:
-        if not value.isdecimal() or len(value) > _MOST_DIGITS or int(value) < least:
-            raise ConfigError(f"{key}={shortened(value, 80)}: expected a whole number, at least {least}.")
+        if not value.isdecimal() or len(value) > _MAX_DIGITS or int(value) < minimum:
+            raise ConfigError(f"{key}={shortened(value, 80)}: expected a whole number, at least {minimum}.")
         return int(value)
 
     return parse
 
 
 def whole_numbers(value: str, key: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, in brackets or not."""
+    """Comma-separated whole numbers, optionally in brackets."""
     parts = value.removeprefix("[").removesuffix("]").split(",")
     try:
         return tuple(whole_number(0)(part.strip(), key) for part in parts)
@@ -72,7 +72,7 @@ def fraction(value: str, key: str) -> float:
 
 
 def local_path(value: str, key: str) -> str:
-    """A path to write to; `~` in it is not expanded yet."""
+    """A local path to write to, with `~` unexpanded."""
     if reason := unusable_path(value, key):
         raise ConfigError(reason)
     if "://" in value:
@@ -98,13 +98,13 @@ def setting(
 ) -> Any:
     """A field of a command's settings, typed as `key=...`; required if it has no default.
 
-    `parse(value, key)` makes the field's value, and raises ConfigError. A repeated setting is a tuple of all values.
+    `parse(value, key)` returns the field's value, or raises ConfigError. The value of a repeated setting is a tuple.
     """
     return field(default=default, metadata={_METADATA: _Setting(key, doc, parse, is_repeated)})
 
 
 def require_rank(command: str, rank: int, world: int) -> None:
-    """Raises ConfigError unless `rank` is one of `world` shares of a command's work, which count from 0."""
+    """Raises ConfigError unless `rank`, a share of a command's work, is between 0 and `world` - 1."""
     if rank >= world:
         raise ConfigError(
             f"{command}.rank={rank}: expected a number below {command}.world={world}. Ranks count from 0."
@@ -123,8 +123,8 @@ def read_store_path() -> Any:
 
 
 def parse(settings: type[S], arguments: Sequence[str]) -> S:
-    """The settings that `arguments` give, with quotes around values removed. Raises UsageError, and ConfigError
-    for a value that is not allowed."""
+    """Parses arguments of the form key=value into settings; removes quotes around values. Raises UsageError, and
+    ConfigError for a value that is not allowed."""
     keys = {f.metadata[_METADATA].key for f in fields(settings)}
     given: dict[str, list[str]] = {}
     for argument in arguments:
@@ -148,7 +148,7 @@ def parse(settings: type[S], arguments: Sequence[str]) -> S:
 
 
 def _suggestion(argument: str, keys: Collection[str]) -> str:
-    """What a mistyped setting was probably meant to be, as the end of a message."""
+    """The setting that a mistyped one probably means, as the end of a message."""
     key, separator, value = argument.partition("=")
     if not separator:
         return f" Did you mean store.path={argument}?" if "store.path" in keys and key[:1] != "-" else ""
@@ -157,12 +157,12 @@ def _suggestion(argument: str, keys: Collection[str]) -> str:
 
 
 def usage(command: str, settings: type) -> str:
-    """One line with every setting, those with a default in brackets."""
+    """A usage line with every setting; those with a default are in brackets."""
     return " ".join([f"usage: python -m pipeline.{command}", *(_typed(f) for f in fields(settings))])
 
 
 def settings_help(settings: type) -> str:
-    """A line for each setting: its key, what it means, and its default."""
+    """A line for each setting: its key, its meaning and its default."""
     rows = [(f.metadata[_METADATA], f.default) for f in fields(settings)]
     width = max(len(declared.key) for declared, _ in rows)
     return "\n".join(f"  {declared.key:{width}}  {declared.doc}{_default(default)}" for declared, default in rows)

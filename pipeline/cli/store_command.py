@@ -1,4 +1,4 @@
-"""What the commands that work on a store share: parse the settings, run, turn errors into exit codes."""
+"""Shared by the commands that work on a store: parses the settings, runs, and maps errors to exit codes."""
 
 import inspect
 import sys
@@ -13,9 +13,9 @@ _HELP = {"--help", "-h"}
 
 
 def run_command(name: str, doc: str, settings: type[S], task: Callable[[S], int], arguments: Sequence[str]) -> int:
-    """Calls `task` with the settings that `arguments` give, and returns its exit code or that of its error.
+    """Calls `task` with the settings in `arguments`. Returns its exit code, or that of its error.
 
-    `--help` prints `doc`, the command's docstring, and the settings instead.
+    With `--help`, prints `doc`, the command's docstring, and the settings instead.
     """
     if _HELP & set(arguments):
         print(f"{usage(name, settings)}\n\n{inspect.cleandoc(doc)}\n\nSettings:\n\n{settings_help(settings)}")

@@ -1,4 +1,4 @@
-"""Activations in memory, for notebooks, scripts and trainings.
+"""Activations in memory, for notebooks, scripts and training loops.
 
     from pipeline import Extractor
 
@@ -6,9 +6,9 @@
     [result] = extractor(["The capital of France is Paris."])
     result.tokens, result.activations["blocks.6.resid_post"]     # [n], [n, d]
 
-`Stream` computes batches of activations while a training uses them, without a store.
+`Stream` computes batches of activations during training, without a store.
 
-`docs/reading.md` says more, and `scripts/examples/first_ten_minutes.py` maps the names of TransformerLens and SAELens.
+See `docs/reading.md`. `scripts/examples/first_ten_minutes.py` maps the names of TransformerLens and SAELens to ours.
 """
 
 from pipeline.library.extractor import Extractor

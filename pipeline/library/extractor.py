@@ -37,13 +37,13 @@ from pipeline.store.read.reader import ActivationStore
 
 log = logging.getLogger("pipeline")
 
-_LENGTH = 512  # of a row by default, where the model has as many positions
-_NEVER_S = 1e9  # a library does not end the process that it is in, as the command's watchdog does
+_DEFAULT_LENGTH = 512  # tokens of a row, unless the model has fewer positions
+_NEVER_S = 1e9  # disables the watchdog: a library must not end its process
 
 
 @dataclass(frozen=True)
 class _Dispatched:
-    """A step that the devices were given."""
+    """A dispatched step."""
 
     block: TokenBlock
     first_row: int
@@ -51,19 +51,19 @@ class _Dispatched:
 
 
 class Extractor:
-    """A model that is loaded once, and gives the activations of documents.
+    """Loads a model once, and computes the activations of documents.
 
         extractor = Extractor("Qwen/Qwen2.5-0.5B", layers=[6, 12], sites=["resid_post"])
         [result] = extractor(["The capital of France is Paris."])
         result.tokens, result.activations["blocks.6.resid_post"]     # [n], [n, d]
         extractor.save("store", texts)                               # a store, as the command writes it
 
-    It computes with the command's own step, on all devices that JAX finds, in one process. Documents are packed into
-    rows as the command packs them. Rows and steps have one of few shapes: `shapes`. The step is compiled for a shape
-    when a call first needs it; `compiled_shapes` tells which these were, and so does the log (`pipeline`).
+    It runs the same step as the command, on all devices that JAX finds, in one process, and packs documents into rows
+    as the command does. Steps have one of a few shapes: `shapes`. The step is compiled for a shape when a call first
+    needs it; `compiled_shapes` lists these shapes, and the log (`pipeline`) reports each.
 
-    config: the command's configuration of the same extraction. model, tokenizer, plan: what was opened and planned.
-    hook_names: TransformerLens' name of each array of activations, by ours.
+    config: the command's configuration for the same extraction. model, tokenizer, plan: the opened model and tokenizer,
+    and the plan. hook_names: the TransformerLens name of each array of activations, by our name.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class Extractor:
     ) -> None:
         """Opens the model and its tokenizer, and loads the weights that the captured layers need.
 
-        model: a Hub name, a local folder or a gs:// address. layers: numbers from 0, or "all". sites: as
-        `capture.sites`, or one. dtype: of the activations. model_dtype: in which the model computes. length: tokens of
-        a row; the default is 512, or as many positions as the model has. Longer documents are divided.
-        progress: show bars, while loading and over calls of several steps.
+        model: a Hub name, a local folder or a gs:// address. layers: numbers from 0, or "all". sites: as in
+        `capture.sites`, or a single site. dtype: dtype of the activations. model_dtype: dtype that the model computes
+        in. length: tokens per row; by default 512, or the model's number of positions if that is smaller. Longer
+        documents are split. progress: show progress bars while loading, and for calls of several steps.
 
-        Every other option is a key of the command's configuration by its last name, with its default and its values:
+        Every other option is the last part of a key of the command's configuration, with its default and its values:
         revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
         special_tokens, prefix and suffix of `data`; rows, packing and long_documents of `batch`; int8_group, outputs,
-        top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode and what begins with it
-        of `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`; tensor of `mesh`.
+        top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode and encode_* of
+        `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`; tensor of `mesh`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """
@@ -105,7 +105,7 @@ class Extractor:
         revision = model_revision(config, None)
         self.model, self.tokenizer = open_model_and_tokenizer(config, revision)
         self._settings["model.revision"] = revision  # `save` uses the same commit of a Hub model
-        self._settings["batch.length"] = length or min(_LENGTH, self.model.max_positions)
+        self._settings["batch.length"] = length or min(_DEFAULT_LENGTH, self.model.max_positions)
         self._settings["run.progress"] = progress
         self.config = configuration(self._settings)
         self._encoders = open_encoders(self.config.capture, self.model)
@@ -127,7 +127,7 @@ class Extractor:
 
     @property
     def compiled_shapes(self) -> tuple[Shape, ...]:
-        """The shapes that the step was compiled for, in the order in which they were needed."""
+        """The shapes that the step was compiled for, in the order of compilation."""
         return tuple(self._compiled)
 
     def __call__(
@@ -137,18 +137,18 @@ class Extractor:
         framework: str = "numpy",
         add_generation_prompt: bool = False,
     ) -> list[ExtractedDocument]:
-        """The activations of each document, in order, in memory.
+        """Computes the activations of each document, in order, in memory.
 
-        A document is a text, a list of token ids (used as they are), or a chat, [{"role": ..., "content": ...}, ...],
-        which the tokenizer's chat template renders; add_generation_prompt: with the beginning of an answer.
-        framework: of the activations: numpy, jax or torch.
+        A document is a text, a list of token ids (used unchanged), or a chat, [{"role": ..., "content": ...}, ...],
+        which the tokenizer's chat template renders. add_generation_prompt: append the beginning of an answer to chats.
+        framework: numpy, jax or torch, for the activations.
 
-        A document longer than `length` is divided into windows, and their activations joined: a later window does not
-        see an earlier one. With `long_documents="cut"` only its first window is computed.
+        A document longer than `length` is split into windows, and their activations are concatenated; a window does not
+        attend to earlier windows. With `long_documents="cut"` only the first window is computed.
 
-        Raises InputError for a document that has no tokens, or tokens that the model lacks (with `on_error="skip"`, its
-        result has none), NotFiniteError for activations that are not finite as `dtype`, and ValueError for another
-        framework.
+        Raises InputError for a document without tokens, or with tokens outside the model's vocabulary (with
+        `on_error="skip"` its result is empty instead), NotFiniteError for activations that are not finite as `dtype`,
+        and ValueError for an unknown framework.
         """
         array_framework = Framework(framework)
         items = self._reader(add_generation_prompt).tokenised(as_list(documents))
@@ -174,13 +174,13 @@ class Extractor:
     ) -> ActivationStore:
         """Writes the activations of texts and chats into a store, and opens it.
 
-        path: local, gs:// or s3://. ids: of the documents; the default is their numbers. max_tokens: how many tokens to
-        store, met within one row; None for all.
+        path: local, gs:// or s3://. ids: the documents' ids; by default their numbers. max_tokens: the number of tokens
+        to store, reached to within one row; None for all.
 
-        The store is the one that `python -m pipeline.run` makes of a parquet file of these texts. So the same call
-        again resumes a store that was interrupted (Ctrl-C raises Interrupted once complete blocks are committed) and
-        does nothing to one that is complete; a larger `max_tokens` extends it. Other documents or options at the same
-        path raise StoreMismatch. Besides, raises what the command raises: any PipelineError.
+        The store equals the one that `python -m pipeline.run` creates from a parquet file of these texts. Therefore the
+        same call resumes an interrupted store (Ctrl-C raises Interrupted after complete blocks are committed) and does
+        nothing to a complete one; a larger `max_tokens` extends it. Raises StoreMismatch if the path has a store of
+        different documents or options, and any other PipelineError that the command raises.
         """
         texts = self._reader(add_generation_prompt).texts(as_list(documents), with_tokens=False)
         with tempfile.TemporaryDirectory() as folder:
@@ -201,14 +201,14 @@ class Extractor:
         return ActivationStore.open(config.store.path)
 
     def _takes_any_length(self) -> bool:
-        """Kernels have lengths that they take, and the slots of selected tokens are those of a whole row."""
+        """Whether rows may be shorter. Kernels restrict the length; slots of selected tokens are per whole row."""
         return self.config.model.attention in (Attention.auto, Attention.xla) and self.plan.step.selected is None
 
     def _reader(self, add_generation_prompt: bool) -> DocumentReader:
         return DocumentReader(self.tokenizer, self.model.vocab_size, self.config.data.on_error, add_generation_prompt)
 
     def _loaded(self, shape: Shape) -> LoadedStep:
-        """The step of one shape, compiled when it is first needed."""
+        """The step for one shape, compiled on first use."""
         if shape not in self._compiled:
             log.info("compiling the step for %d rows of %d tokens", *shape)
             spec = replace(self.plan.step, rows=shape.rows, length=shape.length)
@@ -216,7 +216,7 @@ class Extractor:
         return LoadedStep(self._compiled[shape], ModelWeights(self._params), shape.rows)
 
     def _steps(self, documents: Sequence[TokenisedDocument]) -> Iterator[_Dispatched]:
-        """The steps of a call, in order. Some are dispatched before the one that is given out has ended."""
+        """Yields the steps of a call, in order. Later steps are dispatched before an earlier one is yielded."""
         if not documents:
             return
         batch, length = self.config.batch, self.plan.step.length

@@ -1,6 +1,6 @@
-"""Memory that is filled with computed activations while a training reads other memory.
+"""Fills one half of a buffer with computed activations while a training loop reads the other half.
 
-feed thread                 fill thread                                            the training's thread
+feed thread                 fill thread                                            training thread
 documents -> token blocks   rows of a block -> step on the devices -> free half    batches of the filled half
 """
 
@@ -33,11 +33,11 @@ from pipeline.store.read.rows import slot_side_arrays
 
 log = logging.getLogger("pipeline")
 
-_JOIN_TIMEOUT_S = 60.0  # a step that is under way
+_JOIN_TIMEOUT_S = 60.0  # for the step in progress
 
 
 class FeedPosition(NamedTuple):
-    """Where the next step begins: with row `row` of the next block of `work`."""
+    """Where the next step begins: at row `row` of the next block of `work`."""
 
     work: InTurn
     row: int = 0
@@ -47,8 +47,9 @@ class FeedPosition(NamedTuple):
 class Waits:
     """Seconds that the threads of a stream waited for each other.
 
-    consumer: the training, for filled memory. devices: the filling, for memory that the training has read; the steps
-    in flight still compute then. data: the filling, for documents that are read, tokenised and packed.
+    consumer: the training thread, for filled memory. devices: the fill thread, for memory that the training thread has
+    read; steps in flight still compute meanwhile. data: the fill thread, for documents to be read, tokenised and
+    packed.
     """
 
     consumer: float = 0.0
@@ -56,27 +57,27 @@ class Waits:
     data: float = 0.0
 
     @contextmanager
-    def waiting(self, whose: str) -> Iterator[None]:
+    def waiting(self, name: str) -> Iterator[None]:
         began = time.monotonic()
         try:
             yield
         finally:
-            setattr(self, whose, getattr(self, whose) + time.monotonic() - began)
+            setattr(self, name, getattr(self, name) + time.monotonic() - began)
 
 
 class _Filled(NamedTuple):
     index: int
     memory: TokenMemory
-    begin: FeedPosition | None  # of its first step; None without one
+    begin: FeedPosition | None  # position of its first step; None if it has no step
     is_last: bool
 
 
 class Filler:
-    """A thread that fills two memories in turn, each with the same number of steps, until the data ends.
+    """A thread that fills two memories alternately, each with the same number of steps, until the data ends.
 
-    What the n-th filling holds, and in which order, depends on the plan, the work and the seed alone. `begins` says
-    where each filling begins that was given out. With `tee`, a store gets what it lacks, and is completed before the
-    last filling is given out.
+    The content and the order of the n-th filling depend only on the plan, the work and the seed. begins: the position
+    at which each yielded filling begins. With `tee`, the blocks that a store lacks are written to it, and it is
+    completed before the last filling is yielded.
     """
 
     def __init__(
@@ -97,19 +98,21 @@ class Filler:
         self._tee = tee
         self._names = {number: array.name for number, array in enumerate(plan.step.stored_arrays)}
         self._copy_threads = CopyThreads(num_copy_threads())
-        self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # a finaliser may put
+        self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # reentrant: a finaliser may call put
         self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._error: BaseException | None = None  # which nobody has been told
+        self._error: BaseException | None = None  # not raised yet
         self._feed: Feed | None = None
         self._thread: threading.Thread | None = None
         for memory in memories:
             self._free.put(memory)
 
     def filled(self, begin: FeedPosition, index: int) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
-        """The fillings from number `index` on, which begins at `begin`, and whether each is the last. Each is filled
-        anew after the next was asked for. Raises what failed in a thread, where it did."""
-        atexit.register(self.close)  # before JAX ends, which the thread uses
+        """Yields the fillings from number `index` on, which begins at `begin`, and whether each is the last.
+
+        A memory is refilled once the next filling is requested. Re-raises errors of the threads.
+        """
+        atexit.register(self.close)  # runs before JAX shuts down, which the thread uses
         self._feed = Feed(begin.work)
         self._thread = threading.Thread(target=self._run, args=(begin, index), name="fill", daemon=True)
         self._thread.start()
@@ -127,15 +130,15 @@ class Filler:
             self._free.put(item.memory)
 
     def stop(self) -> None:
-        """Has the threads end after the step that is under way. Any thread may call this, also one that is waited for:
-        it may collect the reader."""
+        """Tells the threads to end after the step in progress. Does not wait: any thread may call this, even the fill
+        thread, which may garbage-collect the reader."""
         self._closed.set()
         self._free.put(None)
         if self._feed is not None:
             self._feed.close()
 
     def close(self) -> None:
-        """As `stop`, and waits for it; with `tee` until its blocks are committed. Raises what kept them from that."""
+        """As `stop`, but waits for the threads; with `tee`, until its blocks are committed, or raises its error."""
         self.stop()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S if self._tee is None else None)
@@ -146,16 +149,16 @@ class Filler:
     def _run(self, begin: FeedPosition, first_index: int) -> None:
         try:
             with self._tee or nullcontext():
-                self._fill_in_turn(begin, first_index)
-        except BaseException as error:  # raised on the thread that reads
-            if self._closed.is_set():  # perhaps nobody waits any more
+                self._fill_memories(begin, first_index)
+        except BaseException as error:  # re-raised on the training thread
+            if self._closed.is_set():  # nobody may be waiting any more
                 log.error("a stream that was closed failed: %s", error)
             self._error = error
             self._filled.put(error)
         finally:
             atexit.unregister(self.close)
 
-    def _fill_in_turn(self, begin: FeedPosition, first_index: int) -> None:
+    def _fill_memories(self, begin: FeedPosition, first_index: int) -> None:
         if self._tee is not None:
             self._tee.catch_up(begin.work, self._closed.is_set)
         steps = self._steps(begin)
@@ -176,13 +179,13 @@ class Filler:
                 return
 
     def _steps(self, begin: FeedPosition) -> Iterator[tuple[StepInFlight, FeedPosition]]:
-        """The steps from `begin` on, each with its position. Those after one are in flight when it is given out."""
+        """Yields the steps from `begin` on, each with its position. Later steps are in flight when one is yielded."""
         checks = SlotChecks(self._plan)
         in_flight: deque[tuple[StepInFlight, FeedPosition]] = deque()
         work, skip = begin
         while (block := self._next_block()) is not None:
             is_stored = self._tee is not None and self._tee.begin(block)
-            if not is_stored:  # the store's writer checks those
+            if not is_stored:  # the store's writer checks stored blocks
                 checks.check(block)
             for first_row in range(0 if is_stored else skip, block.num_rows, self._plan.mesh.process_rows):
                 if len(in_flight) == self._plan.memory.inflight_steps:
@@ -213,20 +216,20 @@ class Filler:
         return _Filled(index, memory, begin, is_last=row < memory.rows)
 
     def _drain(self, step: StepInFlight, memory: TokenMemory, row: int) -> None:
-        """Waits for a step's outputs and copies them into the rows of the memory from `row` on."""
+        """Waits for a step's outputs and copies them into the memory, from row `row` on."""
         check_finite(self._plan, step.block, np.asarray(step.counts)[1:].tolist())
         arrays = memory.targets | memory.side_arrays
         try:
             while step.copies:
                 copy = step.copies.pop()
-                name = self._names.get(copy.output)  # None: of statistics
+                name = self._names.get(copy.output)  # None for statistics
                 if name in arrays:
                     self._copy_threads.start(arrays[name][copy.place(row)], copy.wait())
         finally:
             self._copy_threads.finish()
         rows = slice(step.first_row, step.first_row + step.num_rows)
         names = [spec.name for spec in SIDE_ARRAYS] + ([SELECTED.name] if step.block.selected is not None else [])
-        sides = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})
-        for name, values in sides.items():
+        side_arrays = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})
+        for name, values in side_arrays.items():
             target = memory.side_arrays[name][row : row + step.num_rows]
             target[: len(values)], target[len(values) :] = values, 0  # segment 0: no token

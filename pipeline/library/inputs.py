@@ -1,4 +1,4 @@
-"""What an Extractor is called with: texts, token ids and chats, as the documents of one stream."""
+"""The inputs of an Extractor: texts, token ids and chats, as documents of one stream."""
 
 import hashlib
 import json
@@ -22,14 +22,14 @@ from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
 Chat = Sequence[Mapping[str, str]]
 DocumentInput = str | Sequence[int] | np.ndarray | Chat
 
-_NAME = "documents"  # of the only source shard, in messages
+_NAME = "documents"  # the only source shard's name in messages
 _PARQUET_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string())])
 _ROW_GROUP = 1000  # documents
 
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """How given documents become tokens. `on_error`: whether a bad one is refused or skipped."""
+    """Tokenises documents. on_error: whether a bad document raises an error or is skipped."""
 
     tokenizer: TextTokenizer
     vocab_size: int
@@ -37,10 +37,9 @@ class DocumentReader:
     add_generation_prompt: bool
 
     def texts(self, documents: Sequence[DocumentInput], *, with_tokens: bool) -> "Texts":
-        """The texts and rendered chats among the documents; with_tokens: token lists may stand among them, too.
+        """The texts and rendered chats among the documents. with_tokens: whether token lists are allowed, too.
 
-        Raises InputError for what is no document, and ConfigError for a chat where the tokenizer has no template that
-        can be used.
+        Raises InputError for anything else, and ConfigError for a chat if the tokenizer has no usable template.
         """
         if any(map(_is_chat, documents)):
             self.tokenizer.require_chat()
@@ -59,8 +58,11 @@ class DocumentReader:
         return Texts(tuple(items))
 
     def tokenised(self, documents: Sequence[DocumentInput]) -> list[TokenisedDocument | SkippedDocument]:
-        """Every document's tokens, in order. Raises InputError, naming the document, for one that has none that the
-        model could take, unless such are skipped."""
+        """Every document's tokens, in order.
+
+        Raises InputError, naming the document, for one without tokens or with tokens outside the model's vocabulary,
+        unless `on_error` skips it.
+        """
         texts = self.texts(documents, with_tokens=True)
         given = {index: np.asarray(tokens) for index, tokens in enumerate(documents) if _is_tokens(tokens)}
         tokenised = TokenisedDocuments(
@@ -90,9 +92,9 @@ class DocumentReader:
     def _checked(self, index: int, tokens: np.ndarray) -> TokenisedDocument | SkippedDocument:
         if not len(tokens):
             return self._bad(index, "it has no token")
-        least, largest = int(tokens.min()), int(tokens.max())
-        if least < 0 or largest >= self.vocab_size:
-            wrong = least if least < 0 else largest
+        smallest, largest = int(tokens.min()), int(tokens.max())
+        if smallest < 0 or largest >= self.vocab_size:
+            wrong = smallest if smallest < 0 else largest
             return self._bad(index, f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
         return TokenisedDocument(Document(str(index), "", _NAME, index), tokens.astype(np.int32), Cursor())
 
@@ -104,7 +106,7 @@ class DocumentReader:
 
 @dataclass(frozen=True)
 class Texts:
-    """The source of given texts; one source shard."""
+    """Texts in memory as a source with one source shard."""
 
     items: tuple[Document | SkippedDocument, ...]
     shards: ClassVar = (_NAME,)
@@ -117,17 +119,17 @@ class Texts:
         return {"texts": [item.text if isinstance(item, Document) else None for item in self.items]}
 
     def write(self, folder: str, ids: Iterable[str] | None) -> str:
-        """Writes a parquet file with the columns id and text, and returns its path. Its name depends on its content, so
-        that a store of other texts has another fingerprint. `ids`: None for the documents' numbers.
+        """Writes a parquet file with the columns id and text, and returns its path. The file name depends on the
+        content, so that stores of different texts have different fingerprints. ids: None for the documents' numbers.
 
-        Raises InputError where there are more or fewer ids than documents.
+        Raises InputError if the number of ids differs from the number of documents.
         """
         names = [str(item.index) for item in self.items] if ids is None else [str(name) for name in ids]
         if len(names) != len(self.items):
             raise InputError(
                 f"ids has {len(names)} entries for {len(self.items)} documents. Give one for each document."
             )
-        texts = [item.text if isinstance(item, Document) else "" for item in self.items]  # the command skips it again
+        texts = [item.text if isinstance(item, Document) else "" for item in self.items]  # the command skips empty ones
         digest = hashlib.sha256(json.dumps([names, texts]).encode()).hexdigest()
         path = os.path.join(folder, f"texts-{digest[:16]}.parquet")
         table = pa.table({"id": names, "text": texts}, schema=_PARQUET_SCHEMA)
@@ -136,7 +138,7 @@ class Texts:
 
 
 class GivenDocuments:
-    """Documents whose tokens are in memory, as those of a stream."""
+    """Tokenised documents in memory, as the documents of a stream."""
 
     num_shards = 1
     info_schema = pa.schema([])
@@ -151,7 +153,7 @@ class GivenDocuments:
 
 
 def as_list(documents: Iterable[DocumentInput]) -> list[DocumentInput]:
-    """Raises InputError for a single document."""
+    """The documents as a list. Raises InputError for a single document."""
     if isinstance(documents, str | Mapping) or not isinstance(documents, Iterable) or _is_chat(documents):
         raise InputError(
             f"documents is {shown(documents)}. Expected a list of texts, of token lists, or of chats; of one document "
@@ -165,7 +167,7 @@ def _is_chat(document: object) -> bool:
 
 
 def _is_tokens(document: object) -> bool:
-    """Whether a document is one-dimensional, of integers."""
+    """Whether a document is a one-dimensional array or list of integers."""
     if isinstance(document, str | Mapping) or not isinstance(document, Iterable):
         return False
     try:

@@ -1,6 +1,6 @@
-"""From the rows of steps to the results of documents.
+"""Gathers the rows of steps into one result per document.
 
-Shapes: n tokens of a document, m of them with activations, D width of an array, G scales of a token; B rows of a step,
+Shapes: n tokens of a document, m of which have activations, D width of an array, G scales of a token; B rows of a step,
 T positions of a row, S slots of a row for activations.
 """
 
@@ -26,18 +26,18 @@ _TOKENS, _IS_STORED = "tokens", "is_stored"
 
 @dataclass(frozen=True)
 class ExtractedDocument:
-    """The n tokens of a document that the model saw, and the activations [m, D] of m of them, by array name: of all
-    unless the option `positions` selects some.
+    """The n tokens of a document that the model computed, and the activations of m of these tokens. m is n unless the
+    option `positions` selects some.
 
-    Activations, scales and outputs are arrays of the framework that was asked for, the others numpy's.
+    Activations, scales and outputs are arrays of the requested framework; the others are numpy arrays.
 
-    positions: where the m stand among the n, ascending; 0 to n - 1 unless some are selected. A document longer than a
-    row has several windows, and the model sees each by itself: token p at position p % length, without earlier windows.
-    scales: of dtype int8, float32 [m, G], by the array's name: each scale is that of D / G neighbouring features.
-    outputs: what the model's head says of each of the m, [m] or [m, k], by name (option `outputs`), and the arrays of
-    features. features: these by the SAE's name (option `encode`), "blocks.5.resid_post" where one encodes this array.
-    num_cut: tokens that `long_documents="cut"` left out.
-    skipped: why the document has no tokens, where `on_error="skip"` left it out; else None.
+    tokens: int32 [n]. positions: int32 [m], the ascending indices of the m tokens among the n. A document longer than a
+    row is split into windows that are computed independently: token p has position p % length in its window.
+    activations: [m, D], by array name. scales: with dtype int8, float32 [m, G], by array name; each scale is for D / G
+    neighbouring features. outputs: outputs of the model's head, [m] or [m, k], by name (option `outputs`), and the
+    arrays of features. features: sparse features by SAE name (option `encode`), e.g. "blocks.5.resid_post".
+    num_cut: number of tokens that `long_documents="cut"` left out.
+    skipped: the reason if `on_error="skip"` skipped the document, else None.
     """
 
     tokens: Int32[np.ndarray, " n"]
@@ -51,14 +51,14 @@ class ExtractedDocument:
 
 
 class Collector:
-    """Gathers what steps put out, document by document."""
+    """Gathers the outputs of steps by document."""
 
     def __init__(self, spec: StepSpec, num_documents: int) -> None:
         self._spec = spec
         self._parts: list[dict[str, list[np.ndarray]]] = [defaultdict(list) for _ in range(num_documents)]
 
     def add(self, block: TokenBlock, first_row: int, outputs: StepOutputs) -> None:
-        """The tokens of the step that began with row `first_row` of a block. Waits for the step."""
+        """Adds the outputs of the step for the rows of a block from `first_row` on. Waits for the step."""
         rows = slice(first_row, first_row + len(outputs.arrays[0]))
         documents, is_stored = block.documents[rows], block.segments[rows] > 0
         slots = documents
@@ -73,7 +73,7 @@ class Collector:
         self._gather(slots, {array.name: np.asarray(values) for array, values in arrays})
 
     def _gather(self, documents: Int64[np.ndarray, "B S"], arrays: Mapping[str, np.ndarray]) -> None:
-        """Divides arrays [B, S, ...], which may have more rows, among the documents of the slots; -1 is padding."""
+        """Splits arrays [B, S, ...] by the documents of the slots; -1 is padding. The arrays may have more rows."""
         order = np.argsort(documents, axis=None, kind="stable")
         numbers, starts = np.unique(documents.reshape(-1)[order], return_index=True)
         flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in arrays.items()}
@@ -84,7 +84,7 @@ class Collector:
     def documents(
         self, items: Sequence[TokenisedDocument | SkippedDocument], framework: Framework
     ) -> list[ExtractedDocument]:
-        """One result for each item, once all steps were added. Releases what was gathered."""
+        """One result per item. Call it once, after all steps were added: it releases the gathered arrays."""
         nothing = {_TOKENS: np.empty(0, np.int32), _IS_STORED: np.empty(0, bool)}
         nothing |= {array.name: np.empty((0, *array.token_shape), array.dtype) for array in self._spec.stored_arrays}
         parts, self._parts = iter(self._parts), []
@@ -126,6 +126,6 @@ def _joined(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
 
 
 def start_copies(outputs: StepOutputs) -> None:
-    """Starts the copies to the host of what `Collector.add` reads."""
+    """Starts copying the outputs that `Collector.add` reads to the host."""
     for values in (*outputs.arrays, outputs.counts):
         values.copy_to_host_async()

@@ -1,4 +1,4 @@
-"""The options of an Extractor, as keys of the command's configuration."""
+"""The options of an Extractor and of a Stream, as keys of the command's configuration."""
 
 import operator
 from collections.abc import Iterable, Mapping
@@ -37,8 +37,8 @@ _IN_MEMORY = {"store.path": "in-memory", "data.path": "in-memory"}  # required k
 
 
 def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[str, object]:
-    """The values of the configuration's keys that these options of `owner` give. Raises ConfigError for an unknown
-    option."""
+    """The values of the configuration's keys that the options set. owner: the class, for messages. Raises ConfigError
+    for an unknown option."""
     for name in options:
         if name not in KEYS:
             hint = _hint(name, owner)
@@ -50,7 +50,7 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
 
 
 def _hint(name: str, owner: str) -> str:
-    """What an unknown option was probably meant to be, after a blank: another option, or a key of the configuration."""
+    """The option or configuration key that an unknown option probably means, as the end of a message."""
     options = {key: option for option, key in KEYS.items()}
     keys = [key for key in all_keys() if name in (key, key.rpartition(".")[2])]
     if option := next((options[key] for key in keys if key in options), None):
@@ -66,16 +66,16 @@ def _hint(name: str, owner: str) -> str:
 
 
 def configuration(values: Mapping[str, object], job: Mapping[str, object] | None = None) -> RunConfig:
-    """The configuration of an Extractor with these values, or of a `job` of it that fills a store. Raises ConfigError.
+    """The configuration of an Extractor with these values. Raises ConfigError.
 
-    The documents of the job are a parquet file with the columns id and text.
+    job: further values for `Extractor.save`, whose documents are a parquet file with the columns id and text.
     """
     fixed = {"data.source": "parquet", "data.repo": "none", "data.subset": "none"}
     return from_values(ParquetData, fixed | _IN_MEMORY | dict(values) | dict(job or {}))
 
 
 def _plain(value: object) -> object:
-    """Ranges, tuples and arrays as lists, and numpy's integers as Python's, which the configuration takes."""
+    """Converts ranges, tuples and arrays to lists, and numpy integers to Python's, for the configuration."""
     if isinstance(value, str | bool | int | float | None):
         return value
     if isinstance(value, Mapping):

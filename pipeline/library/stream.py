@@ -1,4 +1,4 @@
-"""Batches of activations for a training, computed while it trains, without a store: `from pipeline import Stream`."""
+"""Batches of activations, computed during training without a store: `from pipeline import Stream`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -34,17 +34,16 @@ _SAMPLE_BATCH = 4096
 
 
 class Stream:
-    """A model and its data, opened and loaded, that gives batches of activations while it computes them.
+    """Computes batches of activations of a model on its data, during training.
 
         stream = Stream("Qwen/Qwen2.5-0.5B", layers=[12], data="hf://datasets/owner/name/*.parquet")
         batches = stream.batches(4096, seed=0, framework="torch")
         for batch in batches:
             batch.activations                        # [4096, d]
-            checkpoint["stream"] = batches.state()   # small; `batches(..., state=...)` goes on, bit for bit
+            checkpoint["stream"] = batches.state()   # small; `batches(..., state=...)` continues bit for bit
 
-    The tokens and the values are those that a store of the same configuration holds; nothing is written, unless
-    `batches` is given a store to fill. The order is that of the data, shuffled within half a buffer. The data is read
-    once.
+    Tokens and values equal those in a store of the same configuration. Nothing is written unless `batches` is given a
+    store to fill. The data is read once, in order, shuffled within half a buffer.
 
     config: the command's configuration. keys: the activations that are captured.
     """
@@ -64,9 +63,9 @@ class Stream:
 
         data: the path or glob of parquet files with a column `text`, local or remote (hf://, gs://), or a dict of keys
         of the configuration's `data`, e.g. {"path": ..., "text_column": "content", "row_groups_per_shard": 1}.
-        max_tokens: of the data, met within one row per stream of documents; None for all. Everything else is as in
-        `Extractor`, whose options are the configuration's keys by their last name. `length` is `batch.length`, 256.
-        For other data, and whole experiments: `Stream.from_config`.
+        max_tokens: tokens of the data to use, reached to within one row per stream of documents; None for all. The
+        other arguments and options are those of `Extractor`, but the default of `length` is that of `batch.length`,
+        256. For other data, and for whole experiments, use `Stream.from_config`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """
@@ -84,7 +83,7 @@ class Stream:
 
     @classmethod
     def from_config(cls, overrides: Sequence[str]) -> Self:
-        """The stream of a command: `python -m pipeline.run` with these overrides would fill a store with what it gives.
+        """The stream with the tokens and values that `python -m pipeline.run` with these overrides stores.
 
             Stream.from_config(["+experiment=demo_text", "run.max_tokens=100000"])
 
@@ -118,30 +117,33 @@ class Stream:
         store: str | os.PathLike[str] | None = None,
         **fields: Any,
     ) -> StreamReader:
-        """Every activation of this process's share of the data exactly once, `batch_size` tokens at a time, no padding.
+        """Iterates over the activations of this process's share of the data, each exactly once, in batches of
+        `batch_size` tokens without padding.
 
-        keys: as in `ActivationStore.batches`; None for what is captured: one array if it is one, else all by name.
-        shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half of it is filled
-        while the other is emptied in random order; the first batch comes when the first half is full.
-        state: `StreamReader.state()` of an equal reader, to go on from there: at most half a buffer is computed again.
-        store: local, gs:// or s3://. While the batches are read, the store is filled there that the command makes of
-        this configuration with this `store.path`, and completed before the last batches. Blocks that it has are not
-        written again; those before `state` that it lacks are computed for it first. Processes that have joined call
-        this together.
+        keys: as in `ActivationStore.batches`; None for all captured arrays: a single array if there is one, else all by
+        name.
+        shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half is filled while the
+        other is read in random order; the first batch comes when the first half is full.
+        state: `StreamReader.state()` of a reader with the same arguments, to continue from there. Computes at most half
+        a buffer again.
+        store: local, gs:// or s3://. While the batches are read, this store is filled, as the command with the same
+        configuration and this `store.path` fills it, and it is completed before the last batches. Blocks that it has
+        are not written again; blocks before `state` that it lacks are computed first. Processes that have joined must
+        call this together.
         fields: of `BatchOptions`: shuffle (here true by default), seed, rank, world, token_filter, normalisation,
         stack, dtype, framework, outputs, features and drop_last. rank and world divide the streams of documents among
-        readers, which need not have equally many batches; by default they are the index and number of JAX's processes
-        (of all workers: run.worker_index, run.worker_count), each of which computes on its own devices.
+        readers, whose numbers of batches may differ; by default they are the index and number of JAX's processes (of
+        all workers: run.worker_index, run.worker_count), each of which computes on its own devices.
 
-        Raises ValueError for options that contradict each other, and for a state of another stream; ConfigError for
-        keys that are not captured, a rank without documents and a buffer that is too small or exceeds the memory;
-        StoreMismatch for a store of another configuration.
+        Raises ValueError for options that contradict each other and for the state of a different stream, ConfigError
+        for keys that are not captured, a rank without documents, or a buffer that is too small or exceeds the memory,
+        and StoreMismatch for a store of a different configuration.
         """
         for name, remedy in (("epochs", "a stream reads the data once"), ("buffer_mib", "give shuffle_buffer_tokens")):
             if name in fields:
                 raise ValueError(f"Stream.batches has no option {name}: {remedy}.")
-        here = topology(self.config.run)
-        options = with_fields(BatchOptions(shuffle=True, rank=here.index, world=here.count), fields)
+        devices = topology(self.config.run)
+        options = with_fields(BatchOptions(shuffle=True, rank=devices.index, world=devices.count), fields)
         if options.token_filter.part is not None:
             raise ValueError(
                 "TokenFilter(part=...) is for stores of data=generate: a stream's documents have no parts."
@@ -149,8 +151,8 @@ class Stream:
         reading = self._readable.reading(self._keys(keys), batch_size, options)
         job = self._share(options.rank, options.world, store)
         half_steps = _half_steps(job, shuffle_buffer_tokens)
-        _require_memory(host_bytes(job, reading, half_steps, store is not None), here)
-        _require_device_memory(device_bytes(job, self._step, reading), here, job.plan.reserved_bytes)
+        _require_memory(host_bytes(job, reading, half_steps, store is not None), devices)
+        _require_device_memory(device_bytes(job, self._step, reading), devices, job.plan.reserved_bytes)
         return StreamReader(job, self._step, reading, half_steps, state, fills_store=store is not None)
 
     def sample(
@@ -159,10 +161,10 @@ class Stream:
         num_tokens: int = 65536,
         token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
     ) -> dict[str, Statistics]:
-        """Statistics of some activations, by array name, from the first `num_tokens` tokens of the data, which are
-        computed for it. The same in every process and for every rank.
+        """Computes statistics of the activations of the data's first `num_tokens` tokens, by array name. The result is
+        the same in every process and for every rank.
 
-        Raises ValueError where the filter leaves no token, and what `batches` raises.
+        Raises ValueError if the filter leaves no token, and the errors of `batches`.
         """
         step_slots = self._job.plan.mesh.process_rows * self._job.layout.slots
         chosen = self._keys(keys)
@@ -178,7 +180,7 @@ class Stream:
     def normalisation(
         self, keys: Key | Sequence[Key] | None = None, per_feature: bool = False, num_tokens: int = 65536
     ) -> dict[str, Normalisation]:
-        """By array name, the normalisation to zero mean and unit variance, from a `sample` of the data's beginning."""
+        """The normalisation to zero mean and unit variance, by array name, from a `sample` of the data's beginning."""
         sample = self.sample(keys, num_tokens)
         return {name: statistics.normalisation(per_feature) for name, statistics in sample.items()}
 
@@ -188,7 +190,7 @@ class Stream:
         return self.keys[0] if len(self.keys) == 1 else self.keys
 
     def _share(self, rank: int, world: int, store: str | os.PathLike[str] | None) -> Job:
-        """The job of reader `rank` of `world`: its streams of documents, and the store that it fills."""
+        """The job of reader `rank` of `world`: its streams of documents, and the store that it fills, if any."""
         if not 0 <= rank < world:
             raise ValueError(f"rank {rank} of {world}: rank must be 0 to world - 1")
         devices = _own_devices(replace(topology(self.config.run), workers=world, worker=rank))
@@ -202,7 +204,7 @@ class Stream:
         return job
 
     def _storing(self, path: str, devices: Topology) -> Job:
-        """The job that fills a store, as the command opens it."""
+        """The job that fills a store, opened as the command does."""
         job = open_job(replace(self.config, store=replace(self.config.store, path=path)), devices)
         if weights_identity(job.model, job.encoders) != weights_identity(self._job.model, self._job.encoders):
             commit = job.model.checkpoint.commit
@@ -214,12 +216,12 @@ class Stream:
 
 
 def _own_devices(devices: Topology) -> Topology:
-    """This process as a worker of its own, on its own devices: so no reader waits for another."""
+    """This process as a separate worker with its local devices, so that readers do not wait for each other."""
     return replace(devices, devices=jax.local_device_count(), processes=1, process=0)
 
 
 def _half_steps(job: Job, tokens: int) -> int:
-    """Steps that half a buffer of so many slots for tokens takes. Raises ConfigError for less than one."""
+    """The number of steps that fit into half a buffer of `tokens` slots. Raises ConfigError if none fits."""
     rows, slots = job.plan.mesh.process_rows, job.layout.slots
     if tokens < 2 * rows * slots:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The batches of a stream, and the state from which they go on."""
+"""The batches of a stream, and the state from which a reader continues."""
 
 import hashlib
 import json
@@ -29,13 +29,13 @@ _DIGEST = 16  # characters of a checksum in a state
 class StreamReader(Iterator[Batch]):
     """Iterates over the batches of a stream, once over the data. One thread may use it at a time.
 
-    `state()` is a few numbers for each of the process's streams of documents; a reader that is made with it goes on
-    after the batch that was yielded last. Dropping or closing the reader ends its threads.
+    `state()` contains a few numbers per stream of documents. A reader with this state continues after the last yielded
+    batch. Dropping or closing the reader ends its threads.
 
-    host_bytes: the most memory that activations take on the host: the buffer, steps in flight and batches ahead.
-    device_bytes: the most memory that the stream takes on a device: weights and a running step, as the compiler reports
-    them, the activations of steps in flight, and with framework="jax" the batches.
-    waits: the seconds that the training and the devices have waited for each other.
+    host_bytes: the peak host memory of activations: the buffer, steps in flight and batches gathered ahead.
+    device_bytes: the peak memory of the stream on a device: the weights and a running step, as reported by the
+    compiler, the activations of steps in flight, and with framework="jax" the batches.
+    waits: the seconds that the training thread and the devices have waited for each other.
     """
 
     def __init__(
@@ -48,7 +48,10 @@ class StreamReader(Iterator[Batch]):
         *,
         fills_store: bool = False,
     ) -> None:
-        """half_steps: steps that one half of the buffer takes. fills_store: the job's store, too."""
+        """half_steps: steps per half of the buffer. fills_store: whether to fill the job's store, too.
+
+        Raises ValueError for the state of a different stream, and what opening the store raises.
+        """
         memories = [TokenMemory(job.layout, reading, half_steps * job.plan.mesh.process_rows) for _ in range(2)]
         self.host_bytes = host_bytes(job, reading, half_steps, fills_store)
         self.device_bytes = device_bytes(job, step, reading)
@@ -63,7 +66,7 @@ class StreamReader(Iterator[Batch]):
         self._filler.begins[self._position.buffer] = begin
         filled = self._filler.filled(begin, self._position.buffer)
         self._batches = Gatherer(reading, reading.options.drop_last).batches(filled, self._position)
-        weakref.finalize(self, self._filler.stop).atexit = False  # the filler sees to that
+        weakref.finalize(self, self._filler.stop).atexit = False  # the filler registers its own exit handler
         log.info(
             "a stream of batches: a buffer of %d slots for tokens, up to %.1f MiB of activations on the host, up to "
             "%.1f MiB of each device",
@@ -78,7 +81,7 @@ class StreamReader(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """Raises what failed while the batch was computed: NotFiniteError, InputError or another PipelineError."""
+        """The next batch. Re-raises errors of the computation: NotFiniteError, InputError or another PipelineError."""
         batch, self._position = next(self._batches)
         self.num_tokens += len(batch.tokens)
         for index in [index for index in self._filler.begins if index < self._position.buffer]:
@@ -86,23 +89,26 @@ class StreamReader(Iterator[Batch]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position, as JSON: batch, filling and token of it; where that filling begins in each stream of documents;
-        and what the order depends on, by name."""
+        """The position as JSON values: the batch, the filling and the token in it, where that filling begins in each
+        stream of documents, and the values that the order depends on, by name."""
         work, row = self._filler.begins.get(self._position.buffer, FeedPosition(InTurn(())))
         if self._position.epoch:  # the data has ended
             work, row = InTurn(()), 0
         return asdict(self._position) | {"row": row, "streams": list(map(_entry, work.work)), "of": self._identity}
 
     def close(self) -> None:
-        """Ends the reader's threads, after the step that is under way. Of a store that the stream fills, the blocks
-        that are whole are committed first. Raises what failed in that, unless a batch has raised it."""
+        """Ends the reader's threads after the step in progress.
+
+        If the stream fills a store, commits its complete blocks first. Re-raises errors of that unless a batch has
+        raised them.
+        """
         self._batches.close()
         self._filler.close()
 
 
 def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool = False) -> int:
-    """The most memory that activations and side arrays take on the host: both halves of the buffer, steps in flight,
-    and batches that are gathered ahead; for a store, what a job that fills it takes."""
+    """The peak host memory of activations and side arrays: both halves of the buffer, steps in flight, batches gathered
+    ahead and, if the stream fills a store, the memory for that."""
     slot_bytes = sum(spec.position_bytes for spec in _read_arrays(job, reading))
     buffer_slots = 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots
     memory = job.plan.memory
@@ -112,7 +118,7 @@ def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool = 
 
 
 def device_bytes(job: Job, step: LoadedStep, reading: Reading) -> int:
-    """The most memory that weights, steps and batches take on a device, but for features that are made dense."""
+    """The peak device memory of weights, steps and batches, without features that are made dense."""
     program = step.compiled.memory.resident_bytes(job.plan.memory.inflight_steps)
     if reading.options.framework is not Framework.jax:
         return program
@@ -129,7 +135,7 @@ def _read_arrays(job: Job, reading: Reading) -> list[ArraySpec]:
 
 
 def _identity(job: Job, reading: Reading, half_steps: int) -> dict[str, int | str | None]:
-    """What a stream's batches depend on: names and values, or checksums of values."""
+    """The values, or checksums of values, that a stream's batches depend on, by name."""
     metadata, options = job.metadata, reading.options
     sections = ("model", "tokenizer", "data", "batch")
     return {
@@ -153,7 +159,7 @@ def _checksum(value: object) -> str:
 
 
 def _entry(work: StreamWork) -> list[int | None]:
-    """What is left of one stream of documents, in a state."""
+    """The remaining work of one stream of documents, as stored in a state."""
     start = work.start
     return [work.stream.stream, work.index, start.shard, start.document, start.token, start.ordinal, work.wanted]
 
@@ -161,13 +167,13 @@ def _entry(work: StreamWork) -> list[int | None]:
 def _restored(
     state: Mapping[str, Any], identity: Mapping[str, object], work: Sequence[StreamWork]
 ) -> tuple[FeedPosition, Position]:
-    """The position in an earlier reader's state. Raises ValueError for one of another stream."""
+    """The position in an earlier reader's state. Raises ValueError for the state of a different stream."""
     try:
-        others = dict(state["of"])
+        stored_identity = dict(state["of"])
         different = [
-            f"{name} ({others.get(name)!r} in the state, {value!r} here)"
+            f"{name} ({stored_identity.get(name)!r} in the state, {value!r} here)"
             for name, value in identity.items()
-            if others.get(name) != value
+            if stored_identity.get(name) != value
         ]
         position = Position(**{field.name: int(state[field.name]) for field in fields(Position)})
         row, left, by_stream = int(state["row"]), [], {item.stream.stream: item for item in work}

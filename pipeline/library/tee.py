@@ -1,4 +1,4 @@
-"""A store that a stream fills beside the training: with the blocks that it lacks, as the command writes them."""
+"""Writes the blocks of a stream that a store lacks into the store, as the command does, during training."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,9 @@ log = logging.getLogger("pipeline")
 
 @dataclass(frozen=True)
 class _Before:
-    """The blocks of each work before a number; None: all."""
+    """The blocks of each stream's work before a given block."""
 
-    work: Sequence[tuple[StreamWork, int | None]]
+    work: Sequence[tuple[StreamWork, int | None]]  # the work, and the block to stop before; None for all
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
         for item, end in self.work:
@@ -35,20 +35,20 @@ class _Before:
 class StoreTee:
     """Writes a stream's blocks into the store of its job, unless the store has them.
 
-    One thread uses it, as a context: at its end, what was dispatched whole is committed.
+    A context manager for one thread. On exit it commits the blocks whose steps were all dispatched.
     """
 
     def __init__(self, job: Job, step: LoadedStep) -> None:
-        """Creates or opens the store. Raises StoreMismatch for one of another configuration, or that is to hold more
-        tokens than the stream gives, and StoreError."""
+        """Creates or opens the store. Raises StoreMismatch for a store of a different configuration, or with a larger
+        target than the stream's, and StoreError."""
         self._job = job
         self._step = step
         self._store = open_store(job)
-        target, own = self._store.target, job.plan.streams.target
-        if not self._store.complete and larger(target, own) != own:  # its blocks go on where the stream's would end
+        target, stream_target = self._store.target, job.plan.streams.target
+        if not self._store.complete and larger(target, stream_target) != stream_target:  # last blocks differ
             raise StoreMismatch(
-                f"{self._store.path} is to hold {target} tokens, but run.max_tokens is {own}. Set run.max_tokens to "
-                "what the store's run has, or choose another store."
+                f"{self._store.path} is to hold {target} tokens, but run.max_tokens is {stream_target}. Set "
+                "run.max_tokens to what the store's run has, or choose another store."
             )
         job.manifest.keep()
         self._left = {item.stream.stream: item for item in work_left(job, self._store)}
@@ -62,23 +62,23 @@ class StoreTee:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Raises what failed in the writer, unless it was raised before."""
+        """Raises the writer's error, unless it was raised before."""
         self._writer.close()
         self._metrics.close()
 
     def catch_up(self, begin: InTurn, should_stop: Callable[[], bool]) -> None:
-        """Computes, for the store alone, what it lacks of the blocks before `begin`: a process that ended before they
-        were committed has trained on them, so that the stream does not compute them again."""
+        """Computes the blocks before `begin` that the store lacks, for the store alone. A process that ended before it
+        committed these blocks has trained on them, so the stream does not yield them again."""
         ends = {item.stream.stream: item.index for item in begin.work}
         left = ((item, ends.get(stream)) for stream, item in self._left.items())
-        behind = [(item, end) for item, end in left if end is None or item.index < end]
-        if not behind:
+        missing = [(item, end) for item, end in left if end is None or item.index < end]
+        if not missing:
             return
         log.info(
             "%s lacks blocks of %d streams of documents that the state has passed: they are computed for it first",
-            *(self._store.path, len(behind)),
+            *(self._store.path, len(missing)),
         )
-        with closing(Feed(_Before(behind))) as feed:
+        with closing(Feed(_Before(missing))) as feed:
             while not should_stop() and (block := feed.get()) is not None:
                 self.begin(block)
                 for first_row in range(0, block.num_rows, self._job.plan.mesh.process_rows):
@@ -87,7 +87,7 @@ class StoreTee:
                     self.dispatch(block, first_row)
 
     def begin(self, block: TokenBlock) -> bool:
-        """Whether the store lacks the next block, all of whose steps are then to be dispatched, in order."""
+        """Whether the store lacks the next block. If so, dispatch all of its steps, in order."""
         left = self._left.get(block.stream)
         is_lacking = left is not None and block.index >= left.index
         if is_lacking and block.num_rows == 0:  # a stream without documents: its commit record says so
@@ -96,8 +96,8 @@ class StoreTee:
         return is_lacking
 
     def dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
-        """A step whose outputs go to the store; the caller has copies of its own to drain. Waits until the store has
-        drained earlier ones."""
+        """Dispatches a step whose outputs go to the store. Returns the step with separate copies for the caller. Waits
+        until the writer may take another step."""
         self._writer.acquire()
         step = start_transfer(self._step(block, first_row), block, first_row, self._job.plan)
         self._writer.submit(replace(step, copies=[*step.copies]))
