@@ -309,7 +309,7 @@ def test_memory_that_is_reserved_is_not_the_streams(overrides, monkeypatch):
     stats = {"bytes_limit": 24 << 20}
     monkeypatch.setattr(device, "memory_stats", lambda _: stats, raising=False)
     stream = Stream.from_config([*overrides, "run.reserved_mib=8"])
-    assert "reserved  8 MiB of each device" in stream._job.plan.describe()
+    assert "reserved  8 MiB on each device" in stream._job.plan.describe()
     assert stream.batches(SIZE).device_bytes < 16 << 20
     with pytest.raises(ConfigError, match=r"of each device, which has \d+ MiB besides the 18 MiB of reserved_mib"):
         Stream.from_config([*overrides, "run.reserved_mib=18"]).batches(SIZE)
