@@ -228,7 +228,7 @@ def test_zarr_reads_what_is_selected(every):
 
 def test_inspect_shows_the_text_whole(every, tmp_path, capsys):
     assert inspect([f"store.path={every.path}", f"inspect.html={tmp_path / 'page.html'}"]) == 0
-    assert f"of {every.num_activations:,} selected tokens" in capsys.readouterr().out
+    assert f"for {every.num_activations:,} selected tokens" in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()
     assert page.count("norm ") > 30
     assert len(re.findall(r'<span title="token \d+, position \d+">', page)) > 200
