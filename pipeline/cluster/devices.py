@@ -31,7 +31,8 @@ def skip_absent_tpu() -> bool:
 
 
 def open_devices() -> None:
-    """Makes JAX open its devices, but no absent TPU (`skip_absent_tpu`). JAX's configuration does not change."""
+    """Opens JAX's CPU devices now where it would look for an absent TPU (`skip_absent_tpu`); otherwise does nothing.
+    JAX's configuration does not change."""
     if skip_absent_tpu():
         jax.devices()
         jax.config.update("jax_platforms", None)

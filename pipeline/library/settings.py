@@ -58,7 +58,7 @@ def _hint(name: str, owner: str) -> str:
     if not keys:
         return did_you_mean(name, KEYS)
     if owner != "Stream":
-        return f" Only the command takes {keys[0]}: python -m pipeline.run."
+        return f" {keys[0]} is a key of the command: python -m pipeline.run."
     section, _, last = keys[0].partition(".")
     if section == "data" and last in (field.name for field in fields(ParquetData)):
         return f' {keys[0]} is given with the data: data={{"path": ..., "{last}": ...}}.'

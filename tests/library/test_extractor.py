@@ -208,7 +208,7 @@ def test_two_extractors_in_one_process(extractor, tmp_path):
         ({"rows": 0}, ConfigError, "batch.rows is 0"),
         ({"attention": "splash"}, ConfigError, "model.attention=splash cannot be used"),
         ({"lenght": 5}, ConfigError, "no option 'lenght'. Did you mean length?"),
-        ({"max_tokens": 5}, ConfigError, "no option 'max_tokens'. Only the command takes run.max_tokens"),
+        ({"max_tokens": 5}, ConfigError, "no option 'max_tokens'. run.max_tokens is a key of the command"),
         ({"model": "/no/such/folder"}, PipelineError, "/no/such/folder"),
         ({"prefix": "two words"}, ConfigError, "data.prefix='two words' is"),
     ],

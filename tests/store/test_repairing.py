@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.store.check.repairing import repair_steps
+from pipeline.store.check.repairing import _numbered, repair_steps
 from pipeline.store.format.commits import commit_key
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.generated.group_keys import group_key
@@ -45,7 +45,7 @@ def storage(tmp_path) -> Storage:
         (
             Remedy.recompute,
             ["_commits/stream-00007/block-000000.json"],
-            ["rm {}/_commits/stream-00007/block-000000.json"],
+            ["rm -r {}/_commits/stream-00007/"],
         ),
         (Remedy.rewrite_array, ["embed/zarr.json", "zarr.json"], ["rm {}/embed/zarr.json"]),
         (Remedy.tabulate, ["_blocks/all.npy", "_blocks/all.npy"], ["rm {}/_blocks/all.npy"]),
@@ -85,3 +85,27 @@ def test_a_bucket_has_the_commands_of_its_own_tools(url, file, folder):
     problems = [Problem("_blocks/all.npy", "", Remedy.tabulate), Problem("stats/", "", Remedy.merge_again)]
     steps = list(repair_steps(Storage.open(url), NUM_STREAMS, problems))
     assert steps[1::2] == [f"    {file} {url}/_blocks/all.npy", f"    {folder} {url}/stats/"]
+
+
+def test_records_of_s3_are_deleted_in_a_loop_and_never_cut():
+    numbers = [*range(0, 60, 2), *range(100, 103)]
+    commands = _numbered(Storage.open("s3://bucket/store"), "_commits/stream-00001/block-", numbers, ".json")
+    assert len(commands) == 31
+    assert commands[0] == "aws s3 rm s3://bucket/store/_commits/stream-00001/block-000000.json"
+    assert commands[-1] == (
+        "for n in {000100..000102}; do aws s3 rm s3://bucket/store/_commits/stream-00001/block-$n.json; done"
+    )
+
+
+def test_braces_keep_the_width_of_keys_beyond_a_million(storage):
+    commands = _numbered(storage, "block-", range(999_998, 1_000_002), ".json")
+    numbers = [command.partition("block-")[2] for command in commands]
+    assert numbers == ["{999998..999999}.json", "{1000000..1000001}.json"]
+
+
+def test_the_commands_for_many_damaged_streams_are_all_printed(tmp_path):
+    storage = Storage.open(str(tmp_path / "store"))
+    for stream in range(30):
+        storage.write(commit_key(stream, 0), b"{}")
+    problems = [Problem(f"embed/c/{stream}/0/0", "is wrong", Remedy.recompute) for stream in range(30)]
+    assert len(list(repair_steps(storage, 30, problems))) == 31

@@ -49,9 +49,10 @@ def repair_steps(storage: Storage, num_streams: int | None, problems: Sequence[P
         elif remedy in _DELETED_REMEDIES:
             commands = [_command(storage, key) for key in dict.fromkeys(keys) if "/" in key]  # the root is in no folder
         yield Remedy.rerun_missing if remedy is Remedy.recompute and not commands else remedy
-        yield from (f"    {command}" for command in commands[:_MOST_LINES])
-        if len(commands) > _MOST_LINES:
-            yield f"    ... and {len(commands) - _MOST_LINES} more: all that are named above"
+        shown = commands[:_MOST_LINES] if remedy in _DELETED_REMEDIES else commands
+        yield from (f"    {command}" for command in shown)
+        if len(shown) < len(commands):
+            yield f"    ... and {len(commands) - len(shown)} more: all that are named above"
 
 
 def _delete_records(storage: Storage, num_streams: int, keys: Sequence[str]) -> list[str]:
@@ -63,13 +64,15 @@ def _delete_records(storage: Storage, num_streams: int, keys: Sequence[str]) -> 
         if stream_and_block is not None and stream_and_block[0] < num_streams:
             stream, block = stream_and_block
             first_blocks[stream] = min(block, first_blocks.get(stream, block))
+        elif record := parse_commit_key(key):  # of a stream that the store does not have, of which one record is named
+            others.append(stream_prefix(COMMITS_PREFIX, record[0]))
         elif tables := _TABLES.fullmatch(key):
             whole_streams.add(int(tables[1]))
         elif key.startswith(COMMITS_PREFIX) and "." in key:  # among the records, but not a record of a stream
             others.append(key)
     for stream in whole_streams:
         first_blocks.setdefault(stream, 0)
-    commands = [_command(storage, key) for key in dict.fromkeys(others)]
+    commands = [_command(storage, key, recursive=key.endswith("/")) for key in dict.fromkeys(others)]
     for stream, first in sorted(first_blocks.items()):
         parsed = filter(None, map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))))
         blocks = sorted(block for _, block in parsed if block >= first)
@@ -104,15 +107,22 @@ def _delete_groups(storage: Storage, keys: Sequence[str]) -> list[str]:
 
 def _numbered(storage: Storage, prefix: str, numbers: Sequence[int], suffix: str) -> list[str]:
     """Commands to delete objects with these ascending numbers in their keys: one per run of consecutive numbers, with
-    the shell's braces, if the storage's command accepts several objects."""
-    if storage.path.startswith("s3://"):  # its command takes only one object
-        return [_command(storage, f"{prefix}{number:06d}{suffix}") for number in numbers]
-    starts = [k for k, (before, number) in enumerate(pairwise([-2, *numbers])) if number != before + 1]
+    the shell's braces."""
+    # In one pair of braces, bash gives all numbers the same width; keys have six digits, and more from a million on.
+    starts = [
+        k for k, (before, number) in enumerate(pairwise([-2, *numbers])) if number != before + 1 or number == 10**6
+    ]
     commands = []
     for start, stop in pairwise([*starts, len(numbers)]):
         first, last = numbers[start], numbers[stop - 1]
-        number_range = f"{first:06d}" if first == last else f"{{{first:06d}..{last:06d}}}"
-        commands.append(_command(storage, prefix) + number_range + suffix)
+        if first == last:
+            commands.append(_command(storage, prefix) + f"{first:06d}{suffix}")
+            continue
+        braces = f"{{{first:06d}..{last:06d}}}"
+        if storage.path.startswith("s3://"):  # its command takes only one object
+            commands.append(f"for n in {braces}; do {_command(storage, prefix)}$n{suffix}; done")
+        else:
+            commands.append(_command(storage, prefix) + braces + suffix)
     return commands
 
 
