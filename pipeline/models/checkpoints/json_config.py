@@ -48,17 +48,15 @@ class JsonConfig:
         return CheckpointError(f"{self.where}: {key} is {shown(value)}, expected {what}. Is the file damaged?")
 
     def positive_int(self, key: str, default: object = REQUIRED, most: int = MAX_INT) -> int:
-        what = f"a whole number above 0, at most {most:,}"
-        value = self._take(key, (int,), what, default)
-        if not 1 <= value <= most:
-            raise self._wrong(key, value, what)
-        return value
+        return self._int(key, f"a whole number above 0, at most {most:,}", default, 1, most)
 
     def count(self, key: str, default: object = REQUIRED) -> int:
         """A whole number, which may be 0."""
-        what = f"a whole number from 0 to {MAX_INT:,}"
+        return self._int(key, f"a whole number from 0 to {MAX_INT:,}", default, 0, MAX_INT)
+
+    def _int(self, key: str, what: str, default: object, least: int, most: int) -> int:
         value = self._take(key, (int,), what, default)
-        if not 0 <= value <= MAX_INT:
+        if not least <= value <= most:
             raise self._wrong(key, value, what)
         return value
 
