@@ -1,24 +1,24 @@
 """Checks that many hosts, killed at random, fill a store as one undisturbed process would.
 
-    python -m scripts.bench.bench_hosts [--blocks 100000] [--streams 1000] [--hosts 64] [--kills 200]
+    python -m scripts.bench.bench_hosts [--blocks 100000] [--streams 1000] [--hosts 64] [--kills 200] [--latency-s 0.05]
 
 Each host is a process that claims streams. It reads, tokenises and packs real documents; only the step is fake: the
 activations are a function of the tokens. Everything after the step is the job's code: blocks, statistics, records,
 claims, and completing the store. A host that is killed or fails is restarted. At the end, the table of all blocks and
 the merged statistics are compared, byte for byte, with those that one process computes from the documents without a
-store. Writes build/bench-hosts.json.
+store. The store is a local folder, or with `--latency-s` in a bucket of `gcs_standin`, which counts requests. Writes
+build/bench-hosts.json.
 """
 
 import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial, reduce
 from multiprocessing import connection, get_context
@@ -53,6 +53,8 @@ from pipeline.store.format.statistics import (
 from pipeline.store.format.tables import table_digest
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.bench_scale import server
+from scripts.bench.gcs_standin import control, environment
 
 RESULTS = Path("build/bench-hosts.json")
 LENGTH = 8  # tokens per row; a row is a block with one document
@@ -94,7 +96,7 @@ def make_text(folder: Path, shape: Shape) -> None:
         pq.write_table(pa.table({"text": texts}), folder / f"{stream:06}.parquet")
 
 
-def open_hosts_job(folder: Path, path: Path, shape: Shape) -> Job:
+def open_hosts_job(folder: Path, path: str, shape: Shape) -> Job:
     """Opens the job that reads the documents of `make_text`."""
     overrides = {
         "data.path": folder,
@@ -125,7 +127,7 @@ def fake_step(job: Job, block: TokenBlock) -> tuple[dict[str, np.ndarray], Block
     return arrays, {spec.name: token_statistics(stored)}
 
 
-def run_host(folder: Path, path: Path, shape: Shape, computed: Sequence[int], number: int) -> None:
+def run_host(folder: Path, path: str, shape: Shape, computed: Sequence[int], number: int) -> None:
     """Runs one host to its end. Counts its blocks in `computed[number]`. Exits with 1 after an error."""
     try:
         job = open_hosts_job(folder, path, shape)
@@ -168,7 +170,7 @@ def _write_statistics(store: StoreWriter, block: TokenBlock, statistics: BlockSt
     return replace(commit_record(block), statistics_sha256=table_digest(content), blocks_before=before)
 
 
-def run_hosts(folder: Path, path: Path, shape: Shape, seed: int = 0) -> Figures:
+def run_hosts(folder: Path, path: str, shape: Shape, seed: int = 0) -> Figures:
     """Starts the hosts, and restarts each host that ends before the store is complete.
 
     One of the running hosts is killed after every random number of computed blocks.
@@ -240,28 +242,45 @@ def _blocks(job: Job, stream: int) -> Iterator[TokenBlock]:
     return iter(()) if work is None else work.blocks(lambda: False)
 
 
+@contextmanager
+def empty_store(folder: Path, latency_s: float | None) -> Iterator[tuple[str, str | None]]:
+    """The path of a store, in `folder` or a bucket of a stand-in, and the stand-in's URL if there is one."""
+    if latency_s is None:
+        yield str(folder / "store"), None
+        return
+    with server(None) as url:
+        os.environ |= environment(url)
+        control(url, latency_s=latency_s)
+        yield "gs://bench-hosts/store", url
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in {"blocks": 100_000, "streams": 1000, "hosts": 64, "kills": 200}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lease-s", type=float, default=Shape.lease_s)
     parser.add_argument("--only-records", action="store_true", help="without arrays and document tables")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for the store, which is deleted")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for documents and the local store")
+    parser.add_argument("--latency-s", type=float, help="of each request: use the stand-in, not a local store")
     options = vars(parser.parse_args())
     os.environ["JAX_PLATFORMS"] = "cpu"  # for the hosts
     jax.config.update("jax_platforms", "cpu")
-    folder = options.pop("folder")
+    folder, latency_s = options.pop("folder"), options.pop("latency_s")
     shape = Shape(**options)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        text, store = Path(name, "text"), Path(name, "store")
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as name,
+        empty_store(Path(name), latency_s) as (store, url),
+    ):
+        text = Path(name, "text")
         make_text(text, shape)
         figures = run_hosts(text, store, shape)
-        wrong = differences(open_hosts_job(text, store, shape))
-        result = asdict(shape) | asdict(figures) | {"different": wrong}
+        result = asdict(shape) | asdict(figures)
+        if url:
+            result |= {"latency_s": latency_s, "requests": control(url)["counters"]}
+        result["different"] = differences(open_hosts_job(text, store, shape))
         print(json.dumps(result))
         RESULTS.parent.mkdir(exist_ok=True)
         RESULTS.write_text(json.dumps(result, indent=1) + "\n")
-        shutil.rmtree(store)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ def test_64_hosts_of_which_20_are_killed(tmp_path, record_property):
     shape = Shape(blocks=2000, streams=200, hosts=64, kills=20)
     text, store, reference = (tmp_path / name for name in ("text", "store", "reference"))
     make_text(text, shape)
-    figures = run_hosts(text, store, shape)
+    figures = run_hosts(text, str(store), shape)
     assert figures.killed == shape.kills
-    assert differences(open_hosts_job(text, store, shape)) == []
+    assert differences(open_hosts_job(text, str(store), shape)) == []
     assert verify_store(str(store)) == []
-    run_host(text, reference, shape, [0], 0)
+    run_host(text, str(reference), shape, [0], 0)
     assert_same_store(store, reference)
     record_property(MEASURED, f"64 hosts, 2,000 blocks: {figures}")
