@@ -70,9 +70,14 @@ def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
 
 def prepare_starts(blocks: int, streams: int, wanted: float) -> Measured:
     """PROCESSES processes start at the same time and send separate requests; here they are threads."""
-    job = open_bench_job(streams, int(wanted * blocks) * BLOCK_TOKENS)
-    options = StorageOptions(concurrency=32)
-    jobs = [replace(job, storage=Storage.open(URL, options)) for _ in range(PROCESSES)]
+    target, options = int(wanted * blocks) * BLOCK_TOKENS, StorageOptions(concurrency=32)
+    jobs = [
+        replace(
+            open_bench_job(streams, target, worker_index=index, worker_count=PROCESSES),
+            storage=Storage.open(URL, options),
+        )
+        for index in range(PROCESSES)
+    ]
 
     def start_all() -> None:
         with ThreadPoolExecutor(PROCESSES) as pool:

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int64
 from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.stored_blocks import OpenStore
-from pipeline.store.check.stored_records import StreamRecords, is_in_stream, join_tables, read_again, stream_prefix
+from pipeline.store.check.stored_records import StreamRecords, join_tables, keys_of_no_stream, read_again, stream_prefix
 from pipeline.store.features.index_file import index_key
 from pipeline.store.format.arrays import fill_digest
 from pipeline.store.format.block_table import BlockTable
@@ -21,7 +21,7 @@ from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import STATISTICS_PREFIX, statistics_key
 from pipeline.store.format.tables import TABLES_PREFIX, table_key
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, end_of_prefix
 
 _LISTINGS_AT_ONCE = 8
 _MANY = 20_000  # an array with more keys is listed in parts
@@ -146,8 +146,7 @@ def _list_in_parts(storage: Storage, prefix: str, in_parts: bool) -> Iterator[li
         return
     digits = tuple(prefix + digit for digit in _DIGITS)
     yield from map_ahead(storage.list_keys, digits, _LISTINGS_AT_ONCE)
-    end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-    for first, stop in ((prefix, digits[0]), (prefix + ":", end)):
+    for first, stop in ((prefix, digits[0]), (prefix + ":", end_of_prefix(prefix))):
         [keys] = storage.list_ranges([(first, stop)])
         yield [key for key in keys if key.startswith(prefix) and not key.startswith(digits)]
 
@@ -177,8 +176,7 @@ def _check_files(
             yield from (_leftover(key) for key in keys if key not in known)
     if is_complete and scope.is_first:
         for prefix, _ in kinds:
-            keys = storage.list_keys(prefix)
-            yield from (_leftover(key) for key in keys if not is_in_stream(prefix, key, metadata.num_streams))
+            yield from map(_leftover, keys_of_no_stream(storage, prefix, metadata.num_streams))
 
 
 def _absent(needed: Iterable[str], keys: Iterable[str]) -> Iterator[Problem]:

@@ -1,8 +1,9 @@
 """Checks a store's commit records, stream by stream, and what repeats them: block tables and consolidated records."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Int64
@@ -23,10 +24,12 @@ from pipeline.store.format.commits import (
 )
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, end_of_prefix
 
+# A store may have 10^7 records, so neither all of them nor all of their keys are in memory at the same time.
 _STREAMS_AT_ONCE = 8
 _KEYS_AT_ONCE = 1024
+_LISTINGS, _LISTINGS_AT_ONCE = 128, 4
 
 
 @dataclass(frozen=True)
@@ -123,14 +126,12 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
     listed = storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
     not_files = {key: what for key in listed if (what := storage.file_problem(key))}
     problems = [Problem(key, what) for key, what in not_files.items()]
-    keys = [key for key in listed if key not in not_files]
-    parsed = [_parse(key, text) for key, text in zip(keys, storage.read_many(keys), strict=True)]
-    problems += [result for result in parsed if isinstance(result, Problem)]
-    records = [result for result in parsed if isinstance(result, CommitRecord)]
-    records.sort(key=lambda record: record.block)
-    problems += [Problem(record.key, what) for record, what in check_chain(records)]
-    problems += _check_count(root, stream, len(records))
-    table = BlockTable.from_records(records)
+    keys = sorted((key for key in listed if key not in not_files), key=lambda key: parse_commit_key(key) or ())
+    records = _RecordReader(storage, with_lines)
+    chain_problems = [Problem(record.key, what) for record, what in check_chain(records.read(keys))]
+    problems += records.problems + chain_problems
+    table = BlockTable(np.concatenate([np.empty(0, DTYPE), *records.tables]))
+    problems += _check_count(root, stream, len(table))
     problems += _check_stream_table(storage, stream, table)
     problems += check_header(storage, stream, table)
     parsed_keys = filter(None, map(parse_commit_key, listed))
@@ -139,11 +140,38 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
         stream=stream,
         listed=np.array(blocks, np.int64),
         table=table,
-        last=records[-1] if records else None,
-        num_digests=sum(record.digests is not None for record in records),
+        last=records.last,
+        num_digests=records.num_digests,
         problems=tuple(problems),
-        lines=b"".join(record.to_line() for record in records) if with_lines else b"",
+        lines=b"".join(records.lines),
     )
+
+
+class _RecordReader:
+    """Reads a stream's records, a few at a time, and keeps a summary of them, see `StreamRecords`."""
+
+    def __init__(self, storage: Storage, with_lines: bool) -> None:
+        self._storage = storage
+        self._with_lines = with_lines
+        self.tables: list[np.ndarray] = []  # the values of a BlockTable for each part
+        self.last: CommitRecord | None = None
+        self.num_digests = 0
+        self.problems: list[Problem] = []
+        self.lines: list[bytes] = []
+
+    def read(self, keys: Sequence[str]) -> Iterator[CommitRecord]:
+        """The readable records. Adds the problems of the others."""
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            some = keys[start : start + _KEYS_AT_ONCE]
+            parsed = [_parse(key, text) for key, text in zip(some, self._storage.read_many(some), strict=True)]
+            self.problems += [result for result in parsed if isinstance(result, Problem)]
+            records = [result for result in parsed if isinstance(result, CommitRecord)]
+            self.tables.append(BlockTable.from_records(records).values)
+            self.num_digests += sum(record.digests is not None for record in records)
+            if self._with_lines:
+                self.lines += [record.to_line() for record in records]
+            for self.last in records:
+                yield self.last
 
 
 def _check_count(root: StoreRoot, stream: int, num_records: int) -> Iterator[Problem]:
@@ -165,9 +193,9 @@ def _check_others(storage: Storage, root: StoreRoot) -> Iterator[Problem]:
     """Finds objects among the records that belong to none of the store's streams."""
     num_streams = root.metadata.num_streams
     seen: set[int] = set()
-    for key in storage.list_keys(COMMITS_PREFIX):
+    for key in keys_of_no_stream(storage, COMMITS_PREFIX, num_streams):
         parsed = parse_commit_key(key)
-        if key == CONSOLIDATED_KEY or is_in_stream(COMMITS_PREFIX, key, num_streams):
+        if key == CONSOLIDATED_KEY:
             continue
         if parsed is None:
             yield Problem(key, storage.file_problem(key) or "is not a commit record")
@@ -176,7 +204,15 @@ def _check_others(storage: Storage, root: StoreRoot) -> Iterator[Problem]:
             yield Problem(key, f"the store has streams 0..{num_streams - 1} only")
 
 
-def is_in_stream(prefix: str, key: str, num_streams: int) -> bool:
+def keys_of_no_stream(storage: Storage, prefix: str, num_streams: int) -> Iterator[str]:
+    """The keys with this prefix, such as `_commits/`, that belong to none of the store's streams."""
+    first_streams = range(0, num_streams, -(-num_streams // _LISTINGS))
+    bounds = [prefix, *sorted(stream_prefix(prefix, stream) for stream in first_streams), end_of_prefix(prefix)]
+    for [keys] in map_ahead(lambda bound: storage.list_ranges([bound]), pairwise(bounds), _LISTINGS_AT_ONCE):
+        yield from (key for key in keys if not _is_in_stream(prefix, key, num_streams))
+
+
+def _is_in_stream(prefix: str, key: str, num_streams: int) -> bool:
     """Whether a key belongs to one of the store's streams."""
     number = key.removeprefix(f"{prefix}stream-").partition("/")[0]
     is_number = number.isascii() and number.isdecimal() and len(number) < 20

@@ -163,8 +163,7 @@ class KeyValueStore:
 
     def list_keys(self, prefix: str = "", start: str = "") -> list[str]:
         """The keys >= `start` that begin with `prefix`, sorted."""
-        first, after = max(prefix, start), prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
-        [keys] = self.list_ranges([(first, after)])
+        [keys] = self.list_ranges([(max(prefix, start), end_of_prefix(prefix))])
         return [key for key in keys if key.startswith(prefix)]
 
     def list_ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[str]]:
@@ -341,6 +340,11 @@ class Storage(KeyValueStore):
 
 
 StorageLike = Storage | str | os.PathLike[str]
+
+
+def end_of_prefix(prefix: str) -> str:
+    """The first string after all those with this prefix; the empty string for the empty prefix."""
+    return prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 
 def write_many(storage: KeyValueStore, contents: Iterable[tuple[str, bytes | None]]) -> None:
