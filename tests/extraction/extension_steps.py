@@ -97,7 +97,7 @@ class Scheduler:
             if not self._is_over:
                 sys.setprofile(give_way)
                 self._running[name]()
-        except BaseException as error:  # of any kind: the test checks it
+        except BaseException as error:  # the test checks it
             self.errors[name] = error
         finally:
             sys.setprofile(None)

@@ -1,4 +1,4 @@
-"""What the whole job stores for a document is what transformers computes for that document alone."""
+"""The job stores for a document what transformers computes for that document alone."""
 
 from itertools import pairwise
 
@@ -38,7 +38,7 @@ def reference():
 
 
 @pytest.mark.parametrize("packing", ["pack", "pad"])
-def test_stored_activations_are_those_of_each_document_alone(reference, tmp_path, packing):
+def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_path, packing):
     text = write_text(tmp_path / "text", files=2, documents=30, max_characters=1500)
     length = 256
     overrides = [f"data.path={text}", f"store.path={tmp_path / 'store'}", "capture.dtype=float32", "batch.rows=4"]
@@ -49,7 +49,7 @@ def test_stored_activations_are_those_of_each_document_alone(reference, tmp_path
     for name in store.documents["id"].unique().to_pylist():
         document = store.document(name)
         starts = [*np.flatnonzero(document.positions == 0), len(document.tokens)]
-        for start, stop in pairwise(starts):  # each window is computed by itself
+        for start, stop in pairwise(starts):  # the model sees one window at a time
             expected = reference(document.tokens[start:stop])
             for layer in LAYERS:
                 stored = document.activations[f"blocks.{layer}.resid_post"][start:stop]

@@ -1,4 +1,4 @@
-"""Workers that claim streams, join late, die and fall asleep: the store ends as that of one undisturbed worker."""
+"""Workers that claim streams, join late, die and fall asleep make the same store as one undisturbed worker."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(overrides, tmp_path_factory) -> Path:
-    """The store of one worker that nothing disturbed: it claims one stream after the other."""
+    """The store of one undisturbed worker, which claims one stream after the other."""
     path = tmp_path_factory.mktemp("reference") / "store"
     run_here(*overrides, f"store.path={path}")
     assert committed(path) >= MIN_BLOCKS
@@ -71,7 +71,7 @@ def workers(count: int, *overrides: str) -> Iterator[list[subprocess.Popen]]:
 
 
 def owners(store: Path) -> set[int]:
-    """The process ids of those who hold a stream."""
+    """The ids of the processes that hold a stream."""
     found = set()
     for file in store.glob("_claims/stream-*.json"):
         with suppress(FileNotFoundError):  # a finished store's claims are deleted, also between glob and read
@@ -89,7 +89,7 @@ def wait_for_owners(store: Path, count: int, *launched: subprocess.Popen) -> set
 
 
 def hold_all_streams(store: Path) -> Claims:
-    """Until it is closed, the workers wait."""
+    """Claims all streams. The workers wait until the result is closed."""
     holder = Claims(str(store), lease_s=60)
     for vacancy in holder.vacancies(range(6)):
         assert holder.claim(vacancy)
@@ -102,9 +102,9 @@ def wait_until_compiling(worker: subprocess.Popen) -> None:
 
 
 def stop_each_at_its_first_stream(store: Path, count: int, *launched: subprocess.Popen) -> None:
-    """Stops each process as soon as it holds a stream, so that none can take what the others are to have.
+    """Stops each process as soon as it holds a stream, so that every process gets one.
 
-    All go on when `count` of them have had one.
+    All continue once `count` processes have been stopped.
     """
     stopped: set[int] = set()
 
@@ -129,7 +129,7 @@ def finish(worker: subprocess.Popen) -> str:
     return output
 
 
-def test_four_workers_two_killed_one_joining_late(overrides, reference, tmp_path):
+def test_workers_that_die_and_join_late_make_the_same_store(overrides, reference, tmp_path):
     store = tmp_path / "store"
     overrides = [*overrides, f"store.path={store}"]
     with commits_held(store, HELD, *overrides) as release, workers(4, *overrides) as started:
@@ -138,7 +138,7 @@ def test_four_workers_two_killed_one_joining_late(overrides, reference, tmp_path
         for worker in started:
             if worker.pid in victims:
                 worker.kill()
-        records = {file: file.stat() for file in store.glob("_commits/*/*.json")}  # not one under way
+        records = {file: file.stat() for file in store.glob("_commits/*/*.json")}  # not those being written
         assert 0 < len(records) < committed(reference)
         release()
         with workers(1, *overrides) as late:
@@ -151,7 +151,7 @@ def test_four_workers_two_killed_one_joining_late(overrides, reference, tmp_path
     assert_same_store(store, reference)
 
 
-def test_a_worker_that_slept_while_its_stream_was_taken_over_drops_what_it_had(overrides, reference, tmp_path):
+def test_a_worker_that_slept_while_its_stream_was_taken_over_drops_its_blocks(overrides, reference, tmp_path):
     store = tmp_path / "store"
     overrides = [*overrides, f"store.path={store}"]
     with commits_held(store, HELD, *overrides) as release, workers(1, *overrides) as [sleeper]:
@@ -185,8 +185,8 @@ def test_sigterm_releases_the_claims_at_once(overrides, reference, tmp_path):
     assert_same_store(store, reference)
 
 
-def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_path):
-    """Each process claims for itself; one that has no stream keeps the other company."""
+def test_workers_of_two_processes_and_of_one_share_a_store(overrides, reference, tmp_path):
+    """Each process claims its own streams. A process without one dispatches padding with the other."""
     store = tmp_path / "store"
     overrides = [*overrides, f"store.path={store}"]
     with local_processes(2, 1, *overrides) as pair, workers(1, *overrides) as [single]:
@@ -203,7 +203,7 @@ def test_a_worker_of_two_processes_beside_one_of_one(overrides, reference, tmp_p
 def test_sigterm_to_one_process_ends_a_worker_that_waits_for_another_to_complete_the_store(
     overrides, reference, tmp_path
 ):
-    """The store has all blocks; who completes it does not end."""
+    """The store has all blocks, and the worker that completes it never ends."""
     store = tmp_path / "store"
     shutil.copytree(reference, store)
     with closing(Claims(str(store), lease_s=60)) as other:
@@ -220,8 +220,8 @@ def test_sigterm_to_one_process_ends_a_worker_that_waits_for_another_to_complete
         assert output.count("Interrupted: stopped by SIGTERM") == 2
 
 
-def test_a_worker_that_has_joined_alone_stops_while_it_waits_for_a_stream(overrides, tmp_path):
-    """As on a single TPU host: JAX's handler would keep SIGTERM to itself until the next step, which never comes."""
+def test_sigterm_ends_a_worker_of_one_process_that_waits_for_a_stream(overrides, tmp_path):
+    """As on a single TPU host. JAX's handler would act on SIGTERM at the next step, which never comes."""
     store = tmp_path / "store"
     holder = hold_all_streams(store)
     tried = store / "_claims_test"  # where whoever is about to claim tries conditional writes

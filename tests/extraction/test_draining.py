@@ -1,4 +1,4 @@
-"""Copies by several threads, compared with NumPy's own, and jobs that make them."""
+"""Copies made by several threads, compared with NumPy's, and jobs that use them."""
 
 from contextlib import closing
 
@@ -43,7 +43,7 @@ def copy_all(threads: CopyThreads, target: np.ndarray, values: np.ndarray) -> No
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_copy_that_fails_is_raised_and_the_others_are_made(count):
+def test_a_failed_copy_is_raised_once_and_the_others_are_made(count):
     threads, memory = CopyThreads(count), np.zeros((4, 3), np.float32)
     read_only = np.zeros((4, 3), np.float32)
     read_only.flags.writeable = False
@@ -62,7 +62,7 @@ def test_rows_that_do_not_fit_are_refused(count):
 
 
 @pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (15, 1), (16, 2), (24, 3), (64, 8), (224, 8)])
-def test_threads_follow_the_cores(monkeypatch, cores, threads):
+def test_the_number_of_threads_follows_the_cores(monkeypatch, cores, threads):
     monkeypatch.setattr(draining, "num_cores", lambda: cores)
     assert num_copy_threads() == threads
 
@@ -74,7 +74,7 @@ def overrides(tmp_path) -> list[str]:
     return [f"data.path={text}", *sizes]
 
 
-def test_a_store_does_not_depend_on_the_threads(monkeypatch, tmp_path, overrides):
+def test_a_store_does_not_depend_on_the_number_of_threads(monkeypatch, tmp_path, overrides):
     monkeypatch.setattr(draining, "_PIECE_BYTES", 1000)
     for cores in (1, 32):
         monkeypatch.setattr(draining, "num_cores", lambda cores=cores: cores)

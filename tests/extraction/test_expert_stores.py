@@ -1,4 +1,4 @@
-"""A job of a model with experts: what its store holds of the routers and the experts."""
+"""Stores of a model with experts: routers and experts."""
 
 import json
 
@@ -39,7 +39,7 @@ def path(overrides, tmp_path_factory):
     return path
 
 
-def test_what_is_stored_of_routers_and_experts_agrees(path) -> None:
+def test_stored_logits_weights_indices_and_experts_agree(path) -> None:
     assert verify_store(str(path)) == []
     store = ActivationStore.open(str(path))
     routed = SITES.split(",")[:4]
@@ -62,7 +62,7 @@ def test_what_is_stored_of_routers_and_experts_agrees(path) -> None:
         assert store.statistics(layer, Site.router_indices).count == len(indices)
 
 
-def test_batches_have_indices_as_integers_and_no_stack_with_numbers(path) -> None:
+def test_batches_have_integer_indices_which_are_not_stacked_with_floats(path) -> None:
     store = ActivationStore.open(str(path))
     keys = [ActivationKey(2, Site.router_indices), ActivationKey(2, Site.router_weights)]
     batch = next(store.batches(keys, 100, seed=0))
@@ -71,7 +71,7 @@ def test_batches_have_indices_as_integers_and_no_stack_with_numbers(path) -> Non
         store.batches(keys, 100, stack=True)
 
 
-def test_blocks_that_are_computed_again_are_equal(overrides, path, tmp_path) -> None:
+def test_blocks_computed_again_are_equal(overrides, path, tmp_path) -> None:
     again = tmp_path / "store"
     run_here(*overrides, f"store.path={again}", "capture.dtype=float32")
     for record in sorted((again / "_commits/stream-00000").iterdir())[1:]:
@@ -87,6 +87,6 @@ def test_blocks_that_are_computed_again_are_equal(overrides, path, tmp_path) -> 
         ("capture.layers=[0,1]", "with the site router_logits, which layer 1 lacks: its MLP is dense"),
     ],
 )
-def test_what_cannot_be_stored_is_refused(overrides, override: str, message: str, tmp_path) -> None:
+def test_captures_that_cannot_be_stored_are_refused(overrides, override: str, message: str, tmp_path) -> None:
     with pytest.raises(ConfigError, match=message):
         run_here(*overrides, f"store.path={tmp_path}/store", override)

@@ -1,5 +1,5 @@
-"""A store that is being extended, while an older command, `finalize`, `merge` and readers come between: it ends as if
-nothing had, and is never complete while it is half done."""
+"""A store is extended while older commands, `finalize`, `merge` and readers interfere: it ends as if nothing had
+interfered, and is never complete while it is half done."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def middle(command, old) -> Image:
 
 @pytest.fixture(scope="module")
 def old_begun(command) -> Image:
-    """What the first of two workers leaves of the store that is to be extended: half done itself."""
+    """The store that is to be extended, before the second of two workers has done its half."""
     with in_memory({}) as path:
         run_job(path, *command, OLD, *HALF)
         return read_image(path)
@@ -68,7 +68,7 @@ def old_begun(command) -> Image:
 
 @pytest.fixture(scope="module")
 def half_done(command, old) -> Mapping[str, Image]:
-    """By target, what the first of two workers leaves of an extension."""
+    """The store by target, after the first of two workers has extended its half."""
     found = {}
     for target in TARGETS:
         with in_memory(old) as path:
@@ -80,7 +80,7 @@ def half_done(command, old) -> Mapping[str, Image]:
 
 @pytest.fixture(scope="module")
 def undisturbed(command, old) -> Mapping[str, Image]:
-    """By target, the store of an extension that nothing disturbs."""
+    """The store by target, after an undisturbed extension."""
     found = {}
     for target in TARGETS:
         with in_memory(old) as path:
@@ -91,10 +91,10 @@ def undisturbed(command, old) -> Mapping[str, Image]:
 
 
 def comparable(image: Image) -> dict[str, object]:
-    """The objects of a store, but for what differs from run to run."""
+    """The objects of a store, without what differs between runs."""
     root = json.loads(image["zarr.json"])
     attributes = root["attributes"]["activation_store"]
-    for key in ("created", "config", "sha256"):  # the place is in the configuration; both are in the root's checksum
+    for key in ("created", "config", "sha256"):  # the path is in the configuration; the checksum covers both
         attributes.pop(key, None)
     return {key: content for key, content in image.items() if not key.startswith("_metrics/")} | {"zarr.json": root}
 
@@ -126,7 +126,7 @@ def test_a_half_done_extension_is_not_completed(command, old, half_done, undistu
         try:
             DISTURB[name](path, command, old_path)
         except PipelineError:
-            assert name == "merge"  # a block that was truncated is another one meanwhile
+            assert name == "merge"  # a block that was truncated has changed since
         assert not is_complete(path)
         run_job(path, *command, target)
         assert_undisturbed(read_image(path), undisturbed[target])
@@ -153,7 +153,7 @@ def test_a_half_done_extension_that_is_merged_into_a_new_store_is_not_complete(c
 
 @pytest.mark.parametrize("name", DISTURB)
 def test_an_extended_store_stays_as_it_is(command, old, undisturbed, name):
-    """Also where a truncated block is meanwhile another one, which `merge` refuses."""
+    """`merge` refuses a source whose truncated block has changed since."""
     for target in TARGETS:
         with in_memory(undisturbed[target]) as path, in_memory(old) as old_path:
             try:
@@ -164,7 +164,7 @@ def test_an_extended_store_stays_as_it_is(command, old, undisturbed, name):
 
 
 def test_a_smaller_target_does_not_shrink_a_larger_one(command, undisturbed):
-    """700 after all: the store holds all and stays complete."""
+    """The store holds all tokens and stays complete."""
     with in_memory(undisturbed["run.max_tokens=null"]) as path:
         run_job(path, *command, "run.max_tokens=700")
         assert_undisturbed(read_image(path), undisturbed["run.max_tokens=null"])
@@ -173,7 +173,7 @@ def test_a_smaller_target_does_not_shrink_a_larger_one(command, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["older command", "finalize", "merge"])
 def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
-    """By real jobs: nor is what was kept while the model wrote deleted, which the blocks that are left are made of."""
+    """Real jobs run here. The activations kept during decoding are not deleted: the missing blocks are made of them."""
     path, other, old = (tmp_path / name for name in ("store", "undisturbed", "old"))
     specimen = make_specimen("decode", tmp_path, is_resumable=False)
     command = specimen.command
@@ -196,7 +196,7 @@ def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
 
 @dataclass(frozen=True)
 class Case:
-    """One interleaving. `start`: of `Stores`, what the store is at first."""
+    """One interleaving. `start` names the store of `Stores` that it begins with."""
 
     seed: int
     target: str
@@ -210,7 +210,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Stores:
-    """What a store is before, between and after, by name; `extended` and `half_done` by target."""
+    """The stores before, during and after an extension. `extended` and `half_done` are by target."""
 
     old: Image
     old_begun: Image
@@ -241,7 +241,7 @@ class Readers:
         self.num_right = self.num_failed = 0
 
     def look(self, rng: random.Random, may_be_forced: bool) -> None:
-        """A new reader finds a store that is complete only if it may be; one of all reads."""
+        """Opens a reader, checks that the store is complete only if it may be, and reads with one of the last four."""
         try:
             store = ActivationStore.open(self._path)
         except PipelineError:
@@ -302,7 +302,7 @@ def interleave(case: Case, command: Sequence[str], stores: Stores) -> Readers:
         for name, error in scheduler.errors.items():
             assert isinstance(error, PipelineError), f"{name}: {error!r}"
             assert error.exit_code == 1 or name == "merge", f"{name}: {error!r}"
-        if not jobs.keys().isdisjoint(scheduler.errors):  # exit code 1: whoever started it does so again
+        if not jobs.keys().isdisjoint(scheduler.errors):  # exit code 1: the user runs the command again
             run_job(path, *command, case.target)
         readers.look(rng, may_be_forced=False)
         assert verify_store(path) == []
@@ -311,7 +311,7 @@ def interleave(case: Case, command: Sequence[str], stores: Stores) -> Readers:
 
 
 def cases(seeds: range) -> Iterator[Case]:
-    """Who works on the same streams claims them."""
+    """Jobs that work on the same streams claim them."""
     for seed in seeds:
         rng = random.Random(f"case {seed}")
         workers = rng.choice(list(EXTENSIONS))
@@ -326,13 +326,13 @@ def cases(seeds: range) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("case", list(cases(range(10))), ids=str)
-def test_an_extension_that_is_disturbed_ends_as_if_it_were_not(command, stores, case):
+def test_a_disturbed_extension_ends_as_an_undisturbed_one(command, stores, case):
     interleave(case, command, stores)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 400, 50))
 def test_three_hundred_interleavings(command, stores, first):
-    """Also of those that other seeds seldom meet: one finisher between the two writes of another."""
+    """Enough to meet rare interleavings, such as a job that finishes the store between two writes of another."""
     readers = [interleave(case, command, stores) for case in cases(range(first, first + 50))]
     assert sum(reader.num_right for reader in readers) > 100

@@ -1,4 +1,4 @@
-"""Jobs that encode activations with SAEs: what their stores hold, against the published definitions in numpy."""
+"""Stores of jobs that encode activations with SAEs, compared with the published definitions in numpy."""
 
 import json
 import shutil
@@ -117,12 +117,12 @@ def test_the_largest_features_of_each_token_are_stored(folder, both, name) -> No
     assert n_active.max() > (4 if sae.spec.k else TOP)
 
 
-def test_the_store_says_which_saes_made_it(folder, both) -> None:
+def test_the_metadata_describes_the_saes(folder, both) -> None:
     described = {sae["features"]: sae for sae in both.metadata.encoders}
     assert list(described) == [f"features.{ARRAY}.{name}" for name in FORMATS]
     gated = described[f"features.{ARRAY}.gated"]
     assert (gated["activation"], gated["top"], gated["width"]) == ("gated", TOP, 40)
-    arrays = {"w_enc", "b_enc", "b_in", "gate_scale", "gate_bias"}  # what decodes does not matter
+    arrays = {"w_enc", "b_enc", "b_in", "gate_scale", "gate_bias"}  # the decoder does not matter
     assert gated["sha256"] == open_sae(str(folder / "gated")).digest(arrays)
 
 
@@ -135,8 +135,8 @@ def alone(folder, overrides, tmp_path_factory) -> tuple[list[str], Path]:
     return features, path
 
 
-def test_a_stream_has_them_too(alone, tmp_path) -> None:
-    """As the store does, with the errors of reconstruction."""
+def test_a_stream_computes_the_features_of_the_store(alone, tmp_path) -> None:
+    """And the same errors of reconstruction."""
     features = [*alone[0], "capture.encode_error=true", "run.max_tokens=2000"]
     run_here(*features, f"store.path={tmp_path / 'store'}")
     options = {"features": True, "outputs": (f"features.{ARRAY}.squared_error", f"features.{ARRAY}.cosine")}
@@ -158,7 +158,7 @@ def test_a_killed_job_resumed_by_two_processes_makes_the_same_store(alone, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_chaos_leaves_the_same_features(folder, overrides, tmp_path, tensor) -> None:
-    """Runs of one, two and four processes with four devices together, which are killed, stopped or told to end."""
+    """Runs of one, two and four processes, four devices in all, are killed or get SIGTERM."""
     config = json.loads((folder / "model/config.json").read_text()) | {
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
@@ -180,7 +180,7 @@ def test_chaos_leaves_the_same_features(folder, overrides, tmp_path, tensor) -> 
         assert verify_store(str(store)) == []
 
 
-def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None:
+def test_another_sae_or_option_is_refused(folder, alone, tmp_path) -> None:
     features, path = alone
     moved = shutil.copytree(folder / "jumprelu", tmp_path / "elsewhere")
     store = f"store.path={path}"
@@ -191,8 +191,8 @@ def test_another_sae_or_option_is_another_store(folder, alone, tmp_path) -> None
             run_here(*features, change, store)
 
 
-def test_how_well_an_sae_reconstructs_is_measured(folder, overrides, both, tmp_path) -> None:
-    """Against its decoder in numpy, and whether the activations are stored or not."""
+def test_reconstruction_errors_equal_numpys(folder, overrides, both, tmp_path) -> None:
+    """Whether the activations are stored or not."""
     names = [name for name in FORMATS if name != "transcoder"]
     saes = encode({name: str(folder / name) for name in names})
     dtypes = ["capture.dtype=float32", "capture.encode_dtype=float32", "capture.encode_error=true"]
@@ -229,7 +229,7 @@ def fired(store: ActivationStore, name: str, feature: int) -> tuple[np.ndarray, 
 
 
 def assert_indexed(store: ActivationStore, name: str) -> None:
-    """The index by feature and the statistics say the same as the arrays of all features."""
+    """Asserts that the index by feature and the statistics agree with the arrays of all features."""
     valid, outputs = store.read_selected(slice(None)) >= 0, store.read_outputs(slice(None))
     n_active = outputs[f"features.{name}.n_active"][valid]
     statistics = store.feature_statistics(name)
@@ -250,11 +250,11 @@ def assert_indexed(store: ActivationStore, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["standard", "jumprelu"])
-def test_a_feature_is_read_without_the_others(both, name) -> None:
+def test_the_index_by_feature_agrees_with_the_arrays(both, name) -> None:
     assert_indexed(both, f"{ARRAY}.{name}")
 
 
-def test_a_feature_of_an_unfinished_store(alone, tmp_path) -> None:
+def test_an_unfinished_store_has_an_index_by_feature(alone, tmp_path) -> None:
     copy = shutil.copytree(alone[1], tmp_path / "store")
     last = max((copy / "_commits/stream-00000").glob("*.json"))
     last.unlink()
@@ -283,12 +283,12 @@ WRONG_FEATURES = {
 
 
 @pytest.mark.parametrize(("ask", "error", "message"), WRONG_FEATURES.values(), ids=WRONG_FEATURES.keys())
-def test_a_feature_that_is_not_there(alone, ask, error, message) -> None:
+def test_missing_features_are_refused(alone, ask, error, message) -> None:
     with pytest.raises(error, match=message):
         ask(ActivationStore.open(str(alone[1])))
 
 
-def test_without_index_or_statistics(folder, overrides, tmp_path) -> None:
+def test_the_index_and_the_statistics_can_be_left_out(folder, overrides, tmp_path) -> None:
     some = [*overrides, encode(str(folder / "topk")), "run.max_tokens=600"]
     run_here(*some, "capture.encode_index=false", f"store.path={tmp_path}/a")
     run_here(*some, "capture.statistics=false", f"store.path={tmp_path}/b")
@@ -335,15 +335,15 @@ def test_verify_names_a_damaged_index(alone, tmp_path, damage, level) -> None:
             [store.feature(ARRAY, feature) for feature in range(40)]
 
 
-def test_an_index_that_is_no_file_is_named(alone, tmp_path) -> None:
+def test_an_index_that_is_a_directory_is_reported(alone, tmp_path) -> None:
     copy = shutil.copytree(alone[1], tmp_path / "store")
     (copy / INDEX).unlink()
     (copy / INDEX).mkdir()
     assert INDEX in {problem.where for problem in verify_store(str(copy))}
 
 
-def test_statistics_that_the_root_does_not_name_are_not_read(alone, tmp_path) -> None:
-    """As an earlier program leaves them that extends a store."""
+def test_statistics_missing_from_the_root_are_not_read(alone, tmp_path) -> None:
+    """An earlier version that extends a store leaves such statistics."""
     copy = shutil.copytree(alone[1], tmp_path / "store")
     root = json.loads((copy / "zarr.json").read_text())
     attributes = root["attributes"]["activation_store"]
@@ -353,7 +353,7 @@ def test_statistics_that_the_root_does_not_name_are_not_read(alone, tmp_path) ->
         ActivationStore.open(str(copy)).feature_statistics(ARRAY)
 
 
-def test_firings_are_of_the_rows_that_the_store_had_when_it_was_opened(alone, tmp_path) -> None:
+def test_a_reader_sees_firings_of_the_rows_that_it_opened(alone, tmp_path) -> None:
     features, _ = alone
     path = f"store.path={tmp_path}/store"
     run_here(*features, "run.max_tokens=300", path)
@@ -367,7 +367,7 @@ def test_firings_are_of_the_rows_that_the_store_had_when_it_was_opened(alone, tm
     assert_indexed(ActivationStore.open(f"{tmp_path}/store"), ARRAY)
 
 
-def test_an_index_of_no_block_is_named(alone, tmp_path) -> None:
+def test_an_index_without_a_block_is_reported(alone, tmp_path) -> None:
     copy = shutil.copytree(alone[1], tmp_path / "store")
     for other in ("block-000099.csc", "x"):
         shutil.copyfile(copy / INDEX, (copy / INDEX).with_name(other))
@@ -378,7 +378,7 @@ def test_an_index_of_no_block_is_named(alone, tmp_path) -> None:
 @pytest.mark.parametrize(
     "module", [inspect, verify, finalize, merge, delete, export], ids=lambda module: module.__name__
 )
-def test_commands_on_a_store_without_activations(alone, tmp_path, capsys, module) -> None:
+def test_commands_take_a_store_without_activations(alone, tmp_path, capsys, module) -> None:
     _, path = alone
     copy = shutil.copytree(path, tmp_path / "store")
     arguments = {
@@ -396,7 +396,7 @@ def test_commands_on_a_store_without_activations(alone, tmp_path, capsys, module
         assert not copy.exists() or not list(copy.iterdir())
 
 
-def test_documents_of_a_store_without_activations(alone) -> None:
+def test_documents_have_features_without_activations(alone) -> None:
     store = ActivationStore.open(str(alone[1]))
     document = store.document(0)
     assert document.activations == {}
@@ -405,7 +405,7 @@ def test_documents_of_a_store_without_activations(alone) -> None:
     assert (outputs[f"features.{ARRAY}.n_active"] > 0).any()
 
 
-def test_features_of_selected_tokens(folder, overrides, tmp_path) -> None:
+def test_features_of_selected_tokens_are_stored_exported_and_shown(folder, overrides, tmp_path) -> None:
     saes, last = encode(str(folder / "gated")), ["capture.positions=last", "run.max_tokens=1000"]
     run_here(*overrides, saes, *last, "capture.keep=both", "capture.dtype=float32", f"store.path={tmp_path}/store")
     assert verify_store(f"{tmp_path}/store") == []
@@ -490,14 +490,14 @@ def test_a_pattern_of_several_sites_is_refused(folder, overrides, tmp_path) -> N
         open_job(composing.compose([*overrides, *sites, f"store.path={tmp_path}/store"]))
 
 
-def test_folders_that_are_called_after_the_layer_name_several_saes(folder, overrides, tmp_path) -> None:
+def test_folders_named_after_the_layer_name_several_saes(folder, overrides, tmp_path) -> None:
     shutil.copytree(folder / "gated", tmp_path / "one/1")
     both = f'capture.encode={{{ARRAY}: ["{tmp_path}/one/{{layer}}", "{folder}/jumprelu"]}}'
     job = open_job(composing.compose([*overrides, both, f"store.path={tmp_path}/store"]))
     assert [encoder.spec.name for encoder in job.encoders] == [f"features.{ARRAY}.1", f"features.{ARRAY}.jumprelu"]
 
 
-def test_an_sae_of_another_array_is_warned_of(folder, overrides, tmp_path, caplog) -> None:
+def test_an_sae_trained_on_another_array_is_warned_about(folder, overrides, tmp_path, caplog) -> None:
     with caplog.at_level("WARNING", logger="pipeline"):
         open_job(composing.compose([*overrides, encode(str(folder / "gated")), f"store.path={tmp_path}/store"]))
     assert "was trained on blocks.1.hook_resid_post, but it encodes blocks.1.attn_in" in caplog.text

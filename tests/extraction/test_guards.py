@@ -1,4 +1,4 @@
-"""Guards against regressions of speed that a busy machine keeps: counts, not seconds."""
+"""Guards against slowdowns that do not depend on the machine's load: they count calls and bytes, not seconds."""
 
 import sys
 import threading
@@ -16,7 +16,7 @@ from tests.jobs import write_text
 
 @contextmanager
 def python_calls() -> Iterator[Counter[str]]:
-    """How many Python functions each thread calls, by the thread's name."""
+    """The number of Python calls by thread name."""
     calls: Counter[str] = Counter()
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -32,7 +32,7 @@ def python_calls() -> Iterator[Counter[str]]:
 
 
 def test_the_host_does_little_per_step(tmp_path):
-    """Neither the loop nor the writer does anything per token, row or feature in Python."""
+    """The loop and the writer run no Python per token, row or feature."""
     text = write_text(tmp_path / "text", files=1, documents=60)
     found = {}
     for tokens in (8_000, 24_000):
@@ -53,9 +53,9 @@ def test_the_host_does_little_per_step(tmp_path):
 
 
 def test_capturing_more_layers_needs_no_more_temporary_memory(tmp_path):
-    """Activations are outputs of the step, written once, and no copy of the weights or of each other.
+    """The step writes activations once, straight to its outputs.
 
-    Compared with three, since layers that no scan computes share the mask of their attention in memory.
+    The comparison is with three layers, since layers outside a scan share their attention mask in memory.
     """
     text = write_text(tmp_path / "text", files=1, documents=5)
     temporaries = {}

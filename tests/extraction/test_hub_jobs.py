@@ -1,4 +1,4 @@
-"""Whole jobs on a Hub of which a fifth of the requests fails, whose branches move, and that many processes ask."""
+"""Whole jobs of many processes on a Hub that fails a fifth of the requests, and whose branches move."""
 
 import io
 from collections.abc import Mapping
@@ -36,8 +36,8 @@ def with_other_weights() -> Mapping[str, bytes]:
 
 
 @pytest.mark.slow
-def test_sixteen_processes_and_a_resume_with_faults_and_branches_that_move(tmp_path: Path, monkeypatch) -> None:
-    """The store equals that of one process which read the first commits from a disk."""
+def test_sixteen_processes_resumed_through_faults_read_the_first_commits(tmp_path: Path, monkeypatch) -> None:
+    """The store equals that of one process that read the first commits from disk."""
     text = write_text(tmp_path / "text", files=4, documents=64)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", str(PROCESSES))  # the same mesh, hence the same bits
     done = run(f"data.path={text}", *SMALL, "run.max_tokens=40000", f"store.path={tmp_path / 'reference'}")

@@ -1,4 +1,4 @@
-"""64 processes that are killed at random fill one store: it is that of one process, byte by byte."""
+"""64 processes, killed at random, fill one store: it equals that of one process, byte by byte."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.jobs import assert_same_store
 
 
 @pytest.mark.slow
-def test_64_hosts_of_which_20_are_killed(tmp_path, record_property):
+def test_64_hosts_of_which_20_are_killed_make_the_same_store(tmp_path, record_property):
     shape = Shape(blocks=2000, streams=200, hosts=64, kills=20)
     text, store, reference = (tmp_path / name for name in ("text", "store", "reference"))
     make_text(text, shape)

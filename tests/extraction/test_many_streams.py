@@ -1,4 +1,4 @@
-"""Many workers claim from many streams: each stream is computed once, for a few requests, and no claim is lost."""
+"""Many workers claim many streams: each stream is computed once, takes few requests, and no claim is lost."""
 
 import threading
 import time
@@ -55,8 +55,8 @@ def open_store(job: Job) -> StoreWriter:
 
 
 class Workers:
-    """Threads that claim streams of a job as processes do. Their steps compute nothing: blocks are committed as soon as
-    they are read. `computed`: how often each worker has computed which stream."""
+    """Threads that claim a job's streams as processes do, and commit blocks as soon as they are read, without a model.
+    `computed`: for each worker, how often it computed each stream."""
 
     def __init__(self, job: Job, count: int, lease_s: float = 60.0) -> None:
         self._job = job
@@ -91,14 +91,14 @@ class Workers:
 
 
 def num_requests() -> int:
-    """How many requests this process has made so far to local files; a listing counts as one."""
+    """The number of this process's requests to local files; a listing counts as one."""
     prefix = "/tensorstore/kvstore/file/"
     kinds = {f"{prefix}{kind}" for kind in ("read", "write", "list")}
     metrics = ts.experimental_collect_matching_metrics(prefix)
     return sum(metric["values"][0]["value"] for metric in metrics if metric["name"] in kinds)
 
 
-def test_every_stream_is_computed_once_and_takes_few_requests(text, tmp_path):
+def test_every_stream_is_computed_once_for_few_requests(text, tmp_path):
     job = make_job(text, str(tmp_path / "store"))
     workers = Workers(job, 2)
     before = num_requests()
@@ -106,8 +106,8 @@ def test_every_stream_is_computed_once_and_takes_few_requests(text, tmp_path):
     requests, num_streams = num_requests() - before, job.plan.streams.count
     assert sum(workers.computed, Counter()) == dict.fromkeys(range(num_streams), 1)
     assert not held_claims(job.storage)
-    # Claim, look at the records, commit, mark and delete the claim; the claim renewed, where the disk is slow; for each
-    # claim that the other worker has made first a write, a read and a listing; and 60 to open and create the store.
+    # Per stream: claim, list the records, commit, mark and delete the claim, and perhaps renew it on a slow disk; a
+    # write, a read and a listing if the other worker's claim came first. 60 to open and create the store.
     assert requests <= num_streams * (6 + 3) + 60
 
 
@@ -122,7 +122,7 @@ def finish_streams(streams: UnfinishedStreams, store: StoreWriter, count: int) -
     return finished
 
 
-def test_what_others_have_finished_takes_no_request_each(text, tmp_path):
+def test_streams_finished_by_others_take_no_requests(text, tmp_path):
     job = make_job(text, str(tmp_path / "store"))
     stores = [open_store(job) for _ in range(3)]
     with ExitStack() as stack:
@@ -131,8 +131,7 @@ def test_what_others_have_finished_takes_no_request_each(text, tmp_path):
         assert second.claim_next(lambda: True) is None, "it has only listed the streams"
         finish_streams(first, stores[0], 79)
         held = first.claim_next(lambda: False).stream.stream
-        # The listing and the claim that is held. The second first tries a stream that was free before, unless that is
-        # the one that is held.
+        # The listing and the held claim. The second may first try a stream that was free when it listed them.
         for late, requests in ((second, 2 + 6), (third, 2)):
             before = num_requests()
             assert late.claim_next(lambda: False) is None
@@ -141,7 +140,7 @@ def test_what_others_have_finished_takes_no_request_each(text, tmp_path):
         assert second.claim_next(lambda: False).stream.stream == held
 
 
-def test_a_stream_whose_records_were_deleted_is_computed_again_although_it_is_marked(text, tmp_path):
+def test_a_finished_stream_whose_records_were_deleted_is_computed_again(text, tmp_path):
     job = make_job(text, str(tmp_path / "store"))
     with closing(Claims(job.storage, 60)) as claims:
         store = open_store(job)
@@ -164,7 +163,7 @@ def test_a_stream_whose_records_were_deleted_is_computed_again_although_it_is_ma
         assert store.complete
 
 
-def test_the_watchdog_watches_a_block_that_is_under_way_while_no_other_stream_is_free(text, tmp_path):
+def test_waiting_for_a_stream_counts_as_a_stall_only_while_a_block_is_in_progress(text, tmp_path):
     job = make_job(text, str(tmp_path / "store"), "run.lease_s=8")  # so a process looks again every second
     store, polls = open_store(job), iter(range(12))
     with (
@@ -188,7 +187,7 @@ def test_the_watchdog_watches_a_block_that_is_under_way_while_no_other_stream_is
 
 @pytest.mark.slow
 def test_64_workers_on_10_000_streams(tmp_path, record_property):
-    """No lease is lost meanwhile."""
+    """No lease is lost."""
     job = make_job(make_text(tmp_path / "text", 10_000), str(tmp_path / "store"))
     workers = Workers(job, 64)
     before, began = num_requests(), time.monotonic()
@@ -206,13 +205,13 @@ def test_a_shorter_run_leaves_the_streams_of_an_extension_alone(text, tmp_path):
         finish_streams(UnfinishedStreams(job, store, claims), store, 80)
         late = open_store(job)
         late.reopen("all")
-        job.storage.write(commit_key(3, 0), None)  # as a longer run does, which computes the block again
+        job.storage.write(commit_key(3, 0), None)  # as a longer run does to compute the block again
         complete(job, store)
         assert claims.list_streams(80).finished == {*range(80)}
         assert not require_root(job.storage).complete
 
 
-def test_one_of_the_workers_that_end_together_completes_the_store(text, tmp_path, monkeypatch):
+def test_of_workers_that_end_together_one_completes_the_store(text, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.extraction.claiming._COMPLETION_POLL_S", 0.01)
     job = make_job(text, str(tmp_path / "store"))
     store = open_store(job)

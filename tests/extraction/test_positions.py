@@ -1,4 +1,4 @@
-"""`capture.positions`: what is stored of selected tokens is what a store of all tokens has of them."""
+"""`capture.positions`: stores of selected tokens have the values that a store of all tokens has for them."""
 
 import os
 import re
@@ -35,7 +35,7 @@ PERIOD = TOKENIZER.token_id("", ".")
 SELECTIONS = {
     "every": ["capture.positions=every", "capture.every=8", *OUTPUTS],
     "sample": ["capture.positions=sample", "capture.rate=0.1", "capture.seed=5"],
-    # With as many slots as tokens, rows are packed as those of all tokens are, and so are their activations' bits.
+    # With as many slots as tokens, rows are packed as for all tokens, so activations are equal bit by bit.
     "last": ["capture.positions=last", "capture.per_row=2"],
     "token": ["capture.positions=token", "capture.token=.", "capture.per_row=128"],
     "regex": ["capture.positions=regex", 'capture.regex="^ ?[A-Z]"'],
@@ -75,7 +75,7 @@ def made(path: Path, overrides: list[str], *more: str) -> ActivationStore:
 
 
 def wanted(name: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The places of a document's selected tokens."""
+    """The indices of a document's selected tokens."""
     texts = [TOKENIZER.decode([t]) for t in tokens.tolist()]
     return {
         "every": np.flatnonzero(positions % 8 == 7),
@@ -85,7 +85,7 @@ def wanted(name: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
     }[name]
 
 
-def test_attention_patterns_of_selected_tokens(overrides, tmp_path, capsys):
+def test_attention_patterns_of_selected_tokens_stay_within_their_window(overrides, tmp_path, capsys):
     store = made(tmp_path, overrides, *SELECTIONS["every"], "capture.sites=[attn_pattern,attn_entropy]")
     assert verify_store(store.path) == []
     for number in store.documents["document"].unique().to_pylist():
@@ -93,7 +93,7 @@ def test_attention_patterns_of_selected_tokens(overrides, tmp_path, capsys):
         for layer in (0, 1):
             pattern = document.activations[f"blocks.{layer}.attn_pattern"].reshape(len(document.places), 4, 128)
             np.testing.assert_allclose(pattern.sum(axis=-1), 1, atol=1e-5)
-            seen = np.arange(128) <= document.positions[:, None, None]  # of its window, wherever that is in its row
+            seen = np.arange(128) <= document.positions[:, None, None]  # counted from the window's start
             assert not np.where(seen, 0, pattern).any()
             entropy = -(pattern * np.log(np.maximum(pattern, 1e-30))).sum(axis=-1)
             np.testing.assert_allclose(entropy, document.activations[f"blocks.{layer}.attn_entropy"], atol=1e-4)
@@ -105,7 +105,7 @@ def test_attention_patterns_of_selected_tokens(overrides, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_stored_activations_are_those_of_the_selected_tokens(overrides, of_all, documents, tmp_path, name):
+def test_stored_activations_equal_those_of_a_store_of_all_tokens(overrides, of_all, documents, tmp_path, name):
     store = made(tmp_path, overrides, *SELECTIONS[name])
     assert verify_store(store.path) == []
     table = store.documents.to_pandas().groupby("document")[["n_selected", "n_unselected"]].sum()
@@ -125,7 +125,7 @@ def test_stored_activations_are_those_of_the_selected_tokens(overrides, of_all, 
             stored, computed = some.activations[array], whole.activations[array][some.places]
             if name in ("every", "sample", "token"):
                 np.testing.assert_array_equal(stored, computed)
-            else:  # packed otherwise: sums over a row's tokens may be rounded otherwise
+            else:  # rows are packed differently, so sums may be rounded differently
                 np.testing.assert_allclose(stored, computed, atol=1e-5, rtol=1e-4)
         for array in some.outputs:
             np.testing.assert_allclose(some.outputs[array], whole.outputs[array][some.places], atol=1e-4)
@@ -145,7 +145,7 @@ def test_stored_activations_are_those_of_the_selected_tokens(overrides, of_all, 
         (1, ["capture.positions=token", "capture.token=?", "capture.per_row=1", "batch.rows=1"], False),
     ],
 )
-def test_rows_that_the_slots_leave_empty_are_warned_of_once(tmp_path, caplog, documents, more, warns):
+def test_unused_slots_are_warned_about_once(tmp_path, caplog, documents, more, warns):
     text = tmp_path / "text"
     text.mkdir()
     table = pa.table({"text": ["A short one."] * documents, "id": [str(n) for n in range(documents)]})
@@ -218,7 +218,7 @@ def test_whole_rows_are_read_a_few_blocks_at_a_time(every, monkeypatch):
     assert num_blocks == [1] * len(every.blocks)
 
 
-def test_zarr_reads_what_is_selected(every):
+def test_zarr_reads_the_selection(every):
     group = zarr.open_group(every.path)
     row = int(every.rows[0])
     selected, tokens = group["selected"][row], group["tokens"][row]
@@ -226,7 +226,7 @@ def test_zarr_reads_what_is_selected(every):
     np.testing.assert_array_equal(tokens[selected[selected >= 0]], every.read_tokens(row).tokens[selected >= 0])
 
 
-def test_inspect_shows_the_text_whole(every, tmp_path, capsys):
+def test_inspect_shows_the_whole_text(every, tmp_path, capsys):
     assert inspect([f"store.path={every.path}", f"inspect.html={tmp_path / 'page.html'}"]) == 0
     assert f"for {every.num_activations:,} selected tokens" in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()
@@ -234,7 +234,7 @@ def test_inspect_shows_the_text_whole(every, tmp_path, capsys):
     assert len(re.findall(r'<span title="token \d+, position \d+">', page)) > 200
 
 
-def test_a_selection_that_finds_nothing_is_stored_and_sound(overrides, tmp_path):
+def test_a_selection_of_no_token_makes_a_sound_store(overrides, tmp_path):
     nothing = ["capture.positions=token", 'capture.token="<|endoftext|>"', "run.max_tokens=4000"]
     store = made(tmp_path, overrides, *nothing)
     assert store.num_activations == 0 < store.num_tokens
@@ -243,7 +243,7 @@ def test_a_selection_that_finds_nothing_is_stored_and_sound(overrides, tmp_path)
     assert list(store.batches(KEYS[0], 10)) == []
 
 
-def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
+def test_lost_objects_and_unstored_tokens_are_reported(overrides, tmp_path, caplog):
     store = made(tmp_path, overrides, *OUTPUTS, "capture.positions=token", "capture.token=.", "capture.per_row=1")
     assert "selected tokens are not stored" in caplog.text
     assert "more than capture.per_row=1" in caplog.text
@@ -270,7 +270,7 @@ def test_what_is_lost_or_left_out_is_said(overrides, tmp_path, caplog):
     assert not Path(store.path).exists()
 
 
-def test_another_selection_is_another_store(overrides, every):
+def test_another_selection_is_refused(overrides, every):
     result = run(*overrides, *OUTPUTS, "capture.positions=every", "capture.every=4", f"store.path={every.path}")
     assert result.returncode == 2
     assert "capture.every: the store has 8, this run asks for 4" in result.stderr

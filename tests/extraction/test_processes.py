@@ -1,4 +1,4 @@
-"""The job in several processes: real JAX processes over gloo, started by launch/local.py."""
+"""Jobs of several JAX processes, which launch/local.py starts and gloo connects."""
 
 import random
 import re
@@ -35,8 +35,8 @@ from tests.jobs import (
 )
 
 MIN_BLOCKS = 40
-HELD = (0, 2)  # of the first process, which has committed four blocks before
-EXIT_S = 30  # within which all processes end when one has failed
+HELD = (0, 2)  # a block of the first process, committed after four others
+EXIT_S = 30  # all processes end within this time after one has failed
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(overrides, tmp_path_factory) -> Path:
-    """The store of one process that nothing disturbed."""
+    """The store of one undisturbed process."""
     path = tmp_path_factory.mktemp("reference") / "store"
     run_here(*overrides, f"store.path={path}")
     assert committed(path) >= MIN_BLOCKS
@@ -60,15 +60,15 @@ def test_two_processes_with_two_devices_each_make_the_same_store_as_one(override
     assert_same_store(tmp_path / "store", reference)
 
 
-def test_sigterm_to_one_stops_all_at_once_and_four_processes_resume_what_two_began(overrides, reference, tmp_path):
-    """Four processes have three streams between them: one has nothing to do, and keeps the others company."""
+def test_sigterm_to_one_process_stops_all_and_four_processes_resume(overrides, reference, tmp_path):
+    """Four processes share three streams; the fourth dispatches padding."""
     store = tmp_path / "store"
     launched = local_processes(2, 1, *overrides, f"store.path={store}")
     with commits_held(store, [HELD], *overrides) as release, launched as launcher:
         wait_for_blocks(launcher, store, 5)
         children(launcher)[1].send_signal(signal.SIGTERM)
         with killed_after(EXIT_S, launcher):
-            read_until("SIGTERM caught", launcher)  # JAX asks once a second, and the job is done within that
+            read_until("SIGTERM caught", launcher)  # JAX asks once a second, and the job takes less
         release()
         output, _ = launcher.communicate(timeout=EXIT_S)
     assert launcher.returncode == 42, output
@@ -82,7 +82,7 @@ def test_sigterm_to_one_stops_all_at_once_and_four_processes_resume_what_two_beg
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_takes_the_others_with_it_and_the_next_start_resumes(overrides, reference, tmp_path, victim):
+def test_a_killed_process_ends_the_others_and_the_next_start_resumes(overrides, reference, tmp_path, victim):
     store = tmp_path / "store"
     launched = local_processes(2, 1, *overrides, f"store.path={store}")
     with commits_held(store, [HELD], *overrides) as release, launched as launcher:
@@ -97,8 +97,8 @@ def test_a_killed_process_takes_the_others_with_it_and_the_next_start_resumes(ov
     assert_same_store(store, reference)
 
 
-def test_a_process_that_is_stopped_before_it_has_joined_stops_the_others(overrides, tmp_path):
-    """They would wait for it as long as distributed.join_timeout_s."""
+def test_sigterm_before_a_process_has_joined_ends_the_others(overrides, tmp_path):
+    """Otherwise they would wait for distributed.join_timeout_s."""
     launched = local_processes(2, 1, *overrides, f"store.path={tmp_path / 'store'}", is_forked=False)
     with launched as launcher:
         wait_until(lambda: len(children(launcher)) == 2, launcher, "two processes")
@@ -111,7 +111,7 @@ def test_a_process_that_is_stopped_before_it_has_joined_stops_the_others(overrid
 
 
 def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(overrides, tmp_path):
-    """Stream 1, the second process's, meets a row without text in the middle of its file."""
+    """Stream 1, the second process's, has a row without text in the middle of its file."""
     text = write_text(tmp_path / "text", files=3, documents=60)
     table = pq.read_table(text / "001.parquet").to_pydict()
     table["text"][40] = None
@@ -132,7 +132,7 @@ def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(ove
 
 @pytest.mark.parametrize(("documents", "processes"), [((0, 1, 1000), 4), ((0, 0, 0), 2)])
 def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_path, documents, processes):
-    """Of four processes one is without a stream, one's stream is empty, one has a document, one many."""
+    """Four processes: the streams are empty, of one document, of many, and one process has no stream."""
     text = tmp_path / "text"
     text.mkdir()
     for file, count in enumerate(documents):
@@ -153,7 +153,7 @@ def test_a_finished_store_is_left_alone_by_many_processes_too(overrides, referen
     assert "nothing to do" in result.stdout
 
 
-def test_a_sweep_starts_the_processes_once_and_gives_each_job_its_store(overrides, tmp_path):
+def test_a_sweep_of_several_processes_makes_the_stores_of_single_jobs(overrides, tmp_path):
     sweep = [
         "-m",
         *overrides,
@@ -181,7 +181,7 @@ def test_processes_with_different_configurations_refuse_each_other(overrides, tm
 
 
 def test_all_processes_end_with_0_or_none_does(compilation_cache, tmp_path):
-    """The second process fails to write its only block, when the first has written its own and has no more steps."""
+    """The second process fails to write its only block after the first has finished its steps."""
     joined = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
     text = write_text(tmp_path / "text", files=2, documents=20)
     job = [f"data.path={text}", "data.num_streams=2", *SMALL_JOB, "store.shard_mib=8", compilation_cache, *joined]
@@ -193,13 +193,13 @@ def test_all_processes_end_with_0_or_none_does(compilation_cache, tmp_path):
     assert committed(tmp_path / "store") == 1
 
 
-def test_half_a_place_among_processes_is_refused(overrides, tmp_path):
+def test_a_process_id_without_a_coordinator_is_refused(overrides, tmp_path):
     result = run(*overrides, f"store.path={tmp_path / 'store'}", "distributed.process_id=0")
     assert result.returncode == 2
     assert "expected all three" in result.stderr
 
 
-def test_a_process_that_hangs_is_reported_and_then_given_up(overrides, tmp_path):
+def test_a_hanging_process_is_reported_and_the_job_gives_up(overrides, tmp_path):
     store = tmp_path / "store"
     job = [*overrides, f"store.path={store}", "run.stall_timeout_s=3", "distributed.heartbeat_timeout_s=300"]
     with commits_held(store, [HELD], *overrides) as release, local_processes(2, 1, *job) as launcher:
@@ -218,7 +218,7 @@ def test_a_process_that_hangs_is_reported_and_then_given_up(overrides, tmp_path)
 
 
 def disturb(launcher: subprocess.Popen, store: Path, rng: random.Random) -> str:
-    """Kills one process or all, or sends SIGTERM to one, during the start or after some blocks. Says which."""
+    """Kills one process or all, or sends SIGTERM to one, during the start or after some blocks. Returns the fault."""
     if wanted := rng.choice([0, 1, 2, 4]):
         wait_for_blocks(launcher, store, committed(store) + wanted)
     else:
@@ -233,7 +233,7 @@ def disturb(launcher: subprocess.Popen, store: Path, rng: random.Random) -> str:
     return fault
 
 
-SETUPS = ((2, 2), (2, 1), (1, 2), (4, 1))  # processes, devices of each
+SETUPS = ((2, 2), (2, 1), (1, 2), (4, 1))  # processes, devices per process
 
 
 def chaos(
@@ -244,7 +244,7 @@ def chaos(
     seed: int,
     setups: Sequence[tuple[int, int]] = SETUPS,
 ) -> list[tuple[str, int, float]]:
-    """(fault, exit code, seconds from the fault to the end) of each round. `num_blocks`: those of a complete store."""
+    """Returns (fault, exit code, seconds from fault to end) for each round. A complete store has `num_blocks`."""
     rng = random.Random(seed)
     seen = []
     for _ in range(rounds):
@@ -262,7 +262,7 @@ def chaos(
 
 @pytest.mark.slow
 def test_twenty_rounds_of_chaos(overrides, reference, tmp_path):
-    """Until the store is complete, again and again, so that every round disturbs a run."""
+    """Four stores of five rounds, so that most rounds disturb an unfinished run."""
     rounds = []
     for number in range(4):
         store = tmp_path / str(number)

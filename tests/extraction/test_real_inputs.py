@@ -73,14 +73,14 @@ def stored_texts(shared, model, store, *overrides) -> tuple[ActivationStore, dic
     return opened, {names[n]: tokenizer.decode(ids.tolist(), skip_special_tokens=False) for n, ids in pieces.items()}
 
 
-def test_prose_comes_back_from_the_stored_token_ids(shared, model, tmp_path):
+def test_prose_is_recovered_from_the_stored_token_ids(shared, model, tmp_path):
     prose = shared / "data" / "prose"
     store, texts = stored_texts(shared, model, tmp_path / "store", "data=fineweb", f"data.path={prose}")
     originals = {}
     for file in sorted(prose.glob("*.parquet")):
         table = pq.read_table(file, columns=["id", "text"])
         originals |= dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
-    # The Qwen2 tokenizer normalises to NFC, so that is what its tokens can give back.
+    # The Qwen2 tokenizer normalises text to NFC.
     assert texts == {name: unicodedata.normalize("NFC", text) for name, text in originals.items()}
     assert store.num_tokens > 1_000_000
 

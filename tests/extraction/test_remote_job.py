@@ -85,7 +85,7 @@ def kill_one_of_two_after(blocks: int, proxy: FaultProxy, *overrides: str) -> No
 
 
 def inputs(scheme: str, proxy: FaultProxy, text: Path) -> list[str]:
-    """Model and text on the same service, but for S3: reading from there needs s3fs, which is no dependency."""
+    """Overrides for model and text on the same service; for S3 local text, since s3fs is not a dependency."""
     if scheme == "s3":
         return [f"data.path={text}"]
     places = {"model.path": MODEL, "data.path": text}
@@ -101,8 +101,8 @@ def inputs(scheme: str, proxy: FaultProxy, text: Path) -> list[str]:
         pytest.param("s3", kill_after, 1, marks=pytest.mark.slow),
     ],
 )
-def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, killed, resumed, text, reference, request):
-    """`resumed`: the number of processes that resume it; one process made the local store."""
+def test_a_job_resumed_through_faults_makes_the_local_store(scheme, killed, resumed, text, reference, request):
+    """`resumed`: the number of processes that resume the job. One process made the local store."""
     proxy = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
     path = f"{new_bucket(scheme, proxy.backend)}/store"
     job = (*OVERRIDES, *inputs(scheme, proxy, text), f"store.path={path}")
@@ -123,7 +123,7 @@ def test_killed_and_resumed_through_faults_it_is_the_local_store(scheme, killed,
 
 
 @pytest.mark.slow
-def test_what_cannot_be_healed_ends_the_run_and_the_next_one_goes_on(text, reference, gcs):
+def test_too_many_faults_end_the_run_and_the_next_run_resumes(text, reference, gcs):
     path = f"{new_bucket('gs', gcs.backend)}/store"
     job = (*OVERRIDES, f"data.path={text}", f"store.path={path}", "store.retries=1")
     kill_after(2, gcs, *job)

@@ -1,4 +1,4 @@
-"""A job that is killed at any moment and started again ends in the store of a job that was never interrupted."""
+"""A job that is killed at any moment and restarted makes the store of an uninterrupted job."""
 
 import json
 import random
@@ -50,7 +50,7 @@ def reference(overrides, tmp_path_factory):
 
 
 def kill_at_random_moments(overrides, path, kills: int, seed: int) -> None:
-    """Starts the job again and again and kills it: at a point of its start, or a moment after its next blocks."""
+    """Repeatedly starts the job and kills it, during its start or shortly after its next blocks."""
     rng = random.Random(seed)
     for _ in range(kills):
         during_start = rng.randrange(4) == 0
@@ -72,14 +72,14 @@ def assert_finishes_like(reference, overrides, path):
 
 
 def test_kills_at_random_moments_leave_the_same_store(overrides, reference, tmp_path):
-    with commits_held(tmp_path / "store", [LAST], *overrides):  # so that none of them ends before
+    with commits_held(tmp_path / "store", [LAST], *overrides):  # so that no run completes the store
         kill_at_random_moments(overrides, tmp_path / "store", kills=4, seed=1)
     assert_finishes_like(reference, overrides, tmp_path / "store")
 
 
 @pytest.mark.slow
 def test_twenty_kills_at_random_moments_leave_the_same_store(overrides, tmp_path):
-    """On a longer text, so that twenty kills find the job running."""
+    """On a longer text, so that the job still runs at every kill."""
     text = write_text(tmp_path / "text", files=4, documents=900)
     overrides = [*overrides, f"data.path={text}"]
     run_here(*overrides, f"store.path={tmp_path / 'reference'}")
@@ -88,7 +88,7 @@ def test_twenty_kills_at_random_moments_leave_the_same_store(overrides, tmp_path
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_signal_commits_what_is_complete_and_exits_42(overrides, reference, tmp_path, number):
+def test_a_stop_signal_commits_complete_blocks_and_exits_42(overrides, reference, tmp_path, number):
     result = run_and_signal(number, tmp_path / "store", 3, (0, 1), *overrides)
     assert result.returncode == 42, result.stdout
     assert f"stopped by {number.name}" in result.stdout
@@ -108,7 +108,7 @@ def test_a_finished_store_is_left_alone(overrides, reference):
     assert subject == f"{reference} holds {opened.stdout.strip()} tokens."
 
 
-def test_another_configuration_is_refused_key_by_key(overrides, reference):
+def test_the_refusal_of_another_configuration_names_every_key(overrides, reference):
     before = objects(reference)
     result = run(*overrides, f"store.path={reference}", "capture.layers=[2]", "batch.packing=pad")
     assert result.returncode == 2
@@ -130,7 +130,7 @@ def test_a_longer_run_extends_a_finished_store(overrides, reference, tmp_path):
 
 
 def test_a_stop_signal_is_obeyed_while_the_model_is_loaded_and_compiled(overrides, tmp_path):
-    """Long before the first block: nothing is stored, and the exit code says that it can be run again."""
+    """Nothing is stored yet, and the exit code says that the job can be resumed."""
     process = start(*overrides, f"store.path={tmp_path / 'store'}")
     wait_until((tmp_path / "store" / "zarr.json").exists, process, "the store's metadata")
     process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The main job in this process: what it compiles, what it moves, what it stores."""
+"""The main job in this process: its compilations, transfers and stores."""
 
 import shutil
 import tempfile
@@ -41,7 +41,7 @@ def job_config(text, store, *overrides):
 
 @pytest.fixture
 def compilations():
-    """Counts what XLA compiles."""
+    """A list that grows by an entry per compilation."""
     events = []
 
     def listen(event, duration, **_):
@@ -53,7 +53,7 @@ def compilations():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path, compilations):
+def test_the_loop_compiles_nothing_and_makes_no_implicit_transfer(text, tmp_path, compilations):
     config = job_config(text, tmp_path / "store")
     job = open_job(config)
     step = load_step(job)
@@ -70,7 +70,7 @@ def test_the_loop_compiles_nothing_and_moves_nothing_by_accident(text, tmp_path,
     ("is_planned_before", "exit_code", "message"),
     [(True, 1, "was created while this job was being planned"), (False, 2, "capture.dtype: the store has")],
 )
-def test_a_store_that_came_after_the_plan_may_fit_the_next_plan(text, tmp_path, is_planned_before, exit_code, message):
+def test_a_store_created_during_planning_is_refused(text, tmp_path, is_planned_before, exit_code, message):
     configs = [job_config(text, tmp_path / "store", f"capture.dtype={dtype}") for dtype in ("bfloat16", "float32")]
     planned = open_job(configs[0]) if is_planned_before else None
     other = open_job(configs[1])
@@ -88,8 +88,8 @@ def test_max_tokens_is_met_within_one_row_per_stream(text, tmp_path, packing):
     assert 3001 <= store.num_tokens < 3001 + 2 * 128
 
 
-def test_the_same_rows_whatever_is_captured(text, tmp_path):
-    """Early exit: a layer's activations do not depend on which others are asked for."""
+def test_a_layers_activations_do_not_depend_on_the_other_captured_layers(text, tmp_path):
+    """The forward pass ends early, at the last captured layer."""
     run(job_config(text, tmp_path / "a", "capture.layers=[2]", "run.max_tokens=2000", "capture.dtype=float32"))
     run(job_config(text, tmp_path / "b", "capture.layers=all", "run.max_tokens=2000", "capture.dtype=float32"))
     a, b = (ActivationStore.open(str(tmp_path / name)) for name in "ab")
@@ -99,7 +99,7 @@ def test_the_same_rows_whatever_is_captured(text, tmp_path):
     np.testing.assert_allclose(left, right, atol=1e-5, rtol=1e-5)
 
 
-def test_the_same_store_however_many_steps_are_in_flight(text, tmp_path, monkeypatch):
+def test_the_store_does_not_depend_on_the_steps_in_flight(text, tmp_path, monkeypatch):
     stores = []
     for cores in (1, 1000):
         monkeypatch.setattr(devices, "num_cores", lambda cores=cores: cores)
@@ -114,14 +114,14 @@ def test_the_same_store_however_many_steps_are_in_flight(text, tmp_path, monkeyp
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    """A folder where temporary files are by default."""
+    """A folder for temporary files; `tmp_path` may be in memory."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
 
 
 def test_stages_account_for_the_time_of_the_loop(text, disk):
-    """The best of some runs: a thread that another program interrupts between two stages loses that time. On a disk,
-    where the suite's other stores are in memory: the seconds between stages are few beside those in them."""
+    """The first good run of 20 counts, since a thread interrupted between two stages loses that time. The store is on
+    disk, where stages take long compared with the time between them."""
     job = open_job(job_config(text, disk / "0", "capture.layers=all"))
     step = load_step(job)
     for number in range(20):
@@ -137,19 +137,19 @@ def test_stages_account_for_the_time_of_the_loop(text, disk):
     assert f"The bottleneck was {metrics.binding_stage()[0]}" in metrics.summary()
 
 
-def test_a_profile_tells_how_long_the_device_was_idle(text, tmp_path):
+def test_a_profile_gives_the_devices_idle_time(text, tmp_path):
     run(job_config(text, tmp_path / "store", f"run.profile={tmp_path / 'trace'}", "run.profile_after=3"))
     (idle,) = device_idle(tmp_path / "trace").values()
     assert 0 <= idle < 1
     assert list(tmp_path.rglob("perfetto_trace.json.gz"))
 
 
-def test_idle_is_what_no_interval_covers():
+def test_idle_time_is_covered_by_no_interval():
     assert idle_fraction([(0, 4), (1, 3), (3, 5), (9, 10)]) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("claim", [False, True])
-def test_a_complete_store_computes_the_blocks_again_whose_records_were_deleted(text, tmp_path, claim):
+def test_blocks_of_a_complete_store_whose_records_were_deleted_are_computed_again(text, tmp_path, claim):
     config = job_config(text, tmp_path / "store", "run.max_tokens=6000", f"run.claim={claim}")
     run(config)
     before = objects(tmp_path / "store")
@@ -163,7 +163,7 @@ def test_a_complete_store_computes_the_blocks_again_whose_records_were_deleted(t
 
 
 def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
-    """Its block has no rows, only a record, so that the store completes and a second run finds nothing to do."""
+    """Its block has a record and no rows, so the store completes and a second run has nothing to do."""
     text = write_text(tmp_path / "text", files=1, documents=20)
     pq.write_table(pa.table({"text": pa.array([], pa.string()), "id": pa.array([], pa.string())}), text / "001.parquet")
     config = job_config(text, tmp_path / "store", "data.num_streams=2")
@@ -178,7 +178,7 @@ def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
 
 
 def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stored(text, tmp_path):
-    """The bundled model with its embedding a million times too large: fine as bfloat16, infinite as float16."""
+    """The bundled model with its embedding times a million: finite as bfloat16, infinite as float16."""
     model = tmp_path / "model"
     shutil.copytree(composing.PACKAGE / "assets" / "tiny-qwen2", model)
     tensors = load_file(model / "model.safetensors")
@@ -208,7 +208,7 @@ def test_every_experiment_composes(experiment):
     assert config.store.path == "/elsewhere"
 
 
-def test_the_plan_tells_what_a_model_has_and_costs(text, tmp_path, capsys):
+def test_the_printed_plan_gives_the_models_parameters_sites_and_flops(text, tmp_path, capsys):
     print_plan(job_config(text, tmp_path / "store", "capture.layers=[2]"))
     printed = capsys.readouterr().out
     model = open_job(job_config(text, tmp_path / "store")).model

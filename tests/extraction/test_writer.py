@@ -1,5 +1,5 @@
-"""What the writer thread writes and commits, also when a write fails: real writes, held by a lock and made to fail by a
-directory."""
+"""Blocks that the writer thread writes and commits, also when a write fails. A lock delays a write; a directory where the
+file belongs makes it fail."""
 
 import shutil
 import threading
@@ -47,8 +47,8 @@ def job_config(text: Path, store: Path, streams: int, *more: str) -> RunConfig:
 
 @contextmanager
 def failing_write(config: RunConfig, block: tuple[int, int], until: tuple[int, int] | None = None) -> Iterator[Event]:
-    """While entered, an array of this block (stream, number) cannot be written, which shows only once the array of
-    another is, or the event is set. The store is created before."""
+    """Creates the store and makes writing an array of `block` (stream, number) fail, once the array of block `until` is
+    written or the event is set."""
     job = open_job(config)
     StoreWriter.open(config.store.path, job.metadata, job.layout)
     [spec] = [spec for spec in job.layout.arrays if spec.name == ARRAY]
@@ -83,11 +83,11 @@ def committed_blocks(store: Path) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("streams", "failing", "awaited", "committed"),
     [
-        (2, (0, 0), (1, 0), [(1, 0)]),  # another stream's block, whose write was under way
-        (1, (0, 0), (0, 1), []),  # nothing behind a failed block of the same stream
+        (2, (0, 0), (1, 0), [(1, 0)]),  # another stream's block, whose write had begun
+        (1, (0, 0), (0, 1), []),  # no later block of the same stream
     ],
 )
-def test_a_failed_write_takes_no_other_streams_block_with_it(text, tmp_path, streams, failing, awaited, committed):
+def test_a_failed_write_stops_its_stream_only(text, tmp_path, streams, failing, awaited, committed):
     config = job_config(text, tmp_path / "store", streams)
     with failing_write(config, failing, awaited), pytest.raises(StoreError, match=f"{ARRAY}/c"):
         run(config)
@@ -102,8 +102,8 @@ def test_a_failed_write_takes_no_other_streams_block_with_it(text, tmp_path, str
         ((0, 1), [(0, 0), (1, 0), (1, 1), (1, 2)]),
     ],
 )
-def test_what_was_submitted_whole_before_a_write_failed_is_committed(text, tmp_path, failing, committed):
-    """Also the blocks that wait for their buffers until the one that fails has given its back."""
+def test_blocks_submitted_before_a_write_failed_are_committed(text, tmp_path, failing, committed):
+    """Including blocks that waited for the buffers of the failed one."""
     config = job_config(text, tmp_path / "store", 2)
     config = replace(config, capture=replace(config.capture, statistics=False))
     with failing_write(config, failing) as may_fail:
@@ -121,8 +121,8 @@ def test_what_was_submitted_whole_before_a_write_failed_is_committed(text, tmp_p
     assert committed_blocks(tmp_path / "store") == committed
 
 
-def test_a_table_that_cannot_be_written_keeps_its_block_from_its_commit(text, tmp_path):
-    """Its arrays are under way then."""
+def test_a_block_whose_table_cannot_be_written_is_not_committed(text, tmp_path):
+    """Its arrays are being written at that time."""
     config = job_config(text, tmp_path / "store", 2, "capture.statistics=false")
     job = open_job(config)
     blocks = [job.stream(stream).blocks() for stream in range(2)]
@@ -140,7 +140,7 @@ def test_a_table_that_cannot_be_written_keeps_its_block_from_its_commit(text, tm
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatch, is_lost):
-    """Then the tables are, and the block is committed: neither, if the claim on its stream was lost meanwhile."""
+    """Tables and record follow, unless the claim on the stream was lost meanwhile."""
     may_sort, sort = Event(), block_features.by_feature
 
     def sort_late(*matrix):
@@ -177,7 +177,7 @@ def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatc
     assert committed_blocks(tmp_path / "store") == ([] if is_lost else [(0, 0)])
 
 
-def test_after_a_failed_write_the_job_ends_in_the_same_store(text, tmp_path):
+def test_a_job_resumed_after_a_failed_write_makes_the_same_store(text, tmp_path):
     config = job_config(text, tmp_path / "store", 2)
     with failing_write(config, (0, 1), (1, 1)), pytest.raises(StoreError):
         run(config)
@@ -187,7 +187,7 @@ def test_after_a_failed_write_the_job_ends_in_the_same_store(text, tmp_path):
     assert_same_store(tmp_path / "store", tmp_path / "reference")
 
 
-def test_metrics_that_are_slow_to_write_keep_no_block_from_its_commit(text, tmp_path):
+def test_metrics_that_are_slow_to_write_delay_no_commit(text, tmp_path):
     config = job_config(text, tmp_path / "store", 1)
     job = open_job(config)
     store = StoreWriter.open(config.store.path, job.metadata, job.layout)
@@ -208,7 +208,7 @@ def test_metrics_that_are_slow_to_write_keep_no_block_from_its_commit(text, tmp_
         assert '"blocks": 3' in written.read_text().splitlines()[-1]
 
 
-def test_metrics_that_cannot_be_written_are_a_warning(text, tmp_path, caplog):
+def test_metrics_that_cannot_be_written_are_warned_about(text, tmp_path, caplog):
     config = job_config(text, tmp_path / "store", 1)
     job = open_job(config)
     StoreWriter.open(config.store.path, job.metadata, job.layout)

@@ -1,4 +1,4 @@
-"""A model with activations and outputs that are all 0: job, store and readers take them as they are."""
+"""A model whose activations and outputs are all 0: job, store and readers work as for any other."""
 
 import shutil
 
@@ -19,7 +19,7 @@ ALL_ZERO = {MLP_OUT, f"{MLP_OUT}.scale", "entropy", "top_logprobs"}
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
-    """Made in two runs."""
+    """The store, made in two runs."""
     folder = tmp_path_factory.mktemp("zeros")
     model = write_model_of_zeros(folder / "model")
     job = (
@@ -41,7 +41,7 @@ def test_the_store_is_sound_without_objects_of_zeros(store):
     assert set(store.arrays) - names == ALL_ZERO
 
 
-def test_readers_give_zeros(store):
+def test_readers_return_zeros(store):
     valid = store.read_selected(store.rows) >= 0
     assert not store.read(1, "mlp_out", store.rows).any()
     assert store.read(1, "resid_post", store.rows)[valid].any(axis=1).all()
@@ -66,7 +66,7 @@ def test_readers_give_zeros(store):
 
 
 @pytest.mark.parametrize("name", ["blocks.1.resid_post", "blocks.1.resid_post.scale", "top_ids"])
-def test_what_is_not_zero_is_missed(store, tmp_path, name):
+def test_a_deleted_object_of_nonzero_values_is_reported(store, tmp_path, name):
     path = str(shutil.copytree(store.path, tmp_path / "store"))
     key = next(key for key in Storage.open(path).list_keys(f"{name}/c/"))
     Storage.open(path).write(key, None)
@@ -77,7 +77,7 @@ def test_what_is_not_zero_is_missed(store, tmp_path, name):
 
 
 def test_documents_of_one_token_have_attention_without_entropy(tmp_path):
-    """They attend to themselves; and all positions are 0."""
+    """They attend only to themselves, and all positions are 0."""
     (tmp_path / "text").mkdir()
     pq.write_table(pa.table({"text": list("abcdefgh"), "id": list("abcdefgh")}), tmp_path / "text" / "0.parquet")
     job = ("batch.rows=2", "batch.length=8", "capture.layers=[0,3]", "capture.sites=[attn_entropy,attn_z]")

@@ -10,7 +10,7 @@ from pipeline.step.compilation_cache import use_compilation_cache
 from tests.jobs import run, run_processes, run_program, write_text
 from tests.store.emulators import gcs_emulator, new_bucket
 
-# A run in a process of its own, which then prints what JAX asked of the cache, and found.
+# Runs a job, then prints how many programs JAX requested from the compilation cache and how many it found.
 REPORTING_RUN = """
 import collections, sys
 import jax
@@ -31,13 +31,13 @@ def overrides(tmp_path_factory) -> list[str]:
 
 
 def programs(*overrides: str, **environment: str) -> str:
-    """How many programs a run asked for and how many of them it found."""
+    """The numbers of programs that a run requested from the cache and found in it."""
     result = run_program(REPORTING_RUN, *overrides, env=os.environ | environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.split("programs: ")[1].strip()
 
 
-def test_a_run_compiles_its_step_and_nothing_else_and_a_second_start_finds_it(overrides, tmp_path):
+def test_a_run_compiles_only_its_step_and_a_second_run_finds_it(overrides, tmp_path):
     cached = [*overrides, f"run.compilation_cache={tmp_path / 'cache'}"]
     assert programs(*cached, f"store.path={tmp_path / 'first'}") == "1 0"
     assert programs(*cached, f"store.path={tmp_path / 'second'}") == "1 1"
@@ -53,7 +53,7 @@ def test_a_cache_in_a_bucket(overrides, tmp_path):
         assert programs(*cached, f"store.path={tmp_path / 'second'}", **emulated) == "1 1"
 
 
-def test_processes_share_what_the_first_of_them_wrote(overrides, tmp_path):
+def test_processes_share_cached_programs(overrides, tmp_path):
     cache = tmp_path / "cache"
     cached = [*overrides, f"run.compilation_cache={cache}"]
     assert run_processes(2, 1, *cached, f"store.path={tmp_path / 'first'}").returncode == 0
@@ -63,7 +63,7 @@ def test_processes_share_what_the_first_of_them_wrote(overrides, tmp_path):
     assert entries(cache) == written
 
 
-def test_a_step_with_onednns_products_is_not_kept_and_nobody_is_warned(overrides, tmp_path):
+def test_a_step_with_onednn_products_is_not_cached_and_nothing_is_logged(overrides, tmp_path):
     large = [*overrides, "batch.rows=8", "batch.length=64", f"run.compilation_cache={tmp_path / 'cache'}"]
     result = run(*large, f"store.path={tmp_path / 'store'}")
     assert result.returncode == 0, result.stderr
@@ -75,8 +75,8 @@ def entries(cache: Path) -> set[str]:
     return {file.name for file in cache.glob("*-cache")}
 
 
-def test_a_url_without_what_reads_it_is_refused(overrides, tmp_path, monkeypatch):
-    """Another `etils` before the real one on the path is the same as none: it has no `epath`."""
+def test_a_bucket_url_is_refused_without_epath(overrides, tmp_path, monkeypatch):
+    """An empty package `etils`, first on the path, hides the installed one."""
     (tmp_path / "etils").mkdir()
     (tmp_path / "etils/__init__.py").touch()
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
@@ -86,6 +86,6 @@ def test_a_url_without_what_reads_it_is_refused(overrides, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("path", ["://", "://x", "http://x/cache", "nope://x"])
-def test_another_url_is_one_message(path: str) -> None:
+def test_other_urls_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="neither a local directory nor a gs:// or s3:// URL"):
         use_compilation_cache(path)

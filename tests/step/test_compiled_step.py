@@ -61,8 +61,7 @@ def on_devices(step: CompiledStep, inputs: dict[str, np.ndarray]) -> tuple[jax.A
 
 
 def test_dispatch_takes_about_a_millisecond_for_24_captured_layers(tmp_path: Path) -> None:
-    """The host's part of a step, in CPU time of this thread: the machine may be doing something else, which makes its
-    cores slower, too: 1.04 ms was seen."""
+    """CPU time of this thread, since other processes may be running. 1.04 ms was measured."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
     keys = activation_keys(tuple(range(24)), (Site.resid_post,))
     step, params = compiled(open_model(str(tmp_path), init="random"), "bfloat16", keys)
@@ -89,7 +88,7 @@ def test_the_compiler_gets_its_options(model: Model) -> None:
 
 
 def program(path: Path, num_layers: int, num_captured: int) -> tuple[int, int]:
-    """How many instructions and loops the compiled step has, with the captured layers evenly spread."""
+    """The numbers of instructions and loops in a compiled step whose captured layers are evenly spread."""
     (path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": num_layers}))
     layers = tuple(round(num_layers * (number + 1) / num_captured) - 1 for number in range(num_captured))
     model, mesh, keys = open_model(str(path), init="random"), make_mesh(), activation_keys(layers, (Site.resid_post,))
@@ -110,7 +109,7 @@ def test_the_program_grows_with_the_captured_layers_not_with_depth(tmp_path: Pat
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_outputs(model: Model, dtype: str) -> None:
+def test_outputs_are_the_models_activations_in_the_stored_dtype(model: Model, dtype: str) -> None:
     step, params = compiled(model, dtype)
     inputs = batch()
     activations, _, counts = step(params, *on_devices(step, inputs))
@@ -154,8 +153,8 @@ def test_the_outputs_have_the_shapes_and_dtypes_of_the_specification(model: Mode
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="jaxlib has oneDNN on x86 only")
-def test_large_steps_use_onednn_and_store_the_same(model: Model) -> None:
-    """128 times the rows, so that the matrices are large enough, against the small step of the same rows."""
+def test_large_steps_use_onednn_and_compute_the_same(model: Model) -> None:
+    """The large step has each row 128 times, so that its matrices are large enough for oneDNN."""
     small, params = compiled(model, "float32")
     inputs = {name: np.tile(array, (128, 1)) for name, array in batch().items()}
     spec = step_spec(model, KEYS, rows=128 * ROWS, length=LENGTH, dtype="float32")
@@ -167,7 +166,7 @@ def test_large_steps_use_onednn_and_store_the_same(model: Model) -> None:
         np.testing.assert_allclose(got, np.tile(want, (128, 1, 1)), rtol=1e-5, atol=1e-6, err_msg=key.name)
 
 
-def test_compiled_exactly_once(model: Model) -> None:
+def test_a_step_is_compiled_exactly_once(model: Model) -> None:
     compilations = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_args, **_kwargs: compilations.append(name) if name.endswith("backend_compile_duration") else None
@@ -182,7 +181,7 @@ def test_compiled_exactly_once(model: Model) -> None:
     assert len(compilations) == 1
 
 
-def test_another_shape_is_an_error(model: Model) -> None:
+def test_rows_of_another_shape_are_refused(model: Model) -> None:
     step, params = compiled(model, "float32", KEYS[:1])
     shorter = {name: array[:, :-1] for name, array in batch().items()}
     with pytest.raises(TypeError, match=r"compiled with int32\[4,24\] and called with int32\[4,23\]"):

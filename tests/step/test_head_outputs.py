@@ -1,4 +1,4 @@
-"""`capture.outputs`: what the model's head says of each token is what transformers says of the documents alone."""
+"""`capture.outputs`: the head's predictions for packed documents equal those of transformers for single documents."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ CASES = {
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vocabulary of 199 in three chunks and a rest, 96 slots in three tiles, the last one short."""
+    """The vocabulary of 199 makes three chunks and a remainder, the 96 slots three tiles, the last one short."""
     monkeypatch.setattr(token_outputs, "CHUNK", 64)
     monkeypatch.setattr(token_outputs, "TILE", 40)
 
@@ -66,7 +66,7 @@ def run(step: CompiledStep, params: object, inputs: dict[str, np.ndarray]) -> tu
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_documents_packed_and_padded_are_as_in_transformers(case: str, tmp_path, small_chunks) -> None:
+def test_outputs_of_packed_and_padded_documents_equal_transformers(case: str, tmp_path, small_chunks) -> None:
     family, overrides = CASES[case]
     reference = save_random(family, tmp_path, **overrides)
     inputs = packed()
@@ -80,7 +80,7 @@ def test_documents_packed_and_padded_are_as_in_transformers(case: str, tmp_path,
         np.testing.assert_allclose(
             got["loss"][place][:-1], -logprobs[:-1].gather(1, tokens[1:, None])[:, 0], atol=1e-4, rtol=0
         )
-        assert np.isnan(got["loss"][place][-1])  # nothing of the row's next document
+        assert np.isnan(got["loss"][place][-1])  # the row's next document is not used
         np.testing.assert_allclose(got["entropy"][place], -(logprobs.exp() * logprobs).sum(-1), atol=1e-4, rtol=0)
         np.testing.assert_allclose(got["top_logprobs"][place], top.values, atol=1e-4, rtol=0)
         np.testing.assert_array_equal(got["top_ids"][place], top.indices)
@@ -89,7 +89,7 @@ def test_documents_packed_and_padded_are_as_in_transformers(case: str, tmp_path,
     assert np.asarray(outputs.counts).tolist() == [80, 0, 0, 0, 0]  # no loss is missing where there is a next token
 
 
-def test_a_model_without_head_weights_of_its_own_needs_no_more_than_the_embedding(tmp_path) -> None:
+def test_a_tied_head_needs_no_weights_but_the_embedding(tmp_path) -> None:
     for name, tied in (("tied", True), ("untied", False)):
         save_random("qwen2", tmp_path / name, tie_word_embeddings=tied)
     tied, untied = (open_model(str(tmp_path / name)) for name in ("tied", "untied"))
@@ -131,8 +131,8 @@ def test_a_head_that_is_certain_of_every_next_token_has_zeros(tmp_path, small_ch
 
 
 @pytest.mark.parametrize("size", [30, 200])
-def test_parts_of_the_vocabulary_give_what_the_whole_gives(size: int, small_chunks) -> None:
-    """Smaller than a chunk, and several with a rest; equally likely tokens come in the order of their ids."""
+def test_computing_in_chunks_gives_the_outputs_of_the_whole_vocabulary(size: int, small_chunks) -> None:
+    """The vocabulary is less than a chunk, or several and a remainder. Equally likely tokens are ordered by id."""
     rng = np.random.default_rng(0)
     x, weight = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((2, 30, 8), (size, 8)))  # exact products
     next_tokens = rng.integers(0, size, (2, 30)).astype(np.int32)
@@ -151,7 +151,7 @@ def computed(x, next_tokens, weight, mesh: Mesh | None) -> token_outputs.TokenOu
 
 
 def temporary_bytes(path: Path, vocab_size: int) -> int:
-    """Of a step of 4,096 tokens in bfloat16."""
+    """The temporary memory of a step of 4,096 tokens in bfloat16."""
     config = {
         **{"model_type": "qwen2", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
         **{"num_hidden_layers": 1, "num_key_value_heads": 2, "vocab_size": vocab_size},
@@ -168,6 +168,5 @@ def temporary_bytes(path: Path, vocab_size: int) -> int:
 
 
 def test_memory_does_not_grow_with_the_vocabulary(tmp_path) -> None:
-    """The logits of all tokens would take 2.3 GiB. Measured: 68.3 MiB, two arrays of a chunk and a tile and less than 5
-    MiB; 65.1 with 8,192 tokens in the vocabulary, where no chunk is a rest."""
+    """The logits of all tokens would take 2.3 GiB. Measured: 68.3 MiB, all but 5 MiB for two arrays (chunk x tile)."""
     assert temporary_bytes(tmp_path, 151_936) < 72 << 20

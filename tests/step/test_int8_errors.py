@@ -1,4 +1,4 @@
-"""The error that int8 weights cause, as a store tells it."""
+"""The error caused by int8 weights, as recorded in a store."""
 
 import json
 
@@ -36,7 +36,7 @@ def job_config(text, store, *overrides):
 
 
 def direct_errors(job, rows, dtype: str, *, with_inputs: bool = False) -> dict[ActivationKey, float]:
-    """Two whole models, two forward passes."""
+    """Computes the errors from two forward passes, with the original and with int8 weights."""
     keys, (tokens, segments, positions) = job.plan.step.keys, rows.values()
     captured = []
     for with_int8 in (False, True):
@@ -54,8 +54,8 @@ def direct_errors(job, rows, dtype: str, *, with_inputs: bool = False) -> dict[A
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.01), ("bfloat16", 0.1)])
 @pytest.mark.parametrize("layers", ["[3]", "all"])
-def test_figures_are_those_of_a_direct_computation(layers: str, dtype: str, tolerance: float, text, tmp_path) -> None:
-    """In bfloat16 the two programs round at different places, which is noise of its own."""
+def test_errors_equal_those_of_two_forward_passes(layers: str, dtype: str, tolerance: float, text, tmp_path) -> None:
+    """In bfloat16 the two programs round at different places, hence the larger tolerance."""
     job = open_job(job_config(text, tmp_path / "store", f"capture.layers={layers}", f"model.dtype={dtype}", SITES))
     rows = job.first_rows(1024)
     assert {values.shape for values in rows.values()} == {(4, 128)}  # the first block
@@ -67,8 +67,7 @@ def test_figures_are_those_of_a_direct_computation(layers: str, dtype: str, tole
     assert got == pytest.approx(expected, rel=tolerance)
 
 
-def test_layers_that_read_more_than_the_stream(text, tmp_path) -> None:
-    """Keys of another layer, and inputs of their own."""
+def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) -> None:
     shape = {"model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 12}
     shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
@@ -85,7 +84,7 @@ def test_layers_that_read_more_than_the_stream(text, tmp_path) -> None:
     assert got == pytest.approx(direct_errors(job, rows, "float32"), rel=0.01)
 
 
-def test_a_store_tells_the_error_and_remembers_the_dtype(text, tmp_path) -> None:
+def test_a_store_records_the_error_and_refuses_another_weights_dtype(text, tmp_path) -> None:
     options = ("capture.layers=[2]", "capture.sites=[resid_post,final_norm]")
     config = job_config(text, tmp_path / "whole", *options)
     run(config)
@@ -100,7 +99,7 @@ def test_a_store_tells_the_error_and_remembers_the_dtype(text, tmp_path) -> None
         run(job_config(text, tmp_path / "whole", *options, "model.weights_dtype=same"))
 
 
-def test_int8_activations_are_measured_too_and_are_another_store(text, tmp_path) -> None:
+def test_the_error_includes_int8_activations_and_a_store_refuses_another_activations_dtype(text, tmp_path) -> None:
     config = job_config(text, tmp_path / "both", "capture.layers=[2]", "model.activations_dtype=int8")
     run(config)
     store, job = ActivationStore.open(tmp_path / "both"), open_job(config)

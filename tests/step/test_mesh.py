@@ -1,4 +1,4 @@
-"""The step on eight devices, divided in every way that there is. In a process of its own, which has that many."""
+"""The step on eight devices, divided in every way. It runs in another process, which starts with eight devices."""
 
 import json
 import math
@@ -116,7 +116,7 @@ def outputs(name, tensor, fsdp, devices=None, with_int8=False):
     if name == "dense" or devices:
         params = model.load(keys, "float32", partition.leaf_sharding, with_int8=with_int8)
         loaded[name, with_int8] = params
-    else:  # those of one device, divided: the same values in less time
+    else:  # divide the leaves loaded for one device: the same values in less time
         shapes = abstract_params(model.leaves(keys), "float32", partition.leaf_sharding, with_int8)
         params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), loaded[name, with_int8], shapes)
     # without statistics where their sums along a tensor axis would be fused with those of the layers
@@ -125,7 +125,7 @@ def outputs(name, tensor, fsdp, devices=None, with_int8=False):
     activations, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
     assert int(counts[0]) == 8 * 21
     whole = [np.full(array.shape, np.nan, np.float32) for array in activations]
-    for copy in start_copies(activations, first_row=0):  # as the writer gathers them
+    for copy in start_copies(activations, first_row=0):  # as the writer does
         place = whole[copy.output][copy.rows, *copy.rest]
         assert np.isnan(place).all()  # each element once
         place[...] = copy.wait()
@@ -236,12 +236,12 @@ def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(rep
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 def test_a_divided_vocabulary_gives_the_same_outputs(report, tensor):
-    """Losses, entropies, log-probabilities and ids, of which only some per token are exchanged."""
+    """Devices exchange only a few numbers per token."""
     found = report[f"head {tensor}"]
     assert max(found["errors"]) < 1e-5
     shapes = [shape for line in collectives(found["hlo"]) for shape in re.findall(r"\[([\d,]+)\]", line)]
     exchanged = [math.prod(map(int, shape.split(","))) for shape in shapes]
-    num_tokens, num_candidates = 24 * tensor, 8 * tensor  # the tokens of a device
+    num_tokens, num_candidates = 24 * tensor, 8 * tensor  # per device
     assert max(exchanged, default=0) == (num_tokens * num_candidates if tensor > 1 else 0)
 
 
@@ -252,9 +252,9 @@ def collectives(hlo: str) -> list[str]:
     return [f"{match[2]} {match[1]}" for match in found if match]
 
 
-def test_experts_that_are_divided_exchange_what_they_add_and_no_tokens(report):
-    """The sum of each layer's experts; of the captured layer also what each of a token's experts returns."""
-    rows, layers = 2, 6  # of a device
+def test_divided_experts_exchange_sums_and_no_tokens(report):
+    """Every layer sums over its experts; the captured layer also sums the output of each of a token's experts."""
+    rows, layers = 2, 6  # per device
     found = collectives(report["experts 2 False False"]["hlo"])
     assert {kind.split()[0] for kind in found} == {"all-reduce"}
     exchanged = [list(map(int, shape.split(","))) for kind in found for shape in re.findall(r"f32\[([\d,]+)\]", kind)]
@@ -279,7 +279,7 @@ def test_the_fsdp_step_gathers_weights_and_nothing_else(report):
         assert math.prod(shape) in sizes, gather
 
 
-def test_delta_nets_that_are_divided_sum_as_attention_does(report):
+def test_divided_delta_nets_sum_as_often_as_attention(report):
     found = collectives(report["delta 2 False False"]["hlo"])
     assert {each.split(" ")[0] for each in found} == {"all-reduce"}
     sums = [each for each in found if each.startswith("all-reduce f32[2,24,32]")]

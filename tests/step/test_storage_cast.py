@@ -1,4 +1,4 @@
-"""What the devices make of an activation for the store: against numpy and ml_dtypes."""
+"""Casting activations to their stored dtype, compared with numpy and ml_dtypes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ B, S, D = 2, 5, 24
 
 
 def stored(x, dtype, group=None):
-    """As the compiled step does it, in numpy: values, scales, error, finite, numbers."""
+    """Casts `x` as the compiled step does, and returns numpy arrays: values, scales, error, finite, numbers."""
 
     @jax.jit
     def step(x):
@@ -24,7 +24,7 @@ def stored(x, dtype, group=None):
 
 
 def activations(dtype="float32") -> np.ndarray:
-    """Of very different sizes, with a token of zeros."""
+    """Tokens of very different sizes, one of them all zeros."""
     x = np.random.default_rng(0).normal(size=(B, S, D)) * np.logspace(-6, 2, S)[:, None]
     x[1, 2] = 0
     return x.astype(dtype)
@@ -32,7 +32,7 @@ def activations(dtype="float32") -> np.ndarray:
 
 @pytest.mark.parametrize("group", [None, 8, 1])
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
-def test_int8_is_within_half_a_step(group, computed):
+def test_int8_values_are_within_half_a_step(group, computed):
     x = activations(computed)
     values, scales, error, finite, held = stored(x, "int8", group)
     assert (values.dtype, scales.dtype) == (np.int8, np.float32)
@@ -51,7 +51,7 @@ def test_int8_is_within_half_a_step(group, computed):
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
-def test_float8_is_that_of_ml_dtypes(dtype, computed):
+def test_float8_values_equal_those_of_ml_dtypes(dtype, computed):
     x = activations(computed)
     values, scales, error, finite, held = stored(x, dtype)
     expected = x.astype(np.float32).astype(dtype)
@@ -75,7 +75,7 @@ def test_float8_is_that_of_ml_dtypes(dtype, computed):
         ("float8_e5m2", 65536, False),
     ],
 )
-def test_a_token_beyond_the_range_is_not_finite_and_in_no_error(dtype, value, is_held):
+def test_a_token_out_of_range_is_not_finite_and_adds_no_error(dtype, value, is_held):
     x = np.ones((1, 2, D), np.float32)
     x[0, 1, 3] = value
     _, _, error, finite, held = stored(x, dtype)

@@ -1,4 +1,4 @@
-"""Statistics that the job keeps: those of what is stored, as numpy in float64 finds them."""
+"""The job's statistics describe the stored values: they equal numpy's in float64."""
 
 import json
 from pathlib import Path
@@ -53,7 +53,7 @@ def assert_equals_numpy(store: ActivationStore) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_statistics_are_those_of_the_finished_store(text, tmp_path, dtype):
+def test_statistics_equal_numpys_of_the_stored_values(text, tmp_path, dtype):
     """bfloat16 has 8 bits: statistics of what the model computed, before rounding, would differ by more than 1e-5."""
     assert_equals_numpy(job(text, tmp_path / "store", f"capture.dtype={dtype}"))
 
