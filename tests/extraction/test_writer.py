@@ -1,5 +1,5 @@
-"""Blocks that the writer thread writes and commits, also when a write fails. A lock delays a write; a directory where the
-file belongs makes it fail."""
+"""Blocks that the writer thread writes and commits, also when a write fails: a lock delays writes, a directory where a
+file belongs makes them fail."""
 
 import shutil
 import threading

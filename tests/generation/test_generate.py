@@ -1,5 +1,5 @@
-"""Jobs whose documents the model writes itself: however they are interrupted and divided, the store is the same, and it
-says of each document what is prompt and what is completion."""
+"""Jobs whose documents the model writes: interruptions and divisions do not change the store, which tells prompts from
+completions."""
 
 import json
 import random
@@ -58,7 +58,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(overrides, tmp_path_factory) -> Path:
-    """The store of a job that nothing disturbed."""
+    """The store of an undisturbed job."""
     path = tmp_path_factory.mktemp("reference") / "store"
     run_here(*overrides, f"store.path={path}")
     return path
@@ -97,7 +97,7 @@ def test_the_reader_selects_prompts_or_completions(reference):
             assert found[number] == expected.tolist()
 
 
-def test_merging_and_deleting_take_along_what_the_model_wrote(reference, tmp_path):
+def test_merge_and_delete_include_generated_groups(reference, tmp_path):
     merge_stores([str(reference)], str(tmp_path / "merged")).finish()
     assert_same_store(tmp_path / "merged", reference)
     root = read_root(Storage.open(tmp_path / "merged"))
@@ -105,7 +105,7 @@ def test_merging_and_deleting_take_along_what_the_model_wrote(reference, tmp_pat
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_int8_cache_is_another_store_which_tells_the_error(overrides, reference, tmp_path):
+def test_an_int8_cache_has_its_error_in_the_store_which_refuses_another_cache(overrides, reference, tmp_path):
     path = tmp_path / "store"
     int8 = [*overrides, f"store.path={path}", "data.cache_dtype=int8", "run.max_tokens=500"]
     run_here(*int8, "data.rows=3")
@@ -120,8 +120,8 @@ def test_an_int8_cache_is_another_store_which_tells_the_error(overrides, referen
     assert "data.cache_dtype: the store has 'int8', this run asks for None" in done.stderr
 
 
-def test_a_job_that_is_killed_and_stopped_while_it_generates_ends_in_the_same_store(overrides, reference, tmp_path):
-    """One process is killed, then one of two is stopped, then one ends it, with other rows: all is as if never."""
+def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overrides, reference, tmp_path):
+    """A process is killed, then two are stopped by SIGTERM, then one with other `data.rows` finishes."""
     store = tmp_path / "store"
     process = start(*overrides, f"store.path={store}")
     wait_until(lambda: num_groups(store) >= 3, process, "3 groups")
@@ -155,8 +155,8 @@ def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
     assert_same_store(store, reference)
 
 
-def test_activations_that_were_kept_while_decoding_are_those_of_the_documents(overrides, tmp_path):
-    """Prompts and completions of two windows, packed; a killed run goes on with what was kept."""
+def test_activations_kept_while_decoding_equal_those_of_the_documents(overrides, tmp_path):
+    """Some documents have two windows. A killed run resumes with the activations it kept."""
     float32 = [*overrides, "capture.dtype=float32", "data.group=8"]
     run_here(*float32, f"store.path={tmp_path / 'document'}")
     kept = tmp_path / "kept"
@@ -172,7 +172,7 @@ def test_activations_that_were_kept_while_decoding_are_those_of_the_documents(ov
     np.testing.assert_array_equal(found.read_tokens(found.rows).tokens, expected.read_tokens(expected.rows).tokens)
     windows = expected.read_tokens(expected.rows).documents
     first = (expected.documents.group_by("document").aggregate([("n_tokens", "max")])).to_pylist()
-    whole = [row["document"] for row in first if row["n_tokens_max"] <= 96]  # a later window does not see the first
+    whole = [row["document"] for row in first if row["n_tokens_max"] <= 96]  # later windows do not see the first
     assert len(whole) > 10
     slots = np.isin(windows, whole)
     for layer in (1, 3):
@@ -210,7 +210,7 @@ def arc_overrides(path: Path, store: Path) -> list[str]:
 
 
 def test_arc_answers_are_graded(tmp_path, compilation_cache):
-    """The bundled model repeats what it has seen three times; of one of the tasks the solution is not known."""
+    """The bundled model repeats what it has seen three times. One task has no solution."""
     unsolved = ARC | {"test": [{"input": [[1, 1]]}]}
     for name, task in {"a": ARC, "b": unsolved}.items():
         (tmp_path / "tasks").mkdir(exist_ok=True)
@@ -224,8 +224,8 @@ def test_arc_answers_are_graded(tmp_path, compilation_cache):
     assert rows["b"]["correct"] is None
 
 
-def test_real_arc_tasks(shared, tmp_path):
-    """Tasks of every length: prompts are cut to what the model can take, and each has an answer that is graded."""
+def test_answers_to_real_arc_tasks_are_graded(shared, tmp_path):
+    """The tasks have very different lengths. Long prompts are cut to data.prompt_length."""
     (tmp_path / "tasks").mkdir()
     for file in sorted((shared / "data" / "arc_agi" / "training").glob("*.json"))[:12]:
         (tmp_path / "tasks" / file.name).symlink_to(file)
@@ -252,21 +252,21 @@ def test_real_arc_tasks(shared, tmp_path):
         ("run.claim=true", "run.claim is true, but data=generate"),
     ],
 )
-def test_settings_that_cannot_work(tmp_path, override, message):
+def test_settings_that_cannot_work_are_refused(tmp_path, override, message):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
     with pytest.raises(ConfigError, match=message):
         run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), override)
     assert not (tmp_path / "store").exists()
 
 
-def test_a_prompt_that_is_too_long_is_named(tmp_path, compilation_cache):
+def test_a_prompt_that_is_too_long_is_refused(tmp_path, compilation_cache):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
     with pytest.raises(InputError, match="tasks-000000 row 0 .id a#0.: the prompt has .*, more than data"):
         run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.prompt_length=9", compilation_cache)
 
 
 @pytest.mark.parametrize("column", ["prompt", "skipped", "finish_reason"])
-def test_columns_that_the_store_has_itself(tmp_path, column):
+def test_columns_with_the_names_of_generated_ones_are_refused(tmp_path, column):
     (tmp_path / "rows.json").write_text(json.dumps({"text": "a", column: "b"}))
     source = ["data@data.prompts=hf", "data.path=json", f"data.prompts.data_files={tmp_path / 'rows.json'}"]
     with pytest.raises(ConfigError, match=f"the prompts have a column {column}, which data=generate writes"):
@@ -274,8 +274,7 @@ def test_columns_that_the_store_has_itself(tmp_path, column):
     assert not (tmp_path / "store").exists()
 
 
-def test_a_checkpoint_without_its_head(tmp_path):
-    """It is noticed before there is a store."""
+def test_a_checkpoint_without_its_head_is_refused_before_a_store_is_created(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
     (tmp_path / "model").mkdir()
     for file in ASSETS.iterdir():
@@ -287,7 +286,7 @@ def test_a_checkpoint_without_its_head(tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_prompts_in_the_chat_template(tmp_path, compilation_cache):
+def test_prompts_are_rendered_with_the_chat_template(tmp_path, compilation_cache):
     (tmp_path / "a.json").write_text(json.dumps(ARC))
     run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.template=chat", compilation_cache)
     store = ActivationStore.open(tmp_path / "store")

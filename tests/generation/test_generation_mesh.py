@@ -1,4 +1,4 @@
-"""Generation on several devices and in several processes. In processes of their own, which have that many."""
+"""Generation on several devices and in several processes. Each case starts processes with its number of devices."""
 
 import json
 import os
@@ -62,7 +62,7 @@ for kind in kinds:
 
 
 def start(path: Path, processes: int, devices: int, *kinds: str) -> list[subprocess.Popen]:
-    """Each kind is a digit for the devices along `tensor`, and one for fsdp."""
+    """Starts the program. A kind is two digits: the devices along `tensor`, and 1 for fsdp."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {HASTY_FLAGS}"
     common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
@@ -76,7 +76,7 @@ def finish(started: list[subprocess.Popen]) -> None:
 
 
 def completions(path: Path, processes: int, devices: int, kind: str) -> dict[str, np.ndarray]:
-    """What all processes wrote. No prompt is completed by two of them."""
+    """The completions of all processes. No two processes complete the same prompt."""
     files = [path / f"{processes}-{process}-{devices}-{kind}.npz" for process in range(processes)]
     parts = [dict(np.load(file)) for file in files]
     whole = {name: values for part in parts for name, values in part.items()}
@@ -86,7 +86,7 @@ def completions(path: Path, processes: int, devices: int, kind: str) -> dict[str
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    """The folder with the completions of all divisions, computed at the same time; on one device as the reference."""
+    """The folder with the completions of one device and of all divisions, computed at the same time."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(CONFIG))
     finish([*start(path, 1, 1, "10"), *start(path, 1, 4, "10", "21"), *start(path, 2, 2, "11")])
@@ -109,6 +109,6 @@ def test_every_division_gives_the_same_completions(path: Path, kind: str) -> Non
     assert_as_on_one_device(path, 1, kind)
 
 
-def test_two_processes_with_unequal_work(path: Path) -> None:
-    """The second process has done its prompts long before the first; both stay until the last row has ended."""
+def test_two_processes_with_unequal_work_give_the_same_completions(path: Path) -> None:
+    """The second process finishes its prompts long before the first; both stay until the last row has ended."""
     assert_as_on_one_device(path, 2, "11")

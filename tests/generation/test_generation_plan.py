@@ -1,4 +1,4 @@
-"""What a plan says of generation, for the bundled model."""
+"""Plans for generation with the bundled model."""
 
 import json
 import math
@@ -41,7 +41,7 @@ CONFIG = RunConfig(
 )
 
 
-def test_memory_of_each_device():
+def test_the_memory_of_each_device_is_counted():
     plan = plan_generation(CONFIG, MODEL, width=0, tensor=2, topology=Topology(devices=8))
     layers, kv_heads, head_dim, vocabulary = 6, 2, 32, 2048
     assert plan.cache_bytes == 2 * layers * kv_heads * head_dim * 2 * 16 * 128 // 8
@@ -55,8 +55,8 @@ def test_memory_of_each_device():
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_what_deltanets_keep_does_not_grow_with_the_rows(is_int8: bool, tmp_path):
-    """Three layers with a DeltaNet and one with attention; the arrays are those that generation makes."""
+def test_the_cache_of_deltanets_does_not_grow_with_the_length(is_int8: bool, tmp_path):
+    """Three layers with a DeltaNet and one with attention. The plan counts the arrays that generation makes."""
     shape = {"model_type": "qwen3_5_text", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     shape |= {"num_hidden_layers": 4, "vocab_size": 101, "num_key_value_heads": 2, "head_dim": 8}
     shape |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
@@ -75,7 +75,7 @@ def test_what_deltanets_keep_does_not_grow_with_the_rows(is_int8: bool, tmp_path
 
 
 def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
-    """On 64 chips, four to a process."""
+    """The plan for 64 chips, four per process."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))
     config = replace(
         CONFIG,
@@ -97,7 +97,7 @@ def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
         ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 12446 MiB of weights"),
     ],
 )
-def test_generation_gathers_no_weights_where_it_can_divide_them_along_tensor(
+def test_generation_prefers_dividing_weights_along_tensor_to_gathering_them(
     tmp_path, shape, model, tensor, weights, note
 ):
     plan = planned_on_v5e(tmp_path, shape, **model)
@@ -106,19 +106,19 @@ def test_generation_gathers_no_weights_where_it_can_divide_them_along_tensor(
     assert note is None or re.search(note, " ".join(plan.notes))
 
 
-def test_rows_that_are_shorter_than_documents_may_be_are_noted():
+def test_rows_shorter_than_the_longest_document_are_noted():
     config = replace(CONFIG, batch=BatchConfig(length=64))
     (note,) = plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1)).notes
     assert "up to 128 tokens: those longer than batch.length=64 are stored in windows" in note
 
 
-def test_what_does_not_fit_is_refused():
+def test_a_plan_that_exceeds_device_memory_is_refused():
     topology = Topology(devices=1, device_bytes=4 << 20)
     with pytest.raises(ConfigError, match="generation needs 3 . 3 . 0 MiB .*, and logits. Lower data.rows"):
         plan_generation(CONFIG, MODEL, width=0, tensor=1, topology=topology)
 
 
-def test_activations_that_are_kept_take_memory_and_a_model_that_writes():
+def test_kept_activations_take_memory_and_need_generation():
     config = replace(CONFIG, capture=CaptureConfig(when=When.decode))
     plan = plan_generation(config, MODEL, width=256, tensor=2, topology=Topology(devices=8))
     assert plan.kept_bytes == 256 * 2 * 16 * 128 // 4
@@ -129,7 +129,7 @@ def test_activations_that_are_kept_take_memory_and_a_model_that_writes():
         )
 
 
-def test_rounded_weights_are_measured_by_one_worker():
+def test_int8_weights_with_several_workers_are_refused():
     config = replace(CONFIG, model=ModelConfig(weights_dtype=WeightsDtype.int8), run=RunOptions(worker_count=2))
     with pytest.raises(ConfigError, match="several workers: the rounding error is measured on the first stream"):
         plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1))

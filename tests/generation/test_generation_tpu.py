@@ -52,7 +52,7 @@ json.dump(report, sys.stdout)
 
 
 def compiled(path: Path, num_layers: int, tensor: int) -> dict:
-    """Of Qwen2.5-7B's shape with so many layers, on 64 chips of v5e, `tensor` of which share heads."""
+    """Compiles Qwen2.5-7B's shape with `num_layers` layers for 64 v5e chips, with heads divided over `tensor` chips."""
     (path / "config.json").write_text(json.dumps(SHAPES["Qwen2.5-7B"] | {"num_hidden_layers": num_layers}))
     arguments = [str(path), "v5e:8x8", str(tensor), str(ROWS_PER_CHIP), str(MAX_PROMPT), str(NUM_NEW)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
@@ -63,8 +63,8 @@ def compiled(path: Path, num_layers: int, tensor: int) -> dict:
 
 
 def assert_in_place(report: dict, num_layers: int, tensor: int) -> None:
-    """The caches are neither copied nor exchanged between chips, no weights are gathered, nothing is done row by row,
-    and each program fits."""
+    """Asserts that caches are neither copied nor exchanged between chips, no weights are gathered, nothing runs row by
+    row, and each program fits."""
     shape = SHAPES["Qwen2.5-7B"]
     rows, heads = ROWS_PER_CHIP * tensor, shape["num_key_value_heads"] // tensor
     width = shape["hidden_size"] // shape["num_attention_heads"]
@@ -87,6 +87,6 @@ def test_caches_stay_in_place(tmp_path) -> None:
 
 
 @needs_libtpu
-@pytest.mark.slow  # minutes: each layer is compiled by itself
+@pytest.mark.slow  # minutes: each layer is compiled separately
 def test_a_large_model_fits(tmp_path) -> None:
     assert_in_place(compiled(tmp_path, 28, tensor=4), 28, tensor=4)

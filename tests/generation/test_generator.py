@@ -1,4 +1,4 @@
-"""Completions against Hugging Face transformers and the extraction step; what they do not depend on."""
+"""Completions compared with Hugging Face transformers and the extraction step, in batches of different shapes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,7 +61,7 @@ def save(family: str, path: Path):
 
 
 def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, with_int8: bool = False, **options: object):
-    """On the first device, greedy unless the options say otherwise."""
+    """A generator on the first device; greedy by default."""
     model, partition = open_model(str(path)), Partition(make_mesh(devices=jax.devices()[:1]))
     params = model.load_leaves(model.generation.leaves(keys), "float32", partition.leaf_sharding, with_int8=with_int8)
     defaults = {"rows": ROWS, "max_prompt": MAX_PROMPT, "max_new_tokens": NUM_NEW, "end_tokens": ()}
@@ -70,7 +70,7 @@ def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, with_int8
 
 
 def prompts(num: int, vocab_size: int = VOCAB_SIZE) -> list[Prompt]:
-    """Of 1 to MAX_PROMPT tokens."""
+    """Prompts of 1 to MAX_PROMPT tokens."""
     rng = np.random.default_rng(4)
     lengths = [1, MAX_PROMPT, *rng.integers(1, MAX_PROMPT + 1, num)][:num]
     return [Prompt(7 * k, rng.integers(0, vocab_size, length, dtype=np.int32)) for k, length in enumerate(lengths)]
@@ -88,7 +88,7 @@ Extract = Callable[[Prompt, Completion], dict[ActivationKey, np.ndarray]]
 def extraction(
     path: Path, keys: tuple[ActivationKey, ...], *, with_int8: bool = False, attend: Attend = attend_xla
 ) -> Extract:
-    """What the extraction captures of prompt and completion, in a padded row."""
+    """A function that captures the activations of prompt and completion in a padded row."""
     model = open_model(str(path))
     params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]), with_int8=with_int8)
     apply = jax.jit(lambda *batch: model.apply(params, *batch, keys, attend))
@@ -105,12 +105,12 @@ def extraction(
 
 
 def assert_greedy(reference, prompts: Sequence[Prompt], found: dict[int, Completion]) -> None:
-    """Each token is the likeliest after those before it: then greedy `generate` would have given the same."""
+    """Asserts that each token is the likeliest after those before it, as in greedy `generate`."""
     whole = [np.concatenate([each.tokens, found[each.number].tokens]) for each in prompts]
     ids = np.zeros((len(whole), max(map(len, whole))), np.int64)
     for row, tokens in zip(ids, whole, strict=True):
         row[: tokens.size] = tokens
-    with torch.no_grad():  # causal: what lies to the right is not seen
+    with torch.no_grad():  # causal: padding on the right has no effect
         likeliest = reference(torch.from_numpy(ids)).logits.argmax(-1).numpy()
     for row, prompt in zip(likeliest, prompts, strict=True):
         got = found[prompt.number].tokens
@@ -119,8 +119,8 @@ def assert_greedy(reference, prompts: Sequence[Prompt], found: dict[int, Complet
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_as_transformers_does(family: str, tmp_path) -> None:
-    """More prompts than rows: some come when others have ended, in rows that were used before."""
+def test_greedy_completions_equal_those_of_transformers(family: str, tmp_path) -> None:
+    """More prompts than rows: some start in rows whose completions have ended."""
     reference = save(family, tmp_path)
     some = prompts(ROWS + 5)
     compiled = generator(tmp_path)
@@ -130,14 +130,14 @@ def test_greedy_as_transformers_does(family: str, tmp_path) -> None:
     assert compiled.counts.tokens == len(some) * NUM_NEW
 
 
-def test_the_bundled_model_against_generate_itself() -> None:
+def test_completions_of_the_bundled_model_equal_those_of_generate() -> None:
     path = PACKAGE / "assets" / "tiny-qwen2"
     reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     some = prompts(ROWS, reference.config.vocab_size)
     found = completed(generator(path, end_tokens=(0,)), some)
     ids = np.zeros((ROWS, MAX_PROMPT), np.int64)
     mask = np.zeros_like(ids)
-    for row, prompt in enumerate(some):  # on the left, as `generate` wants padding
+    for row, prompt in enumerate(some):  # `generate` wants padding on the left
         ids[row, MAX_PROMPT - prompt.tokens.size :] = prompt.tokens
         mask[row, MAX_PROMPT - prompt.tokens.size :] = 1
     options = {"max_new_tokens": NUM_NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": 0}
@@ -148,8 +148,8 @@ def test_the_bundled_model_against_generate_itself() -> None:
         assert not row[got.size :].any()
 
 
-def test_int8_weights(tmp_path) -> None:
-    """Greedy again, by the rounded weights."""
+def test_completions_with_int8_weights_are_greedy(tmp_path) -> None:
+    """Greedy with respect to the rounded weights."""
     save("llama", tmp_path)
     some = prompts(3)
     found = completed(generator(tmp_path, with_int8=True), some)
@@ -178,7 +178,7 @@ def drawing(path: Path) -> Generator:
 
 
 def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Generator) -> None:
-    """Not on the rows of the batch, the order, the neighbours or the length of a segment."""
+    """And not on the number of rows, the order, the neighbours or the length of a segment."""
     some = prompts(13)
     found = completed(drawing, some)
     assert {each.finish_reason for each in found.values()} == {"stop", "length"}
@@ -195,8 +195,8 @@ def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Ge
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3_5_text"])
-def test_activations_of_decoding_are_those_of_the_extraction(family: str, tmp_path) -> None:
-    """Of the whole prompt and completion, the last token included; also in rows that were used before."""
+def test_activations_of_decoding_equal_those_of_extraction(family: str, tmp_path) -> None:
+    """For all tokens of prompt and completion, the last included, also in reused rows."""
     path = tmp_path
     save(family, path)
     keys = activation_keys((1,), (Site.q, Site.attn_z, Site.mlp_post, Site.resid_post))
@@ -216,8 +216,8 @@ def test_activations_of_decoding_are_those_of_the_extraction(family: str, tmp_pa
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma4_text"])
-def test_an_int8_cache_rounds_the_keys_and_values_of_what_is_generated(family: str, tmp_path) -> None:
-    """Prompts attend to each other as they are. A number that lies between two integers may be rounded either way."""
+def test_an_int8_cache_rounds_keys_and_values_of_generated_tokens(family: str, tmp_path) -> None:
+    """Prompt tokens attend to exact values. The tolerance allows for values that are rounded differently."""
     save(family, tmp_path)
     keys = activation_keys((1,), (Site.attn_z, Site.resid_post))
     compiled = generator(tmp_path, keys, max_new_tokens=9, cache_is_int8=True)
@@ -239,7 +239,7 @@ def test_an_int8_cache_rounds_the_keys_and_values_of_what_is_generated(family: s
             assert error < 0.2 * effect, (key.name, number, error, effect)
 
 
-def test_a_document_whose_values_are_not_finite_leaves_none_in_its_row(tmp_path) -> None:
+def test_values_that_are_not_finite_do_not_reach_the_rows_next_document(tmp_path) -> None:
     save_random("llama", tmp_path, num_hidden_layers=2)
     compiled = generator(tmp_path, rows=1, max_new_tokens=8)
     bad, good = np.array([5] * MAX_PROMPT, np.int32), np.array([6, 7], np.int32)
@@ -249,11 +249,11 @@ def test_a_document_whose_values_are_not_finite_leaves_none_in_its_row(tmp_path)
     np.testing.assert_array_equal(completed(compiled, [Prompt(0, bad), Prompt(1, good)])[1].tokens, expected)
 
 
-def test_stop_leaves_the_rest(drawing: Generator) -> None:
+def test_stop_ends_the_run_before_the_next_prompt(drawing: Generator) -> None:
     assert list(drawing.run(iter(prompts(4)), stop=lambda: True)) == []
 
 
-def test_refused(path: Path, drawing: Generator, tmp_path) -> None:
+def test_wrong_prompts_lengths_and_encoders_are_refused(path: Path, drawing: Generator, tmp_path) -> None:
     for size in (0, MAX_PROMPT + 1):
         with pytest.raises(InputError, match=rf"document 5 has a prompt of {size} tokens, expected 1 to {MAX_PROMPT}"):
             list(drawing.run(iter([Prompt(5, np.zeros(size, np.int32))])))

@@ -1,4 +1,4 @@
-"""Groups are stored in order, as many as are needed, wherever a run goes on and in whatever order prompts end."""
+"""Groups are stored in order, as many as needed, wherever a run resumes and in whatever order completions end."""
 
 import random
 from collections import deque
@@ -21,7 +21,7 @@ ROWS, LENGTH = 2, 10
 
 
 class Prompts:
-    """Prompts of two tokens in source shards of five; every fourth row is left out."""
+    """Prompts of two tokens in two source shards of five; the fourth of each shard is skipped."""
 
     num_shards = 2
     info_schema = pa.schema([])
@@ -53,7 +53,7 @@ def open_stream(path, budget: int | None = None) -> StreamGroups:
 
 
 def work(stream: StreamGroups, rng: random.Random, at_most: int = 1000) -> int:
-    """Completes prompts in random order, four at a time, and says how many; a prompt's answer depends on it alone."""
+    """Completes prompts in random order, four at a time. Returns their number. An answer depends only on its prompt."""
     prompts, under_way, done = deque(), [], 0
     while done < at_most:
         while len(under_way) < 4 and (prompts or not stream.is_done):
@@ -87,8 +87,8 @@ def test_the_groups_do_not_depend_on_the_order_or_on_interruptions(tmp_path, bud
         assert stored(path) == expected
 
 
-def test_no_more_is_asked_for_once_there_is_enough(tmp_path):
-    """Long answers meet the budget long before so many short ones would."""
+def test_no_prompt_is_wanted_once_the_budget_is_met(tmp_path):
+    """Long answers meet the budget with fewer prompts than short ones."""
     stream = open_stream(tmp_path, 2)
     prompts = stream.next_prompts() + stream.next_prompts()
     assert not stream.is_done
@@ -100,7 +100,7 @@ def test_no_more_is_asked_for_once_there_is_enough(tmp_path):
     assert len(stored(tmp_path)) == 1
 
 
-def test_a_larger_budget_goes_on_from_the_groups_that_there_are(tmp_path):
+def test_a_larger_budget_resumes_from_the_stored_groups(tmp_path):
     work(open_stream(tmp_path / "whole"), random.Random(0))
     assert work(open_stream(tmp_path / "store", 2), random.Random(0)) >= 2 * SIZE
     before = stored(tmp_path / "store")

@@ -1,4 +1,4 @@
-"""Which tokens can be drawn, and how often."""
+"""Which tokens can be drawn, and their frequencies."""
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ CASES = [
 
 
 def expected_probabilities(sampling: Sampling) -> np.ndarray:
-    """By transformers, in the order in which `generate` applies them."""
+    """The probabilities by transformers, whose processors run in the order of `generate`."""
     processors = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(sampling.temperature)])
     if sampling.top_k is not None:
         processors.append(transformers.TopKLogitsWarper(sampling.top_k))
@@ -35,7 +35,7 @@ def expected_probabilities(sampling: Sampling) -> np.ndarray:
 
 
 @pytest.mark.parametrize("sampling", CASES, ids=str)
-def test_frequencies(sampling: Sampling) -> None:
+def test_frequencies_match_the_probabilities_of_transformers(sampling: Sampling) -> None:
     numbers = np.arange(DRAWS, dtype=np.uint32)
     keys = document_keys(sampling.seed, numbers >> 7, numbers)
     drawn = jax.jit(sample, static_argnums=3)(np.tile(LOGITS, (DRAWS, 1)), keys, numbers % 64, sampling)
@@ -46,7 +46,7 @@ def test_frequencies(sampling: Sampling) -> None:
     assert (np.abs(frequencies - expected) <= 5 * deviations).all()
 
 
-def test_greedy_is_the_likeliest() -> None:
+def test_greedy_sampling_takes_the_likeliest_token() -> None:
     keys = document_keys(0, np.zeros(1, np.uint32), np.zeros(1, np.uint32))
     assert sample(LOGITS[None], keys, np.zeros(1, np.int32), Sampling()) == np.argmax(LOGITS)
 
@@ -64,6 +64,6 @@ def test_keys_differ_with_the_seed_and_either_half_of_the_number() -> None:
         *({"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}, {"seed": 1 << 32}),
     ],
 )
-def test_refused(wrong: dict[str, float]) -> None:
+def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         Sampling(**{"temperature": 1.0} | wrong)

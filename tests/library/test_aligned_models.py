@@ -1,4 +1,4 @@
-"""Two models' stores of one text, read token by token: what each model gives for the batch's tokens."""
+"""Two models' stores of one text, read together: a batch has both models' activations of its tokens."""
 
 import json
 import pydoc_data.topics
@@ -20,13 +20,13 @@ from scripts.examples import train_crosscoder_jax
 from tests.jobs import write_text
 
 TINY = "${assets:tiny-qwen2}"
-# Of as many rows as a step has: the models differ in width, and blocks would differ in their rows.
+# shard_mib makes blocks of one step: the models differ in width, and larger blocks would differ in rows.
 OPTIONS = {"dtype": "float32", "model_dtype": "float32", "length": 64, "rows": 4, "shard_mib": 0.001, "progress": False}
 KEYS = ["blocks.2.resid_post", "blocks.1.resid_post"]
 
 
 def write_narrow_model(folder: Path, merges_left_out: int = 0) -> Path:
-    """A model with random weights, narrower than the bundled one, with its tokenizer, or one that knows less merges."""
+    """Writes a model narrower than the bundled one, with its tokenizer, without the first `merges_left_out` merges."""
     folder.mkdir()
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 128, "vocab_size": 2048}
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
@@ -40,7 +40,7 @@ def write_narrow_model(folder: Path, merges_left_out: int = 0) -> Path:
 
 @pytest.fixture(scope="module", params=[{}, {"positions": "every", "every": 4}], ids=["all", "every fourth"])
 def extractors(request, tmp_path_factory) -> list[Extractor]:
-    """The bundled model, and one with random weights that has its tokenizer and is narrower."""
+    """The bundled model, and a narrower one with random weights and the same tokenizer."""
     options = OPTIONS | request.param
     folder = write_narrow_model(tmp_path_factory.mktemp("model") / "narrow")
     other = Extractor(str(folder), layers=[1], init="random", **options)
@@ -52,7 +52,7 @@ def texts() -> list[str]:
     return [text[200:600] for _, text in sorted(pydoc_data.topics.topics.items())[:20]]
 
 
-def test_a_batch_has_what_each_model_gives_for_its_tokens(extractors, texts, tmp_path):
+def test_a_batch_has_each_models_activations_of_its_tokens(extractors, texts, tmp_path):
     paths = [tmp_path / "tiny", tmp_path / "random"]
     for extractor, path in zip(extractors, paths, strict=True):
         extractor.save(path, texts)
@@ -75,7 +75,7 @@ def test_a_batch_has_what_each_model_gives_for_its_tokens(extractors, texts, tmp
 
 
 def recipe(tmp_path: Path, *models: Path) -> list[str]:
-    """What makes +experiment=diff_models small."""
+    """Overrides that make +experiment=diff_models small."""
     text = write_text(tmp_path / "text", files=2, documents=12, max_characters=800)
     data = ["data=demo", f"data.path={text}", "data.num_streams=2", "run.max_tokens=3000", "run.progress=false"]
     model = ["model=tiny", "model.init=random", f"model.path={','.join(map(str, models))}"]
@@ -110,7 +110,7 @@ def test_the_recipe_for_two_models_makes_aligned_stores(tmp_path, monkeypatch):
 
 
 def test_two_streams_give_the_same_tokens_in_the_same_order(tmp_path):
-    """Whatever the models' widths: so activations of two models need no store to be compared."""
+    """Although the models differ in width. So comparing two models needs no store."""
     models = [PACKAGE / "assets/tiny-qwen2", write_narrow_model(tmp_path / "narrow")]
     streams = [Stream.from_config(recipe(tmp_path, model)) for model in models]
     readers = [stream.batches(50, shuffle_buffer_tokens=2048, seed=5) for stream in streams]

@@ -1,4 +1,4 @@
-"""An Extractor's results: those of the store that the command writes, for whatever it is called with."""
+"""An Extractor returns the values of the store that the command writes, for all options and kinds of documents."""
 
 import importlib.util
 import json
@@ -69,8 +69,8 @@ def extractor() -> Extractor:
     ],
     ids=["float32", "bfloat16", "int8", "pad and cut", "all layers, outputs", "last", "regex", "features"],
 )
-def test_results_are_the_stores_to_the_bit(text, texts, tmp_path, options, overrides):
-    """Where steps have the shape of the command's: with as many documents as fill several."""
+def test_results_equal_the_stores_bit_by_bit(text, texts, tmp_path, options, overrides):
+    """Steps have the shape of the command's if the documents fill several."""
     defaults = ["capture.layers=[2,4]", "capture.dtype=float32", "model.dtype=float32"]
     job = [f"data.path={text}", f"store.path={tmp_path / 'store'}", "batch.rows=4", "batch.length=128"]
     run_here(*job, "store.shard_mib=0.25", *defaults, *overrides)
@@ -95,21 +95,21 @@ def test_results_are_the_stores_to_the_bit(text, texts, tmp_path, options, overr
                 scales = np.repeat(result.scales[name], 32, axis=1)
                 values = values.astype(np.float32) * scales
             assert values.tobytes() == document.activations[name].tobytes(), (number, name)
-    table = store.documents  # a document that stands in two blocks has two rows
+    table = store.documents  # a document in two blocks has two rows
     cut = dict(zip(table["document"].to_pylist(), table["n_cut"].to_pylist(), strict=True))
     assert {number: result.num_cut for number, result in enumerate(results)} == cut
     assert any(cut.values()) == ("long_documents" in options)
 
 
-def test_one_document_by_itself_has_the_values_that_it_has_among_others(extractor, texts):
-    """In a step of another shape, so not to the bit."""
+def test_a_single_document_has_the_values_it_has_among_others(extractor, texts):
+    """The step has another shape, so the values are not equal bit by bit."""
     together = extractor(texts)
     for number in (0, 7, 19):
         [alone] = extractor([texts[number]])
         np.testing.assert_allclose(alone.activations[KEY], together[number].activations[KEY], rtol=1e-5, atol=1e-5)
 
 
-def test_texts_tokens_and_chats(extractor):
+def test_texts_token_ids_and_chats_give_the_same_results(extractor):
     rendered = "<|im_start|>user\nWhat is a list?<|im_end|>\n<|im_start|>assistant\nA sequence.<|im_end|>\n"
     chat, text = extractor([CHAT, rendered])
     [prompted] = extractor([CHAT[:1]], add_generation_prompt=True)
@@ -130,7 +130,7 @@ def test_a_later_window_does_not_see_an_earlier_one(extractor):
     np.testing.assert_array_equal(joined.positions, np.arange(300))
 
 
-def test_other_frameworks(extractor):
+def test_framework_jax_returns_jax_arrays(extractor):
     [numpy_result] = extractor(["a list"])
     [jax_result] = extractor(["a list"], framework="jax")
     assert isinstance(jax_result.activations[KEY], jax.Array)
@@ -140,7 +140,7 @@ def test_other_frameworks(extractor):
         extractor(["a list"], framework="tensorflow")
 
 
-def test_features_alone_in_another_framework(tmp_path):
+def test_features_without_activations_are_returned_as_jax_arrays_and_saved(tmp_path):
     extractor = Extractor(TINY, layers=[4], encode={"blocks.4.resid_post": SAE}, encode_top=8, **FLOAT32, **SMALL)
     [result] = extractor(["The capital of France is Paris."], framework="jax")
     features = result.features["blocks.4.resid_post"]
@@ -151,7 +151,7 @@ def test_features_alone_in_another_framework(tmp_path):
     assert extractor.save(tmp_path / "store", ["A text."]).document(0).features.keys() == result.features.keys()
 
 
-def test_bad_documents_are_skipped_where_that_is_asked_for(tmp_path):
+def test_on_error_skip_skips_bad_documents(tmp_path):
     extractor = Extractor(TINY, layers=[2], on_error="skip", **FLOAT32, **SMALL)
     results = extractor(["", "a", [], [5000], "\ud800", [7]])
     assert [len(result.tokens) for result in results] == [0, 1, 0, 0, 0, 1]
@@ -163,7 +163,7 @@ def test_bad_documents_are_skipped_where_that_is_asked_for(tmp_path):
     assert store.documents["id"].to_pylist() == ["1"]
 
 
-def test_calls_of_unlike_sizes_compile_few_programs():
+def test_calls_of_different_sizes_compile_few_programs():
     compiled = []
     _onednn_options()  # compiles a program, once in a process
 
@@ -243,7 +243,7 @@ def test_documents_that_are_refused(extractor, documents, message):
     assert message in str(raised.value)
 
 
-def test_what_cannot_be_saved_is_refused(extractor, tmp_path):
+def test_token_ids_and_too_few_ids_are_refused_by_save(extractor, tmp_path):
     for documents, ids, message in (
         ([[1, 2]], None, "documents[0] is [1, 2]. Expected a text, or a chat"),
         (["a", "b"], ["one"], "ids has 1 entries for 2 documents"),
@@ -254,8 +254,8 @@ def test_what_cannot_be_saved_is_refused(extractor, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-def test_activations_that_do_not_fit_into_the_dtype_are_refused(tmp_path):
-    path = str(write_model_of_zeros(tmp_path / "model"))  # whose last norm is large
+def test_activations_that_overflow_the_dtype_are_refused(tmp_path):
+    path = str(write_model_of_zeros(tmp_path / "model"))  # its last norm is large
     options = {"layers": [5], "sites": "final_norm", "model_dtype": "float32", "dtype": "float16", **SMALL}
     with pytest.raises(NotFiniteError, match=r"not finite as float16: final_norm \(2 tokens\)"):
         Extractor(path, **options)([[1, 2]])
@@ -272,7 +272,7 @@ def test_a_model_that_changes_on_disk_is_not_saved(tmp_path):
         extractor.save(tmp_path / "store", ["a text"])
 
 
-def test_a_saved_store_is_the_commands(extractor, text, texts, tmp_path):
+def test_a_saved_store_equals_the_commands(extractor, text, texts, tmp_path):
     ids = pq.read_table(text)["id"].to_pylist()
     saved = extractor.save(tmp_path / "saved", texts, ids=ids)
     job = [f"data.path={text}", f"store.path={tmp_path / 'run'}", "batch.rows=4", "batch.length=128"]
@@ -302,7 +302,7 @@ def test_a_saved_store_is_resumed_extended_or_refused(extractor, texts, tmp_path
     def extend() -> None:
         extractor.save(path, texts)
 
-    thread = threading.Thread(target=extend)  # which may not handle signals
+    thread = threading.Thread(target=extend)  # a thread that may not handle signals
     thread.start()
     thread.join()
     extractor.save(whole, texts)
@@ -316,8 +316,8 @@ def test_chats_are_saved(extractor, tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
-def test_libtpu_logs_nothing_where_there_is_no_tpu():
-    """Without JAX_PLATFORMS, JAX would ask libtpu for devices. JAX's configuration is left as it was."""
+def test_libtpu_logs_nothing_without_a_tpu():
+    """Without JAX_PLATFORMS, JAX would ask libtpu for devices. JAX's configuration does not change."""
     program = f"""
 import jax
 from pipeline import Extractor

@@ -1,4 +1,4 @@
-"""An Extractor's results against what hooks see in transformers, in float32."""
+"""An Extractor's results compared with what hooks see in transformers, in float32."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SITES = ["embed", "resid_pre", "q", "attn_z", "resid_mid", "mlp_post", "resid_po
 
 @pytest.mark.parametrize("family", ["bundled", "gpt2", "gemma2"])
 def test_every_layer_has_the_values_of_transformers(family, tmp_path):
-    """Of documents packed together, each of which transformers sees alone."""
+    """The extractor packs documents; transformers gets one at a time."""
     if family == "bundled":
         model, path = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype="float32").eval(), TINY
     else:

@@ -1,4 +1,4 @@
-"""The shapes that an Extractor compiles for: few, ascending, and each takes what it is chosen for."""
+"""The few shapes for which an Extractor compiles, and the choice among them."""
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ from pipeline.library.shapes import MAX_SHAPES, ladder, smallest
         (1, 130, 1, True, [(1, 65), (1, 130)]),
     ],
 )
-def test_a_ladder(rows, length, devices, halves_length, expected):
+def test_a_ladder_doubles_lengths_then_rows(rows, length, devices, halves_length, expected):
     assert ladder(rows, length, devices, halves_length) == tuple(expected)
 
 
-def test_a_ladder_of_any_step_is_short():
+def test_a_ladder_is_short_and_ascending():
     for rows in (1, 8, 256, 4096):
         for length in (1, 64, 1024, 131072):
             shapes = ladder(rows, length, 1, True)
@@ -40,8 +40,8 @@ def test_a_ladder_of_any_step_is_short():
         ([32, 33], Packing.pack, (1, 128)),
         ([65], Packing.pack, (1, 128)),
         ([100, 100], Packing.pack, (2, 128)),
-        ([86, 86, 84], Packing.pack, (4, 128)),  # as many tokens as two rows have, which do not fit into two
-        ([128] * 5, Packing.pack, (4, 128)),  # more than a step takes
+        ([86, 86, 84], Packing.pack, (4, 128)),  # as many tokens as two rows have, but they do not fit into two
+        ([128] * 5, Packing.pack, (4, 128)),  # more than a step has
         ([3, 3], Packing.pad, (2, 128)),
     ],
 )

@@ -1,4 +1,4 @@
-"""A Stream in processes of its own: killed and resumed, with joined processes, on several devices."""
+"""Streams in other processes: killed and resumed, joined by jax.distributed, on two devices."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def overrides(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(overrides) -> list[Batch]:
-    """All batches, as one process computes them on one device."""
+    """All batches, from one process with one device."""
     return list(batches_of(Stream.from_config(overrides)))
 
 
@@ -76,12 +76,12 @@ for number, batch in enumerate(batches, saved["done"]):
     os.replace(Path(folder) / "new", checkpoint)
     print("batch", number, flush=True)
     if number == int(stop):
-        sys.exit()  # with a reader that is open
+        sys.exit()  # with an open reader
 """
 
 
-@pytest.mark.slow  # seven processes, which load the model each
-def test_killed_and_resumed_it_yields_the_same_batches_and_fills_the_store(overrides, whole, tmp_path):
+@pytest.mark.slow  # seven processes load the model
+def test_a_killed_stream_resumes_with_the_same_batches_and_fills_the_store(overrides, whole, tmp_path):
     run_here(*overrides, f"store.path={tmp_path / 'reference'}")
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     for batches in (7, 34, 1, 60, 20):
@@ -114,7 +114,7 @@ said = [batches.state()["of"]["rank"], batches.state()["of"]["world"], tokens]
 
 
 @pytest.mark.slow  # two processes that join
-def test_processes_that_have_joined_compute_their_own_shares(overrides, whole, tmp_path):
+def test_joined_processes_compute_their_shares(overrides, whole, tmp_path):
     run_here(*overrides, f"store.path={tmp_path / 'reference'}")
     command = [sys.executable, "-c", JOINED, str(free_port())]
     processes = [subprocess.Popen([*command, str(n), str(tmp_path), *overrides], cwd=ROOT) for n in range(2)]

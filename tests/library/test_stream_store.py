@@ -1,4 +1,4 @@
-"""A Stream that fills a store, too: the command's store, to the byte, however the training was stopped."""
+"""A Stream that also fills a store makes the command's store, byte by byte, however the training was stopped."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ BUFFER = 3072  # slots for tokens: two halves of three steps
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
-    """Three source shards in two streams; statistics, an SAE's features and its index are stored, too."""
+    """Three source shards in two streams. Statistics, an SAE's features and their index are stored too."""
     text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=20, max_characters=1500)
     features = [
         "capture.encode={blocks.4.resid_post: '${assets:tiny-sae}'}",
@@ -54,21 +54,21 @@ def batches_of(stream: Stream, **options) -> StreamReader:
 
 
 def withdraw(store: Path, stream: int, blocks: int) -> None:
-    """Leaves the stream its first blocks, as a process does that is killed before it commits the others."""
+    """Keeps only the stream's first blocks, as if the process had been killed before it committed the others."""
     records = sorted((store / commit_key(stream, 0)).parent.iterdir())
     assert len(records) >= blocks
     for record in records[blocks:]:
         record.unlink()
 
 
-def test_it_writes_the_store_of_the_command(stream, reference, whole, tmp_path):
+def test_a_stream_writes_the_store_of_the_command(stream, reference, whole, tmp_path):
     batches = batches_of(stream, store=tmp_path / "store")
     assert batches.host_bytes > batches_of(stream).host_bytes
     assert_all_same(batches, whole)
     assert_same_store(tmp_path / "store", reference)
 
 
-def test_blocks_that_the_store_has_are_not_written_again(stream, reference, whole, tmp_path):
+def test_committed_blocks_are_not_written_again(stream, reference, whole, tmp_path):
     path, stops, resumed, state, times = tmp_path / "store", (1, 40, 41, 77), [], None, {}
     for stop in (*stops, len(whole)):
         batches = batches_of(stream, state=state, store=path)
@@ -82,13 +82,13 @@ def test_blocks_that_the_store_has_are_not_written_again(stream, reference, whol
     assert_all_same(resumed, whole)
     assert ActivationStore.open(path).complete
     assert_same_store(path, reference)
-    assert_all_same(batches_of(stream, store=path), whole)  # of a complete store, which it leaves as it is
+    assert_all_same(batches_of(stream, store=path), whole)  # a complete store does not change
     assert_same_store(path, reference)
 
 
 @pytest.mark.parametrize("blocks", [(0, 0), (2, 1), (3, 1)], ids=str)
-def test_a_store_that_is_behind_the_state_gets_what_it_lacks(stream, reference, whole, tmp_path, blocks):
-    """Blocks have two steps and halves three, so that a half begins within a block."""
+def test_a_store_behind_the_state_gets_the_missing_blocks(stream, reference, whole, tmp_path, blocks):
+    """Blocks have two steps and halves three, so a half begins within a block."""
     path = tmp_path / "store"
     batches = batches_of(stream, store=path)
     for _ in range(50):
@@ -102,7 +102,7 @@ def test_a_store_that_is_behind_the_state_gets_what_it_lacks(stream, reference, 
     assert_same_store(path, reference)
 
 
-def test_a_state_of_the_end_fills_a_store_that_is_behind(stream, reference, whole, tmp_path):
+def test_a_state_at_the_end_fills_a_store(stream, reference, whole, tmp_path):
     batches = batches_of(stream)
     assert len(list(batches)) == len(whole)
     assert not list(batches_of(stream, state=batches.state(), store=tmp_path / "store"))
@@ -123,8 +123,8 @@ def test_a_smaller_store_is_extended(stream, reference, overrides, tmp_path):
     assert_same_store(tmp_path / "store", reference)
 
 
-def test_a_store_that_is_to_hold_more_is_refused(stream, reference, overrides, tmp_path):
-    """A stream's last blocks would end where those of the larger run go on."""
+def test_a_smaller_target_than_the_stores_is_refused(stream, reference, overrides, tmp_path):
+    """The last blocks of the smaller run would end where those of the larger one continue."""
     path = tmp_path / "store"
     batches_of(stream, store=path).close()
     before = objects(path)
@@ -144,7 +144,7 @@ def test_a_store_of_another_configuration_is_refused(stream, reference, override
     assert objects(reference) == before
 
 
-def test_what_the_store_cannot_take_is_raised_where_batches_are_read(stream, whole, tmp_path):
+def test_a_failed_write_is_raised_where_batches_are_read(stream, whole, tmp_path):
     batches = batches_of(stream, store=tmp_path / "store")
     (tmp_path / "store/blocks.2.resid_post/c").write_text("no folder")
     with pytest.raises(StoreError, match="blocks.2.resid_post/c"):
@@ -152,7 +152,7 @@ def test_what_the_store_cannot_take_is_raised_where_batches_are_read(stream, who
     assert not committed(tmp_path / "store")
     batches = batches_of(stream, store=tmp_path / "store")
     next(batches)
-    with pytest.raises(StoreError, match="blocks.2.resid_post/c"):  # nor is it lost where the training ends earlier
+    with pytest.raises(StoreError, match="blocks.2.resid_post/c"):  # also if the training ends earlier
         batches.close()
     (tmp_path / "store/blocks.2.resid_post/c").unlink()
     assert_all_same(batches_of(stream, store=tmp_path / "store"), whole)

@@ -1,5 +1,5 @@
-"""A Stream: the tokens and values of a store of the same configuration, each once, in an order that depends on the
-configuration and the seed alone, and goes on bit for bit wherever it was stopped."""
+"""A Stream yields the tokens and values of a store of the same configuration, each once. The order depends only on
+configuration and seed. A Stream resumes bit for bit wherever it was stopped."""
 
 import gc
 import json
@@ -71,7 +71,7 @@ def test_every_token_once_with_the_values_of_the_store(whole, store):
     assert [len(batch.tokens) for batch in whole[:-1]] == [SIZE] * (len(whole) - 1)
 
 
-def test_in_order_of_rows_it_is_the_store(stream, store):
+def test_without_shuffling_batches_equal_the_stores(stream, store):
     assert_all_same(batches_of(stream, shuffle=False), store.batches(KEYS, SIZE))
 
 
@@ -90,7 +90,7 @@ def test_in_order_of_rows_it_is_the_store(stream, store):
     ],
     ids=["int8", "selected", "padded"],
 )
-def test_other_kinds_of_stores(overrides, tmp_path, settings, options):
+def test_int8_selected_and_padded_streams_equal_their_stores(overrides, tmp_path, settings, options):
     run_here(*overrides, *settings, f"store.path={tmp_path / 'store'}")
     store = ActivationStore.open(str(tmp_path / "store"))
     stream = Stream.from_config([*overrides, *settings])
@@ -99,7 +99,7 @@ def test_other_kinds_of_stores(overrides, tmp_path, settings, options):
     assert tokens_of(batches) == tokens_of(store.batches(KEYS, SIZE, **options))
 
 
-def test_abandoned_and_resumed_it_yields_the_same_batches(stream, whole):
+def test_an_abandoned_stream_resumes_with_the_same_batches(stream, whole):
     stops, state, resumed = (1, 37, 38, 113, 160), None, []
     for stop in (*stops, 200):
         batches = batches_of(stream, state=state)
@@ -111,7 +111,7 @@ def test_abandoned_and_resumed_it_yields_the_same_batches(stream, whole):
     assert_all_same(batches_of(stream, state=state), whole[200:])
 
 
-def test_a_state_of_the_end_yields_nothing(stream, whole):
+def test_a_state_at_the_end_yields_nothing(stream, whole):
     batches = batches_of(stream)
     assert len(list(batches)) == len(whole)
     assert next(batches, None) is None
@@ -126,10 +126,10 @@ def test_at_most_half_a_buffer_is_computed_again(stream, whole):
     batches.close()
     begin = int(np.cumsum([len(batch.tokens) for batch in whole])[89]) - state["token"]
     assert 0 <= state["token"] <= BUFFER // 2
-    assert begin >= BUFFER // 2  # what is computed again begins after the first half
+    assert begin >= BUFFER // 2  # the first half is not computed again
 
 
-def test_the_order_depends_on_the_seed_alone(stream, whole):
+def test_the_order_depends_on_the_seed_and_not_on_speed(stream, whole):
     def slowly(batches: Iterator[Batch]) -> Iterator[Batch]:
         for number, batch in enumerate(batches):
             time.sleep(0.02 * (number % 40 == 0))
@@ -170,12 +170,12 @@ def test_the_shares_of_two_readers_are_disjoint_and_complete(stream, whole):
         ("xyz", "It has activations_dtype, "),
     ],
 )
-def test_an_unknown_option_is_compared_with_the_keys_of_the_configuration(name, hint):
+def test_the_refusal_of_an_unknown_option_gives_a_hint(name, hint):
     with pytest.raises(ConfigError, match=re.escape(f"Stream has no option '{name}'. {hint}")):
         Stream("${assets:tiny-qwen2}", layers=[2], data="/texts", **{name: 1})
 
 
-def test_other_arguments_than_overrides(text, stream, whole):
+def test_named_options_make_the_stream_of_the_overrides(text, stream, whole):
     options = {"rows": 4, "length": 128, "shard_mib": 0.25, "model_dtype": "float32", "progress": False}
     data = {"path": str(text), "num_streams": 2}
     named = Stream("${assets:tiny-qwen2}", layers=[0, 1], data=data, **options)
@@ -238,7 +238,7 @@ def test_configurations_that_are_refused(overrides, settings, message):
         Stream.from_config([*(overrides if "data=generate" not in settings else overrides[2:-1]), *settings])
 
 
-def test_keys_filters_and_frameworks(stream, store, whole):
+def test_keys_filters_and_frameworks_apply_as_in_a_store(stream, store, whole):
     token_filter = TokenFilter(skip_first=2, norms={KEYS[1]: (0.0, 100.0)})
     batches = list(batches_of(stream, keys=(1, "resid_post"), token_filter=token_filter, framework="jax"))
     assert isinstance(batches[0].activations, jax.Array)
@@ -249,7 +249,7 @@ def test_keys_filters_and_frameworks(stream, store, whole):
     assert stacked.activations.tobytes() == np.stack([whole[0].activations[k] for k in KEYS[::-1]], 1).tobytes()
 
 
-def test_normalisation_of_a_sample(stream, store):
+def test_normalisation_is_computed_from_a_sample(stream, store):
     normalisation = stream.normalisation(num_tokens=6000)
     values = np.concatenate([batch.activations[KEYS[0]] for batch in batches_of(stream, normalisation=normalisation)])
     assert values.dtype == np.float32
@@ -272,8 +272,8 @@ def test_waits_are_reported_and_memory_is_as_planned(stream):
     assert batches.host_bytes == (BUFFER + 5 * SIZE) * slot_bytes + in_flight
 
 
-def test_the_devices_hold_what_is_planned_for_the_stream_and_its_training(stream):
-    """Arrays, while an autoencoder is trained; what programs take besides is the compiler's figure."""
+def test_device_memory_of_stream_and_training_is_as_planned(stream):
+    """The arrays alive while an autoencoder is trained; the compiler reports what programs take besides."""
     gc.collect()
     before = {id(array) for array in jax.live_arrays()}
     weights = sum(array.nbytes for array in jax.tree.leaves(stream._step.operands.params))
@@ -303,8 +303,8 @@ def test_the_devices_hold_what_is_planned_for_the_stream_and_its_training(stream
     )
 
 
-def test_memory_that_is_reserved_is_not_the_streams(overrides, monkeypatch):
-    """On a device whose memory JAX knows: here a CPU is said to have 24 MiB."""
+def test_a_stream_does_not_use_reserved_memory(overrides, monkeypatch):
+    """JAX knows the memory of this device: the CPU reports 24 MiB."""
     device = type(jax.local_devices()[0])
     stats = {"bytes_limit": 24 << 20}
     monkeypatch.setattr(device, "memory_stats", lambda _: stats, raising=False)
@@ -317,7 +317,7 @@ def test_memory_that_is_reserved_is_not_the_streams(overrides, monkeypatch):
         Stream.from_config([*overrides, "run.reserved_mib=24"])
 
 
-def test_a_reader_that_is_closed_or_dropped_ends_its_threads(stream):
+def test_closing_or_dropping_a_reader_ends_its_threads(stream):
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name in ("feed", "fill")]
 
@@ -340,7 +340,7 @@ def test_a_reader_that_is_closed_or_dropped_ends_its_threads(stream):
     assert not any(thread.is_alive() for thread in begun)
 
 
-def test_what_fails_is_raised_where_it_stands(tmp_path):
+def test_a_bad_document_is_raised_at_its_place_in_the_data(tmp_path):
     text = write_text(tmp_path / "text", files=1, documents=60, max_characters=1500)
     [file] = text.iterdir()
     table = pq.read_table(file).to_pydict()

@@ -21,7 +21,7 @@ SLICES = {
 
 
 @pytest.mark.parametrize(("name", "expected"), SLICES.items())
-def test_names(name: str, expected: tuple[str, int, int]) -> None:
+def test_names_of_slices_give_their_chips_and_hosts(name: str, expected: tuple[str, int, int]) -> None:
     tpu_slice = parse_slice(name)
     assert (tpu_slice.name, tpu_slice.num_chips, tpu_slice.num_hosts) == expected
 
@@ -44,7 +44,7 @@ def test_other_names_are_refused(name: str, message: str) -> None:
         parse_slice(name)
 
 
-def test_critical_tokens() -> None:
-    """The figures of the scaling book: 240 for v5e, 560 for v6e."""
+def test_critical_tokens_match_the_scaling_book() -> None:
+    """The book has 240 for v5e and 560 for v6e."""
     assert round(CHIPS["v5e"].critical_tokens) == 241
     assert round(CHIPS["v6e"].critical_tokens) == 560

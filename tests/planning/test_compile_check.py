@@ -30,17 +30,17 @@ def shapes(tmp_path_factory) -> Path:
 
 
 def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProcess:
-    """Runs the command in a new process, in which JAX has not initialised another backend."""
+    """Runs the command in a new process, where JAX has not initialised another backend."""
     common = [f"model.path={shapes / name}", "model.init=random", "model.dtype=bfloat16"]
     return run(*common, "store.path=gs://bucket/store", *overrides, module="pipeline.plan", timeout_s=900)
 
 
-COMPILED = {  # splash attention; the layers between two captured ones are compiled by themselves
+COMPILED = {  # splash attention; layers between two captured ones are compiled separately
     "Qwen2.5-0.5B on v5e-64": ("Qwen2.5-0.5B", "v5e-64", "[18]", 512, 2048, "replicated"),
     "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[40,60]", 512, 2048, "fsdp"),
 }
 COMPILED_SLOWLY = {
-    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[21]", 256, 2048, "fsdp"),  # as the 70B, and so is the next
+    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[21]", 256, 2048, "fsdp"),  # like the 70B, as is the next
     "Llama-3-8B on v5e-64": ("Llama-3-8B", "v5e-64", "[8,16,24]", 256, 2048, "fsdp"),
     "Qwen2.5-0.5B on v5e-64, 1024 positions": ("Qwen2.5-0.5B", "v5e-64", "[6,12,18]", 1024, 1024, "replicated"),
     "Gemma-2-9B on v6e-64": ("Gemma-2-9B", "v6e-64", "[10,20,30]", 64, 8192, "replicated"),  # longer than its windows
@@ -51,7 +51,7 @@ CASES = COMPILED | COMPILED_SLOWLY
 
 @pytest.fixture(scope="module")
 def plans(shapes: Path, request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess]]]:
-    """The plans of the selected cases. Two compile at a time: each takes a core for half a minute, and 1 GB."""
+    """The plans of the selected cases. Two compile at a time; each takes a core for half a minute and 1 GB."""
 
     def start(name: str, topology: str, layers: str, rows: int, length: int) -> subprocess.CompletedProcess:
         sizes = (f"capture.layers={layers}", f"batch.rows={rows}", f"batch.length={length}")
@@ -110,7 +110,7 @@ def test_a_job_that_does_not_fit_is_refused_with_a_remedy(shapes, rows: int, inf
 @needs_libtpu
 @pytest.mark.slow  # compiles three times
 def test_search_finds_the_largest_batch(shapes: Path) -> None:
-    """The remedy that the refusals above name."""
+    """The remedy named by the refusals above."""
     job = (*LONG_ROWS, "run.max_inflight_mib=1000000")
     done = plan(shapes, "Llama-3-8B", *job, "plan.search=true", "plan.json=true")
     assert done.returncode == 0, done.stderr
@@ -179,7 +179,7 @@ assert max(sizes) == 2304 * width
     ("shapes_of_chips", "width"), [("pairs", 16384), pytest.param("every", 65536, marks=pytest.mark.slow)]
 )
 def test_splash_and_encoding_compile_for_chips(shapes_of_chips: str, width: int) -> None:
-    """The matrix of an SAE of either width is larger than what the features of some tokens at a time take."""
+    """With either width, the SAE's matrix is larger than the features of a tile of tokens."""
     done = run_program(KERNELS, shapes_of_chips, str(width), timeout_s=300)
     assert done.returncode == 0, done.stderr
 
@@ -221,7 +221,7 @@ def test_without_libtpu_the_message_says_how_to_install_it(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 7, 8, 100, 64 * 64])
-def test_largest_power(most: int) -> None:
+def test_the_largest_power_of_two_is_found_in_few_tries(most: int) -> None:
     tried = []
 
     def fits(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""How rows and weights are divided among the devices."""
+"""Division of rows and weights among the devices."""
 
 import pytest
 
@@ -22,7 +22,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("tensor", "process_devices", "message"), MESHES.values(), ids=MESHES.keys())
-def test_an_illegal_mesh_is_refused_with_the_whole_equation(tensor, process_devices, message):
+def test_the_refusal_of_a_mesh_gives_the_whole_equation(tensor, process_devices, message):
     topology = Topology(devices=8, processes=8 // process_devices)
     with pytest.raises(ConfigError, match=message):
         plan_mesh(MeshConfig(tensor=tensor), 8, topology, TENSOR_DIMS)

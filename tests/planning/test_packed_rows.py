@@ -1,4 +1,4 @@
-"""The computed share of attention, compared with a count over pairs of tokens."""
+"""The share of attention that is computed, compared with a count over pairs of tokens."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_a_block_is_computed_if_the_mask_and_a_segment_reach_it(rows, causal: bo
     order = np.arange(segments.shape[1])
     distances = order[:, None] - order
     visible = (distances >= 0 if causal else True) & (distances < (window or np.inf))
-    numbers = np.where(segments == 0, -1 - order, segments)  # a padding position reaches itself
+    numbers = np.where(segments == 0, -1 - order, segments)  # a padding position attends to itself
     same = numbers[:, :, None] == numbers[:, None, :]
 
     def blocks(pairs: np.ndarray) -> np.ndarray:

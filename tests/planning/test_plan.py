@@ -75,7 +75,7 @@ def planned(config=BASE, shards=8, topology=ONE_DEVICE, stored=None, facts=Facts
     return make_plan(config, facts, shards, topology, stored)
 
 
-def test_bytes_of_a_step_and_of_a_block():
+def test_a_plan_counts_the_bytes_of_steps_blocks_and_host_memory():
     plan = planned()
     row_bytes = 256 * 896 * 2
     assert plan.memory.step_bytes == 8 * row_bytes
@@ -107,7 +107,7 @@ def test_host_bytes_include_the_buffers_of_statistics(dtype, statistics):
     ("shard_mib", "rows_per_block"),
     [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)],
 )
-def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
+def test_a_block_has_whole_steps_within_bounds(shard_mib, rows_per_block):
     assert (
         planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
     )
@@ -117,8 +117,8 @@ def test_rows_per_block_is_whole_steps_within_bounds(shard_mib, rows_per_block):
     ("max_tokens", "expected"),
     [(None, "all tokens of the data, a million of which need 1.81 GB"), (500_000, "500,000 tokens, 906.00 MB")],
 )
-def test_the_size_of_the_store(max_tokens, expected):
-    """A token has 896 activations of two bytes, and 20 bytes that align them with the text."""
+def test_a_plan_gives_the_size_of_the_store(max_tokens, expected):
+    """A token has 896 activations of two bytes, and 20 bytes in the side arrays."""
     plan = planned(replace(BASE, run=RunOptions(max_tokens=max_tokens)))
     assert f"\nstore     {expected}" in plan.describe()
 
@@ -148,7 +148,7 @@ def test_sizes_have_units_that_fit(num_bytes, shown):
         (None, 1, Packing.pack, False),
     ],
 )
-def test_a_note_says_that_less_than_a_block_is_no_sample(max_tokens, streams, packing, noted):
+def test_less_than_a_block_of_tokens_is_noted_as_no_sample(max_tokens, streams, packing, noted):
     config = replace(
         BASE,
         data=ParquetData(num_streams=streams),
@@ -175,7 +175,7 @@ def test_a_store_keeps_its_rows_per_block():
         planned(config, stored=StoredGeometry(1, 20))
 
 
-def test_rows_per_block_that_are_given():
+def test_given_rows_per_block_must_fit_steps_and_store():
     config = replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=24))
     assert planned(config).rows_per_block == planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
     with pytest.raises(ConfigError, match="is 24, but the store was made with 16 rows per block"):
@@ -184,7 +184,7 @@ def test_rows_per_block_that_are_given():
         planned(replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=20)))
 
 
-def test_layers_all_and_inner_sites():
+def test_all_layers_and_embed_are_captured_in_order():
     plan = planned(replace(BASE, capture=CaptureConfig(layers="all", sites=["resid_pre", "embed"])))
     assert len(plan.step.keys) == 25
     assert plan.step.keys[0].name == "embed"
@@ -211,11 +211,11 @@ def test_steps_in_flight_are_limited_by_bytes_and_in_number():
         assert any("nothing overlaps" in note for note in plan.notes) == (steps == 1)
 
 
-def test_few_cores_have_one_step_in_flight():
+def test_a_host_with_few_cores_has_one_step_in_flight():
     few = Topology(devices=1, few_cores=True)
     plan = planned(topology=few)
     many = planned(topology=replace(few, few_cores=False))
-    assert (plan.memory.inflight_steps, plan.notes) == (1, many.notes)  # no note about the single step
+    assert (plan.memory.inflight_steps, plan.notes) == (1, many.notes)  # and no note about it
     assert many.memory.inflight_steps > 1
     with pytest.raises(ConfigError, match=r"Set it to at least 4, or"):  # a step has 3.5 MiB
         planned(replace(BASE, run=RunOptions(max_inflight_mib=3)), topology=few)
@@ -236,13 +236,13 @@ def test_a_job_that_exceeds_the_hosts_memory_is_refused():
     [
         ("/nowhere", 1000, None, 2),
         ("gs://bucket/store", None, None, 2),
-        ("gs://bucket/store", 1000, None, 33),  # 32 requests, one for each block, and a block that is filled
+        ("gs://bucket/store", 1000, None, 33),  # 32 requests, one per block, and a block that is being filled
         ("s3://bucket/store", 1000, 8, 9),
-        ("gs://bucket/store", 4, None, 9),  # 256 MiB for twice 14 MiB each
+        ("gs://bucket/store", 4, None, 9),  # 256 MiB for buffers of twice 14 MiB
         ("gs://bucket/store", 0.5, None, 2),
     ],
 )
-def test_blocks_on_their_way_to_object_storage_keep_its_requests_under_way(path, host_gib, concurrency, buffers):
+def test_enough_buffers_keep_the_requests_to_object_storage_busy(path, host_gib, concurrency, buffers):
     store = StoreConfig(path=path, shard_mib=14, concurrency=concurrency)
     host_memory = None if host_gib is None else int(host_gib * (1 << 30))
     memory = planned(replace(BASE, store=store), topology=Topology(devices=1, host_memory=host_memory)).memory
@@ -281,11 +281,11 @@ REFUSED = {
         r"capture.outputs contains \['losses'\]. Set it to a subset of \[loss,entropy,top_logprobs\]",
     ),
     "output twice": (dict(capture=CaptureConfig(layers=[1], outputs=["loss", "loss"])), "names loss twice. Name each"),
-    "more likeliest tokens than the vocabulary has": (
+    "more top tokens than the vocabulary has": (
         dict(capture=CaptureConfig(layers=[1], outputs=["top_logprobs"], top_logprobs=200_000)),
         "capture.top_logprobs is 200000, but the model's vocabulary has 151936",
     ),
-    "outputs of activations that decoding keeps": (
+    "outputs with capture.when=decode": (
         dict(capture=CaptureConfig(layers=[1], outputs=["loss"], when=When.decode)),
         "capture.outputs is .* with capture.when=decode",
     ),
@@ -295,15 +295,15 @@ REFUSED = {
     "layer twice": (dict(capture=CaptureConfig(layers=[1, 1])), "twice"),
     "no layers": (dict(capture=CaptureConfig(layers=[])), r"capture.layers is \[\]"),
     "a word for layers": (dict(capture=CaptureConfig(layers="most")), "capture.layers is 'most'"),
-    "entropies of attention to a cache": (
+    "attention entropies with capture.when=decode": (
         dict(capture=CaptureConfig(layers=[1], sites=["attn_entropy"], when=When.decode)),
         "capture.sites contains attn_entropy with capture.when=decode",
     ),
-    "patterns of a cache": (
+    "attention patterns with capture.when=decode": (
         dict(capture=CaptureConfig(layers=[1], sites=["attn_pattern"], when=When.decode)),
         "capture.sites contains attn_pattern with capture.when=decode",
     ),
-    "patterns of all tokens": (
+    "attention patterns of all tokens": (
         dict(capture=CaptureConfig(layers=[1], sites=["attn_pattern"])),
         "capture.sites contains attn_pattern of all tokens.*capture.positions",
     ),
@@ -356,8 +356,8 @@ def test_a_plan_has_the_notes_of_its_parts():
     assert plan.describe().endswith("\n".join(f"note      {note}" for note in plan.notes))
 
 
-def test_reserved_memory_of_the_devices_is_for_others():
-    """A training, say: the plan says so, and neither it nor that of a slice uses it."""
+def test_reserved_device_memory_is_not_used():
+    """For a training, say. Neither the plan nor the plan for a slice uses it."""
     run = RunOptions(reserved_mib=3000)
     left = unreserved(5000 * MIB, run)
     plan = planned(replace(BASE, run=run), topology=Topology(devices=4, device_bytes=left))

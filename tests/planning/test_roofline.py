@@ -27,7 +27,7 @@ V5E_64 = parse_slice("v5e-64")
 COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the side arrays 5400 bytes a slot
 
 
-def test_each_limit() -> None:
+def test_every_limit_follows_from_cost_and_slice() -> None:
     limits = throughput_limits(COST, V5E_64, mfu=0.4, store_bytes_per_s=21.6e9)
     assert limits.compute == pytest.approx(64 * 197e12 * 0.4 / 2e9)  # a valid token costs two slots
     assert limits.device_to_host == pytest.approx(64 * 16e9 / (2 * 5380))
@@ -39,14 +39,14 @@ def test_each_limit() -> None:
 
 
 @pytest.mark.parametrize("name", ["compute", "interconnect", "device_to_host", "host_copy", "network", "store"])
-def test_the_lowest_binds(name: str) -> None:
+def test_the_lowest_limit_binds(name: str) -> None:
     others = {"compute": 2.0, "interconnect": None, "device_to_host": 3.0, "host_copy": 3.0, "network": 4.0}
     limits = Limits(**others | {"store": 5.0} | {name: 1.0})
     assert (limits.binding, limits.tokens_per_s) == (name, 1.0)
 
 
-def test_the_interconnect_of_meshes_and_tori() -> None:
-    """With fsdp on 8x8 chips of v5e, a step computes for as long as it gathers from 1,970 tokens a chip on, at peak."""
+def test_interconnect_bytes_follow_the_topology_and_the_division() -> None:
+    """At peak, with fsdp on 8x8 v5e chips, computing takes as long as gathering from 1,970 tokens per chip on."""
     assert parse_slice("v5e:8x8").interconnect_bytes_per_s == 2 * 50e9
     assert parse_slice("v5e:16x16").interconnect_bytes_per_s == 4 * 50e9
     assert parse_slice("v5p:4x4x4").interconnect_bytes_per_s == 6 * 100e9
@@ -60,15 +60,15 @@ def test_the_interconnect_of_meshes_and_tori() -> None:
     assert limits.interconnect == pytest.approx(limits.compute, rel=1e-3)
 
 
-def test_a_decoding_step_takes_as_long_as_its_bytes() -> None:
+def test_a_decoding_step_takes_as_long_as_reading_and_gathering_its_bytes() -> None:
     assert decoding(256, 4_095_000_000, 0, V5E_64).step_s == pytest.approx(5e-3)
     gathering = decoding(256, 819_000_000, 1_000_000_000, V5E_64)
     assert (gathering.step_s, gathering.tokens_per_s) == (pytest.approx(10e-3), pytest.approx(25_600))
 
 
 @pytest.mark.parametrize(("window", "keys"), [(None, 4.5), (4, 3.25)])
-def test_masked_attention_is_not_computed(window: int | None, keys: float) -> None:
-    """In a row of 8 positions: 1 + 2 + ... + 8 keys, or at most 4 for each; and half of them in packed rows."""
+def test_masked_attention_is_not_counted(window: int | None, keys: float) -> None:
+    """In a row of 8 positions: 1 + 2 + ... + 8 keys, or at most 4 each; half of them in the packed rows."""
     local = window and LocalAttention(pattern="L" * LLAMA.num_layers, window=window, rope=None)
     arch, layer = replace(LLAMA, local=local), activation_keys((0,), (Site.resid_post,))
     assert flops_per_token(arch, {}, layer, 8) == 4 * keys * 512
@@ -76,7 +76,7 @@ def test_masked_attention_is_not_computed(window: int | None, keys: float) -> No
     assert flops_per_token(replace(arch, causal=False, local=None), {}, layer, 8) == 4 * 8 * 512
 
 
-def test_traffic_and_bill() -> None:
+def test_traffic_and_bill_follow_from_the_rate() -> None:
     flow = traffic(COST, V5E_64, tokens_per_s=1e6)
     assert flow.device_to_host == pytest.approx(10.76e9)
     assert flow.host_memory == pytest.approx(6 * 10.76e9 / 16)
@@ -129,7 +129,7 @@ def planned(program: Program, *overrides: str) -> tuple[SlicePlan, Model]:
 
 
 def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
-    """256 bytes for each row of 512 tokens."""
+    """256 bytes per row of 512 tokens."""
     program = Program(0, 0, 0, 0, "xla", None, {}, 0.0, computed_twice=3)
     last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
     plan, model = planned(program, *last)
@@ -138,8 +138,8 @@ def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     assert "the compiler computes 3 results twice to save memory; lower batch.rows" in plan.describe()
 
 
-def test_a_plan_counts_attention_as_documents_leave_it(tmp_path) -> None:
-    """Three layers of attention over 2,049 / 2 keys a query, of which the documents leave a share."""
+def test_a_plan_counts_attention_within_documents(tmp_path) -> None:
+    """Three layers attend to 2,049 / 2 keys per query; document boundaries leave a share of them."""
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["Qwen2.5-0.5B"]))
     rows = [f"model.path={tmp_path}", "batch.length=2048", "batch.rows=8"]
     rows += ["capture.layers=[2]", "capture.sites=[resid_post]"]

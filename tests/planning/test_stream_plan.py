@@ -1,4 +1,4 @@
-"""How many streams a store has, and how the tokens are divided among them."""
+"""The number of a store's streams, and the division of tokens among them."""
 
 import re
 from dataclasses import replace
@@ -28,16 +28,16 @@ def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
 @pytest.mark.parametrize(
     ("max_tokens", "shards", "topology", "stored", "streams"),
     [
-        (None, 8, ONE_DEVICE, None, 1),  # a small or unknown job: no stream's last step is wasted
+        (None, 8, ONE_DEVICE, None, 1),  # a small job, or one of unknown size: no second stream's last step is wasted
         (10_000, 8, ONE_DEVICE, None, 1),
-        (10**9, 8, ONE_DEVICE, None, 8),  # a large one: every source shard its own
+        (10**9, 8, ONE_DEVICE, None, 8),  # a large job: a stream per source shard
         (10**9, 1000, ONE_DEVICE, None, 64),
         (None, 8, Topology(devices=4, processes=4), None, 4),
         (None, 100, Topology(devices=8, processes=4, workers=3), None, 12),
-        (10**9, 8, ONE_DEVICE, 3, 3),  # a store keeps the number that it has
+        (10**9, 8, ONE_DEVICE, 3, 3),  # a store keeps its number of streams
     ],
 )
-def test_number_of_streams(max_tokens, shards, topology, stored, streams):
+def test_the_number_of_streams_follows_tokens_and_processes(max_tokens, shards, topology, stored, streams):
     config = replace(BASE, run=RunOptions(max_tokens=max_tokens, worker_count=topology.workers))
     assert plan_streams(config, shards, topology, stored).count == streams
 
