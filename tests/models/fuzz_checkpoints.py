@@ -1,4 +1,4 @@
-"""Random damage to the files of a checkpoint: whatever they contain, opening must end in a model or in one clear error.
+"""Random damage to the files of a checkpoint. Opening any files must end in a model or in one clear error.
 
 `python -m tests.models.fuzz_checkpoints FIRST STOP` runs the cases of these seeds and prints one JSON line for each.
 """
@@ -216,7 +216,7 @@ _KINDS = [
 
 
 def write_family(folder: Path, rng: random.Random) -> str:
-    """A damaged config.json of any family, to be opened with random weights."""
+    """Writes a damaged config.json of a random family, to be opened with random weights."""
     name = rng.choice(list(FAMILIES))
     config = FAMILIES[name] | {"model_type": name}
     for _ in range(rng.choice([1, 1, 2, 3])):

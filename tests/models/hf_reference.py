@@ -164,8 +164,8 @@ PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
         Site.resid_post: "encoder.layer.* output",
     },
 }
-"""Where each family's sites are in transformers: a module of the trunk, and its first input or output, or the output of
-that number, or the second half of the output. A layer that lacks the module lacks the site."""
+"""Each family's sites in transformers: a module of the trunk with its first input or output, an output by number, or
+the second half of the output. A layer without the module lacks the site."""
 
 
 ZERO_CENTRED = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
@@ -173,7 +173,7 @@ ZERO_CENTRED = ("gemma2", "gemma3", "qwen3_5", "qwen3_next")
 
 
 OUTPUT_PROJECTIONS = ("self_attn.o_proj", "attn.c_proj", "attention.dense", "attention.output.dense")
-"""The ends of these modules' names; their input is every head's z."""
+"""Suffixes of modules whose input is z of every head."""
 
 
 def tiny_config(family: str, **overrides: object):
@@ -194,7 +194,7 @@ def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str =
             is_centred = family.startswith(ZERO_CENTRED) and not name.endswith("linear_attn.norm.weight")
             parameter.normal_(1.0 if is_scale and not is_centred else 0.0, 0.25)
             if name.endswith("A_log"):
-                parameter.normal_(-2.0, 1.0)  # so that some states last for several chunks and others do not
+                parameter.normal_(-2.0, 1.0)  # some states last for several chunks, others do not
             elif name.endswith("conv1d.weight"):
                 parameter.normal_(0.0, 1.0)
         for name, buffer in model.named_buffers():
@@ -288,7 +288,7 @@ def reference_activations(model, tokens: np.ndarray) -> dict[ActivationKey, np.n
         model(torch.from_numpy(tokens.astype(np.int64)))
     for handle in handles:
         handle.remove()
-    model.set_attn_implementation("eager")  # which does not record anything
+    model.set_attn_implementation("eager")  # does not record anything
     if model.config.model_type.startswith("deepseek"):
         sort_experts(found)
     return found

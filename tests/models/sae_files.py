@@ -20,7 +20,7 @@ D_IN, WIDTH, D_OUT, K = 12, 40, 9, 5
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that was written."""
+    """A written checkpoint."""
 
     folder: Path
     config: Mapping[str, object]
@@ -46,7 +46,7 @@ def write_saelens(
     num_inputs: int = D_IN,
     **config: object,
 ) -> Written:
-    """With the cfg.json of version 6, or with `is_old` of version 3. `config` adds or replaces attributes."""
+    """Writes the cfg.json of version 6, or with `is_old` of version 3. `config` adds or replaces attributes."""
     is_transcoder = architecture.endswith("transcoder")
     d_out = D_OUT if is_transcoder else num_inputs
     names = ("b_gate", "b_mag", "r_mag") if architecture == "gated" else ("b_enc",)
@@ -151,7 +151,7 @@ def write_sparsify(
 def write_llama_scope(
     folder: Path, rng: np.random.Generator, *, hook_out: str = "blocks.24.hook_resid_post", **config: object
 ) -> Written:
-    """With the attributes of a published hyperparams.json."""
+    """Writes the attributes of a published hyperparams.json."""
     tensors = {
         "encoder.weight": normal(rng, WIDTH, D_IN, scale=D_IN**-0.5),
         "encoder.bias": normal(rng, WIDTH, scale=0.3),

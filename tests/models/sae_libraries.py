@@ -1,4 +1,4 @@
-"""Writes SAEs with the libraries that train them, and their outputs, for test_saes_of_libraries.
+"""Writes SAEs with the libraries that train them, and the outputs of these libraries, for test_saes_of_libraries.
 
     python tests/models/sae_libraries.py FOLDER
 

@@ -78,7 +78,7 @@ def saelens_cases(root: Path) -> Iterator[Case]:
 
 
 def batch_topk_cases(root: Path) -> Iterator[Case]:
-    """Saved as JumpReLU, from a training SAE that has processed batches."""
+    """JumpReLU SAEs saved from a training SAE that has processed batches."""
     for rescales in (True, False):
         options = {"k": K, "rescale_acts_by_decoder_norm": rescales, "topk_threshold_lr": 0.3}
         sae = BatchTopKTrainingSAE(BatchTopKTrainingSAEConfig(d_in=D_IN, d_sae=WIDTH, **options))
@@ -92,7 +92,7 @@ def batch_topk_cases(root: Path) -> Iterator[Case]:
 
 
 def folded_cases(root: Path) -> Iterator[Case]:
-    """With a scaling factor of activations. SAELens folds it, and so does this package, from activation_scaler.json."""
+    """SAEs with a scaling factor for activations, which SAELens and this package fold (activation_scaler.json)."""
     for number, (architecture, config) in enumerate(
         (("standard", {}), ("gated", {}), ("jumprelu", {}), ("topk", {"k": K, "rescale_acts_by_decoder_norm": True}))
     ):

@@ -1,4 +1,4 @@
-"""Which implementation is chosen, and what is said when it is not the one that was asked for."""
+"""The choice of an attention implementation, and the messages when a kernel cannot be used."""
 
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ GEMMA = replace(LLAMA, head_dim=256, softcap=50.0)
 
 @dataclass(frozen=True)
 class Device:
-    """As much of a device as the choice looks at: this machine has none of these."""
+    """The attributes of a device that the choice reads; no such device is needed."""
 
     platform: str
     compute_capability: str = "9.0"
@@ -24,7 +24,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Devices:
-    """As much of a mesh."""
+    """The attributes of a mesh that the choice reads."""
 
     platform: str
     tensor: int = 1
@@ -73,7 +73,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize(("arch", "mesh", "length", "dtype", "name", "note"), CHOSEN.values(), ids=CHOSEN.keys())
-def test_auto_says_why_it_does_without_the_kernel_and_the_kernel_itself_refuses(
+def test_auto_notes_why_no_kernel_is_used_and_the_kernel_itself_is_refused(
     arch, mesh, length, dtype, name, note
 ) -> None:
     chosen = choose_attention("auto", arch, mesh, length, dtype)
@@ -91,7 +91,7 @@ def test_kernels_of_other_platforms_are_refused(name: str, platform: str) -> Non
         choose_attention(name, LLAMA, mesh, 1024, "bfloat16")
 
 
-def test_attention_by_segments_is_chosen_by_name_alone() -> None:
+def test_attention_by_segments_is_chosen_only_by_name() -> None:
     assert choose_attention("xla_segments", GEMMA, Devices("cpu"), 2048, "float32").name == "xla_segments"
     refused = ((Devices("cpu"), 2000, "multiple of 256"), (Devices("cpu", tensor=4), 2048, "mesh.tensor=4"))
     for mesh, length, message in refused:
@@ -99,6 +99,6 @@ def test_attention_by_segments_is_chosen_by_name_alone() -> None:
             choose_attention("xla_segments", LLAMA, mesh, length, "float32")
 
 
-def test_unknown_implementation() -> None:
+def test_an_unknown_implementation_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla, splash, cudnn, xla_segments"):
         choose_attention("flash", LLAMA, Devices("cpu"), 1024, "bfloat16")

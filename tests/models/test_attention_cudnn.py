@@ -1,4 +1,4 @@
-"""cuDNN's attention. Without a GPU only the lowered program can be seen; with one, its results."""
+"""cuDNN's attention: the lowered program, and on a GPU also its results."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,8 @@ def inputs(key_dim: int = 64, value_dim: int = 64) -> tuple[jax.Array, ...]:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_lowers_to_one_call_of_the_fused_kernel(rule: dict, monkeypatch) -> None:
-    """JAX asks the installed cuDNN for its version while tracing: here there may be none."""
+def test_attention_lowers_to_one_call_of_the_fused_kernel(rule: dict, monkeypatch) -> None:
+    """JAX asks cuDNN for its version while tracing, and cuDNN need not be installed here."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
     attend = jax.jit(lambda *x: attend_cudnn(*x, AttentionSpec(scale=0.125, **rule)))
     text = attend.trace(*inputs()).lower(lowering_platforms=("cuda",)).as_text()
@@ -46,7 +46,7 @@ def test_narrower_values_are_padded(monkeypatch) -> None:
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_equals_the_reference(rule: dict, dims: tuple[int, int]) -> None:
+def test_results_equal_the_reference(rule: dict, dims: tuple[int, int]) -> None:
     q, k, v, segments = inputs(*dims)
     spec = AttentionSpec(scale=0.125, **rule)
     got = np.asarray(jax.jit(lambda *x: attend_cudnn(*x, spec))(q, k, v, segments), np.float32)

@@ -1,4 +1,4 @@
-"""The pattern of attention and its entropy: parity in short rows is tests/models/test_parity.py's."""
+"""Attention patterns and their entropy in rows of several blocks. tests/models/test_parity.py tests short rows."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_long_rows_are_computed_in_blocks_of_queries(
     assert whole.shape == (2, 13, 4)
     assert whole[:, 1:5].min() > 0
     first_of_segments = whole[[0, 0, 1], [0, 5, 0]]
-    assert (np.abs(first_of_segments).max() < 1e-6) == (spec.causal and sinks is None)  # they see one key
+    assert (np.abs(first_of_segments).max() < 1e-6) == (spec.causal and sinks is None)  # they attend to one key
     monkeypatch.setattr(pattern, "_BLOCK", 4)
     np.testing.assert_allclose(pattern.attention_entropy(q, k, SEGMENTS, spec, sinks), whole, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Splash attention, interpreted on the CPU, against the reference. Compiled for a TPU in `test_compile_check.py`."""
+"""Splash attention, interpreted on the CPU, against the reference. `test_compile_check.py` compiles it for TPUs."""
 
 import os
 import subprocess
@@ -34,7 +34,7 @@ def packed_rows() -> np.ndarray:
     rows = np.zeros((3, LENGTH), np.int32)
     rows[0, :90], rows[0, 90:200], rows[0, 200:201] = 1, 2, 3
     rows[1] = 1
-    return rows  # the third row is padding alone
+    return rows  # the third row is only padding
 
 
 def inputs(num_heads: int, num_kv_heads: int, dtype: str, head_dim: int = 64) -> tuple[jax.Array, ...]:
@@ -61,7 +61,7 @@ RULES = {
     ("num_heads", "num_kv_heads", "rule"),
     [*((4, 2, rule) for rule in RULES.values()), (2, 2, RULES["causal"]), (3, 1, RULES["causal"])],
 )
-def test_equals_the_reference(num_heads: int, num_kv_heads: int, rule: dict) -> None:
+def test_results_equal_the_reference(num_heads: int, num_kv_heads: int, rule: dict) -> None:
     q, k, v = inputs(num_heads, num_kv_heads, "float32")
     segments, spec = jnp.array(packed_rows()), AttentionSpec(**rule, scale=0.2)
     got = attend_splash(q, k, v, segments, spec, mesh=a_mesh(), interpret=True)
@@ -69,7 +69,7 @@ def test_equals_the_reference(num_heads: int, num_kv_heads: int, rule: dict) -> 
 
 
 @pytest.mark.parametrize("value_dim", [32, 96])
-def test_values_may_be_of_other_dimensions_than_keys(value_dim: int) -> None:
+def test_values_may_have_another_dimension_than_keys(value_dim: int) -> None:
     q, k, _ = inputs(4, 4, "float32")
     v = inputs(4, 4, "float32", value_dim)[2]
     segments, spec = jnp.array(packed_rows()), AttentionSpec(causal=True, scale=0.2)
@@ -82,7 +82,7 @@ SINKS = jnp.array([-1.0, 0.0, 2.0, 30.0])
 
 
 @pytest.mark.parametrize("rule", [RULES["causal"], RULES["window and cap"]])
-def test_sinks_equal_those_of_the_reference(rule: dict) -> None:
+def test_results_with_sinks_equal_the_reference(rule: dict) -> None:
     q, k, v = inputs(4, 2, "float32")
     segments, spec = jnp.array(packed_rows()), AttentionSpec(**rule, scale=0.2)
     got = attend_splash(q, k, v, segments, spec, SINKS, mesh=a_mesh(), interpret=True)
@@ -90,8 +90,8 @@ def test_sinks_equal_those_of_the_reference(rule: dict) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
-def test_bfloat16(rule: dict) -> None:
-    """Both round to bfloat16, 2^-9 of a value, at different places; before that they agree to less than 1e-3."""
+def test_bfloat16_is_as_exact_as_the_reference(rule: dict) -> None:
+    """Both round to bfloat16 (2^-9 of a value) at different places; before that they differ by less than 1e-3."""
     q, k, v = inputs(4, 2, "bfloat16")
     segments, spec = jnp.array(packed_rows()), AttentionSpec(**rule, scale=0.125)
     got = attend_splash(q, k, v, segments, spec, mesh=a_mesh(), interpret=True)
@@ -117,18 +117,18 @@ def test_large_scores_do_not_overflow() -> None:
         *((8192, 2, 1024), (8192, 4, 512), (8320, 2, 640), (131072, 2, 1024)),
     ],
 )
-def test_block_sizes(length: int, item_bytes: int, size: int) -> None:
+def test_block_sizes_follow_length_and_dtype(length: int, item_bytes: int, size: int) -> None:
     assert block_size(length, item_bytes) == size
 
 
-LONG, BLOCK = 512, 128  # stands for rows of 2048 and more, which take minutes to interpret
+LONG, BLOCK = 512, 128  # rows of 2048 and more would take minutes to interpret
 HEADS = {"causal": (4, 2), "capped": (2, 2), "window": (2, 1), "window and cap": (3, 1), "full": (2, 2)}
 WITH_SINKS = ("window", "full")
 
 
 @st.composite
 def packings(draw: st.DrawFn) -> np.ndarray:
-    """Segments [2, LONG] as a job packs them. A row may be of padding alone."""
+    """Segments [2, LONG] as a job packs them. A row may be only padding."""
     sizes = draw(st.lists(st.integers(1, LONG) | st.integers(1, BLOCK), max_size=12))
     placement = pack(np.array(sizes, np.int64), 2, LONG)
     tokens = [np.ones(size, np.int32) for size in sizes[: placement.num_pieces]]
@@ -156,7 +156,7 @@ def test_skipping_blocks_changes_no_bit(rule: str, heads: tuple[int, int]) -> No
 
 @settings(max_examples=50, deadline=None)
 @given(segments=packings(), causal=st.booleans())
-def test_blocks_run_where_a_query_sees_a_key(segments: np.ndarray, causal: bool) -> None:
+def test_blocks_run_where_a_query_attends_to_a_key(segments: np.ndarray, causal: bool) -> None:
     visible = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
     visible |= np.eye(LONG, dtype=bool)
     num_blocks = LONG // BLOCK
@@ -203,7 +203,7 @@ for implementation in (functools.partial(attend_splash, interpret=True), attend_
 
 
 def test_rows_and_heads_are_divided_without_communication() -> None:
-    """In a process of its own: the number of devices is fixed when JAX starts."""
+    """In another process, since the number of devices is fixed when JAX starts."""
     here = Path(__file__).resolve().parent
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(here.parents[1])}
     script = FOUR_DEVICES.format(here=str(here))

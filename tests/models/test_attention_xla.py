@@ -33,7 +33,7 @@ def one_by_one(q, k, v, segments, causal: bool, scale=None, softcap=None, window
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (4, 2), (6, 1)])
-def test_equals_loops(num_heads: int, num_kv_heads: int, causal: bool) -> None:
+def test_attention_equals_loops(num_heads: int, num_kv_heads: int, causal: bool) -> None:
     q, k, v = inputs(num_heads, num_kv_heads)
     got = attend_xla(q, k, v, jnp.array(SEGMENTS), AttentionSpec(causal, scale=8**-0.5))
     np.testing.assert_allclose(got, one_by_one(q, k, v, SEGMENTS, causal), atol=2e-6)
@@ -51,7 +51,7 @@ SINKS = {"near": [0.5, -1.0, 0.0, 2.0], "dominating": [60.0, 200.0, 90.0, 120.0]
 
 @pytest.mark.parametrize("rule", [{}, {"window": 3}, {"softcap": 2.0}])
 @pytest.mark.parametrize("sinks", SINKS.values(), ids=SINKS.keys())
-def test_sinks_take_their_part_of_the_attention(sinks: list[float], rule: dict) -> None:
+def test_sinks_take_their_share_of_the_attention(sinks: list[float], rule: dict) -> None:
     q, k, v = inputs(4, 2)
     spec = AttentionSpec(causal=True, **{"scale": 8**-0.5} | rule)
     got = attend_xla(q, k, v, jnp.array(SEGMENTS), spec, jnp.array(sinks))

@@ -27,7 +27,7 @@ RULES = {
 
 
 def inputs(num_heads: int, num_kv_heads: int, dtype: str) -> list[jax.Array]:
-    """Values are narrower than keys where each head has its own, as latent attention's may be."""
+    """Queries, keys and values. Without groups, values are narrower than keys, as in latent attention."""
     rng = np.random.default_rng(0)
     sizes = (num_heads, 8), (num_kv_heads, 8), (num_kv_heads, 5 if num_heads == num_kv_heads else 8)
     return [jnp.asarray(rng.normal(size=(2, LENGTH, *size)), dtype) for size in sizes]
@@ -41,7 +41,7 @@ def compiled(spec: AttentionSpec) -> list[Callable[..., jax.Array]]:
 
 @st.composite
 def packings(draw: st.DrawFn) -> np.ndarray:
-    """Segments [2, LENGTH] as a job packs them. A row may be of padding alone."""
+    """Segments [2, LENGTH] as a job packs them. A row may be only padding."""
     sizes = draw(st.lists(st.integers(1, LENGTH) | st.integers(1, 300), max_size=12))
     placement = pack(np.array(sizes, np.int64), 2, LENGTH)
     tokens = [np.ones(size, np.int32) for size in sizes[: placement.num_pieces]]
@@ -51,7 +51,7 @@ def packings(draw: st.DrawFn) -> np.ndarray:
 
 @pytest.mark.parametrize("sinks", [None, [-1.0, 0.0, 2.0, 30.0]], ids=["", "sinks"])
 @pytest.mark.parametrize(("rule", "heads"), RULES.values(), ids=RULES.keys())
-def test_equals_the_reference(rule: dict, heads: tuple[int, int], sinks: list[float] | None) -> None:
+def test_results_equal_the_reference(rule: dict, heads: tuple[int, int], sinks: list[float] | None) -> None:
     spec = AttentionSpec(**rule, scale=0.3)
     attend, reference = compiled(spec)
     q, k, v = inputs(*heads, "float32")

@@ -1,6 +1,6 @@
-"""What bfloat16 costs against float32: operation by operation, and at every site of whole models.
+"""The error of bfloat16 against float32, for single operations and at every site of whole models.
 
-The weights are rounded first, so that both dtypes compute with the same ones and the rounding of activations is left.
+The weights are rounded first, so both dtypes use the same weights and only the rounding of activations differs.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from pipeline.models.layers import norm
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
 
-ONE_ROUNDING = 1.2 * 0.00166  # of all values to 8 bits, in the root mean square; measured, and a fifth more
+ONE_ROUNDING = 1.2 * 0.00166  # relative error (RMS) of rounding to 8 bits: the measured one and a fifth more
 TWO_ROUNDINGS = 2**0.5 * ONE_ROUNDING
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -36,7 +36,7 @@ def relative_error(got: jax.Array, expected: jax.Array) -> float:
 
 
 def error_of(function, *inputs: jax.Array) -> float:
-    """Of a function in bfloat16, against itself in float32 for the same inputs."""
+    """The relative error of a function in bfloat16, against float32 for the same inputs."""
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(function)(*(values.astype(jnp.float32) for values in inputs))
     return relative_error(jax.jit(function)(*inputs), expected)
@@ -47,8 +47,8 @@ def normal(seed: int, shape: tuple[int, ...], mean: float = 0.0, std: float = 1.
 
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"window": 50}], ids=str)
-def test_attention_rounds_its_weights_and_its_output_only(options: dict) -> None:
-    """Scores up to 50: rounded before or in the softmax, they would cost three times as much and more."""
+def test_attention_rounds_only_its_weights_and_its_output(options: dict) -> None:
+    """Scores reach 50. Rounding them before or in the softmax would at least triple the error."""
     q, k, v = normal(0, (2, 300, 4, 64), std=2), normal(1, (2, 300, 2, 64), std=2), normal(2, (2, 300, 2, 64))
     segments = jnp.ones((2, 300), jnp.int32)
     spec = AttentionSpec(causal=True, scale=0.125, **options)
@@ -57,7 +57,7 @@ def test_attention_rounds_its_weights_and_its_output_only(options: dict) -> None
 
 
 @pytest.mark.parametrize("kind", Norm)
-def test_norms_round_their_output_only(kind: Norm) -> None:
+def test_norms_round_only_their_output(kind: Norm) -> None:
     arch = dataclasses.replace(open_model(str(PACKAGE / "assets" / "tiny-qwen2")).arch, norm=kind)
     x, scale, bias = normal(0, (2, 300, 512), mean=3), normal(1, (512,), mean=1, std=0.25), normal(2, (512,), std=0.25)
 
@@ -84,14 +84,14 @@ BOUNDS = {
     "qwen3_5_text": 0.0330,
     "smollm3": 0.0385,
 }
-"""Of the residual stream, at the worst layer: one and a half times what was measured."""
+"""Bounds for the residual stream at the worst layer: 1.5 times the measured error."""
 ROUTED = {
     "deepseek_v3": (0.94, 0.064),
     "gemma4_text": (0.91, 0.034),
     "gpt_oss": (0.89, 0.078),
     "qwen3_moe": (0.88, 0.035),
 }
-"""With experts: the share of tokens that have the same in all four layers, and the bound for these, likewise."""
+"""Models with experts: bounds for the share of tokens with the same experts in all layers, and for their error."""
 
 
 def save_rounded(name: str, path: Path) -> None:
@@ -104,7 +104,7 @@ def save_rounded(name: str, path: Path) -> None:
 
 
 def captured_in_both(model: Model, keys: tuple[ActivationKey, ...]) -> list[dict[ActivationKey, jax.Array]]:
-    """In bfloat16 and in float32."""
+    """The activations in bfloat16 and in float32."""
     tokens = jnp.array(np.random.default_rng(5).integers(0, model.vocab_size, (4, 96)), jnp.int32)
     positions = jnp.tile(jnp.arange(96, dtype=jnp.int32), (4, 1))
     apply = jax.jit(model.apply, static_argnames="keys")
@@ -115,8 +115,8 @@ def captured_in_both(model: Model, keys: tuple[ActivationKey, ...]) -> list[dict
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_error_of_every_site_and_layer(name: str, tmp_path) -> None:
-    """Prints the table; `pytest -s` shows it."""
+def test_the_error_of_every_site_and_layer_is_bounded(name: str, tmp_path) -> None:
+    """`pytest -s` shows a table of the errors."""
     save_rounded(name, tmp_path)
     model = open_model(str(tmp_path))
     keys = activation_keys(tuple(range(model.num_layers)), model.sites)
@@ -131,8 +131,8 @@ def test_error_of_every_site_and_layer(name: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ROUTED)
-def test_few_tokens_get_other_experts_and_the_others_are_as_exact(name: str, tmp_path) -> None:
-    """Rounding changes the order of nearly equal scores, and a token with another expert has other activations."""
+def test_few_tokens_get_other_experts_and_the_others_are_exact(name: str, tmp_path) -> None:
+    """Rounding can swap nearly equal scores, and a token with another expert has other activations."""
     save_rounded(name, tmp_path)
     model = open_model(str(tmp_path))
     keys = activation_keys(tuple(range(model.num_layers)), (Site.resid_post, Site.router_indices))

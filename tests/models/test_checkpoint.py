@@ -1,4 +1,4 @@
-"""Damaged, incomplete and foreign checkpoints, and where they may lie."""
+"""Damaged, incomplete and foreign checkpoints, and their addresses."""
 
 import json
 import shutil
@@ -117,7 +117,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_damage_is_named_when_the_model_is_opened(case: str, checkpoint: Path) -> None:
+def test_damage_is_reported_when_the_model_is_opened(case: str, checkpoint: Path) -> None:
     damage, message = DAMAGED[case]
     damage(checkpoint)
     with pytest.raises(CheckpointError, match=message) as error:
@@ -125,7 +125,7 @@ def test_damage_is_named_when_the_model_is_opened(case: str, checkpoint: Path) -
     assert str(checkpoint) in str(error.value)
 
 
-def test_a_file_that_shrinks_under_its_reader(checkpoint: Path) -> None:
+def test_a_file_that_was_cut_after_opening_is_refused(checkpoint: Path) -> None:
     model = open_model(str(checkpoint))
     cut(checkpoint, 20_000)
     with pytest.raises(CheckpointError, match=rf"model\.safetensors is not a complete.*bytes of {UP}, got"):
@@ -146,7 +146,7 @@ def test_constants_of_older_versions_are_accepted(checkpoint: Path) -> None:
         (lambda index: index["weight_map"].pop(UP), f"{UP} is missing"),
     ],
 )
-def test_damaged_index(damage, message: str, tmp_path: Path) -> None:
+def test_a_damaged_index_is_refused(damage, message: str, tmp_path: Path) -> None:
     save_random("qwen2", tmp_path, max_shard_size="30KB")
     file = tmp_path / "model.safetensors.index.json"
     index = json.loads(file.read_text())
@@ -157,7 +157,7 @@ def test_damaged_index(damage, message: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_rows_in_the_files_own_dtype(dtype, tmp_path: Path) -> None:
+def test_rows_have_the_dtype_of_the_file(dtype, tmp_path: Path) -> None:
     values = np.arange(24).reshape(6, 4).astype(dtype)
     save_file({"odd": np.zeros(3, np.uint8), "x": values}, tmp_path / "model.safetensors")
     rows = Checkpoint(open_files(str(tmp_path), None)).rows("x", 2, 5)
@@ -165,7 +165,7 @@ def test_rows_in_the_files_own_dtype(dtype, tmp_path: Path) -> None:
     np.testing.assert_array_equal(rows, values[2:5])
 
 
-def test_digest_sees_a_finetune_but_not_the_division_into_files(tmp_path: Path) -> None:
+def test_the_identity_depends_on_weights_and_not_on_the_division_into_files(tmp_path: Path) -> None:
     paths = {name: tmp_path / name for name in ("one", "many", "other")}
     save_random("qwen2", paths["one"], seed=1)
     save_random("qwen2", paths["many"], seed=1, max_shard_size="30KB")
@@ -191,7 +191,7 @@ def test_several_tensors_of_a_remote_leaf_are_read_at_once(saved: Path, monkeypa
         remote.pipe_file(f"/ahead/{saved.name}/{file.name}", file.read_bytes())
     far, local = open_model(f"memory://ahead/{saved.name}"), open_model(str(saved))
     up = far.leaves((ActivationKey(3, Site.resid_post),))["runs"][0]["mlp"]["up"]
-    both, read = threading.Barrier(2), far.checkpoint.rows  # of four tensors two at a time, or none
+    both, read = threading.Barrier(2), far.checkpoint.rows  # two of four tensors at a time
 
     def together(name: str, start: int, stop: int) -> np.ndarray:
         both.wait(60)
@@ -205,7 +205,7 @@ def test_several_tensors_of_a_remote_leaf_are_read_at_once(saved: Path, monkeypa
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 16])
-def test_samples_of_a_tensor(num_pieces: int, saved: Path) -> None:
+def test_samples_include_both_ends_of_a_tensor(num_pieces: int, saved: Path) -> None:
     file = SafetensorsFile(open_files(str(saved), None).open("model.safetensors"))
     whole = load_file(saved / "model.safetensors")[UP].tobytes()
     sample = file.sample(UP, num_pieces, 8)
@@ -219,7 +219,7 @@ def test_a_home_directory_is_expanded(saved: Path, monkeypatch) -> None:
     assert open_model(f"~/{saved.name}").identity() == open_model(str(saved)).identity()
 
 
-def test_unknown_places(tmp_path: Path) -> None:
+def test_unknown_addresses_are_refused(tmp_path: Path) -> None:
     for path, message in [
         (str(tmp_path / "nowhere"), "neither|expected a directory"),
         ("./nowhere", "expected a directory"),
@@ -242,7 +242,7 @@ def hub_cache(saved: Path, tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_hub_model_is_identified_by_its_content(hub_cache: Path, saved: Path) -> None:
+def test_a_model_of_the_hub_is_identified_by_its_content(hub_cache: Path, saved: Path) -> None:
     model, local = open_model("owner/tiny"), open_model(str(saved)).identity()
     assert model.identity() == local
     assert model.identity(by_commit=True) == {
@@ -253,6 +253,6 @@ def test_hub_model_is_identified_by_its_content(hub_cache: Path, saved: Path) ->
     np.testing.assert_array_equal(model.checkpoint.rows(UP, 0, 48), load_file(saved / "model.safetensors")[UP])
 
 
-def test_hub_out_of_reach(hub_cache: Path) -> None:
+def test_a_model_outside_the_cache_is_refused_offline(hub_cache: Path) -> None:
     with pytest.raises(PipelineError, match=r"owner/other: config\.json is not in the Hub's cache"):
         open_model("owner/other")

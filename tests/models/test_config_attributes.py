@@ -1,6 +1,6 @@
-"""No attribute of config.json is overlooked: a change of any is refused, or another model, or known not to matter.
+"""No attribute of config.json is overlooked: a change is refused, gives another model, or is known not to matter.
 
-One that is absent or null stands for what transformers takes it for.
+Absent and null attributes mean what they mean in transformers.
 """
 
 import copy
@@ -34,7 +34,7 @@ VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
 }
 ROUTERS_IN_TRAINING = {"output_router_logits", "router_aux_loss_coef"}
 REFUSED_BY_TRANSFORMERS = (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError)
-IGNORED = {  # what transformers' model does not read: at inference, or beside the variant's other attributes
+IGNORED = {  # not read by transformers' model at inference, or not with the variant's other attributes
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ROUTERS_IN_TRAINING & {"output_router_logits"}),
     "bert": {"attention_probs_dropout_prob", "hidden_dropout_prob"},
     "gpt2": {"reorder_and_upcast_attn"},
@@ -52,7 +52,7 @@ IGNORED = {  # what transformers' model does not read: at inference, or beside t
 
 
 def changes(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """Other values of an attribute; a mapping with another value has that value's dotted key."""
+    """Yields other values of an attribute with its key. The key of a value in a mapping is dotted."""
     match value:
         case bool():
             yield key, not value
@@ -100,7 +100,7 @@ def test_no_attribute_is_overlooked(family: str, tmp_path) -> None:
 
 
 def without(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
-    """The config with each attribute absent, and null; a mapping's by dotted keys."""
+    """Yields the config with each attribute absent, and null. Keys of mappings are dotted."""
     for key, value in config.items():
         others = {name: inner for name, inner in config.items() if name != key}
         yield key, others
@@ -109,7 +109,7 @@ def without(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, objec
             yield from ((f"{key}.{path}", others | {key: inner}) for path, inner in without(value))
 
 
-OTHER_SIZES = {  # transformers' default is the size of one model. Ours follows from other sizes; tensors tell
+OTHER_SIZES = {  # transformers' default is one model's size, ours follows from other sizes; tensors' shapes are checked
     **dict.fromkeys(("bert", "gpt_neox"), frozenset({"intermediate_size"})),
     **dict.fromkeys(
         ("deepseek_v3", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"), frozenset({"num_key_value_heads"})
@@ -118,8 +118,8 @@ OTHER_SIZES = {  # transformers' default is the size of one model. Ours follows 
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_absent_and_null_mean_what_transformers_takes_them_for(family: str, tmp_path) -> None:
-    """Where both accept the file. What transformers writes has every default spelled out."""
+def test_absent_and_null_attributes_mean_the_same_as_in_transformers(family: str, tmp_path) -> None:
+    """For files that both accept. transformers writes every default explicitly."""
     config = tiny_config(family, **VARIANTS[family])
     others = dict(without(config.to_dict()))
     compared = {}

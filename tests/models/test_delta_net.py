@@ -8,12 +8,12 @@ from pipeline.generation.cache import CachedDelta, PromptDelta
 from pipeline.models.delta_net import Heads, convolution, delta_rule
 from pipeline.models.partition import Partition
 
-ROWS, HEADS, VALUES = 2, 2, 2  # rows, key heads, value heads of each
+ROWS, HEADS, VALUES = 2, 2, 2  # rows, key heads, value heads per key head
 KEY_DIM, VALUE_DIM = 6, 10
 
 
 def recurrence(segments: np.ndarray, heads: Heads) -> np.ndarray:
-    """A document's state begins at 0."""
+    """The delta rule by its definition. A document's state begins at 0."""
     q, k, v, write, log_decay = (np.asarray(x, np.float64) for x in heads)
     outputs = np.zeros(v.shape)
     for row, positions in enumerate(segments):
@@ -30,7 +30,7 @@ def recurrence(segments: np.ndarray, heads: Heads) -> np.ndarray:
 
 
 def random_heads(length: int, key_noise: float, decay: float) -> Heads:
-    """Keys and queries of length 1; with little noise, keys are alike."""
+    """Random inputs. Keys and queries have norm 1; with little noise, keys are similar."""
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, ROWS, length, HEADS, KEY_DIM))
     k = rng.normal(size=(HEADS, KEY_DIM)) + key_noise * k
@@ -40,7 +40,7 @@ def random_heads(length: int, key_noise: float, decay: float) -> Heads:
     return Heads(*(np.asarray(x, np.float32) for x in heads))
 
 
-BORDERS = {  # where the documents of each row begin, within chunks of 64 and at their ends; the last one is padding
+BORDERS = {  # the length, and the first positions of each row's documents, the last of which is padding; chunks have 64
     "one document": (150, [0], [0]),
     "a part of a chunk": (40, [0, 1, 17], [0, 39]),
     "several in chunks, padding": (200, [0, 3, 64, 127, 128, 190], [0, 63, 65, 66]),
@@ -60,8 +60,8 @@ def test_chunks_equal_the_recurrence(borders: str, key_noise: float, decay: floa
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_prompts_and_steps_after_them_equal_whole_rows() -> None:
-    """Wherever the prompt ends; a row that is not active keeps its state."""
+def test_a_prompt_and_the_steps_after_it_equal_whole_rows() -> None:
+    """Wherever the prompt ends. An inactive row keeps its state."""
     length, num_taps = 150, 4
     heads = random_heads(length, 10.0, 0.1)
     x = np.random.default_rng(1).normal(size=(ROWS, length, HEADS, KEY_DIM)).astype("float32")

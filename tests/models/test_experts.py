@@ -1,4 +1,4 @@
-"""Experts: the grouped products of TPUs, which run on a CPU too, against the loop over blocks that others take."""
+"""Experts: the grouped products that TPUs use (they also run on CPUs) against the loop over blocks of other devices."""
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from tests.models.hf_reference import save_random
 NUM_EXPERTS = 5
 SIZES = {
     "even": [8, 8, 8, 8, 8],
-    "one expert has all": [0, 0, 40, 0, 0],
-    "some have none, one has more than a block": [0, 150, 1, 0, 9],
+    "one expert has all tokens": [0, 0, 40, 0, 0],
+    "some experts have none, one more than a block": [0, 150, 1, 0, 9],
     "tokens of other devices' experts at the end": [3, 0, 7, 2, 0],
 }
 
@@ -35,7 +35,7 @@ NEURONS = {"mixtral": ({}, mixtral_neurons), "gpt_oss": ({"swiglu_limit": 5.0}, 
 @pytest.mark.parametrize("family", NEURONS)
 @pytest.mark.parametrize("with_int8", [False, True])
 @pytest.mark.parametrize("case", SIZES)
-def test_groups_equal_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool, family: str, tmp_path) -> None:
+def test_groups_and_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool, family: str, tmp_path) -> None:
     overrides, neurons = NEURONS[family]
     save_random(family, tmp_path, **overrides)
     arch = open_model(str(tmp_path)).arch
@@ -67,7 +67,7 @@ def test_groups_equal_blocks_equal_one_expert_at_a_time(case: str, with_int8: bo
 
 
 @pytest.mark.parametrize("sums_to_one", [False, True])
-def test_of_equal_logits_the_lower_numbers_are_chosen(sums_to_one: bool) -> None:
+def test_among_equal_logits_the_lower_indices_are_chosen(sums_to_one: bool) -> None:
     logits = jnp.array([[[0.0, 3.0, 1.0, 3.0, 1.0, 1.0], [2.0] * 6]])
     routing = _route(logits, experts=Experts("S", 6, 3, 8, sums_to_one))
     assert routing.indices.tolist() == [[[1, 3, 2], [0, 1, 2]]]
@@ -78,8 +78,8 @@ def test_of_equal_logits_the_lower_numbers_are_chosen(sums_to_one: bool) -> None
     np.testing.assert_allclose(routing.weights, expected, rtol=1e-6)
 
 
-def test_a_softmax_over_the_chosen_does_not_hide_how_the_others_are_ordered() -> None:
-    """Over all of them, three of the shares would be 0, and equal."""
+def test_experts_are_chosen_by_logits_that_differ_where_shares_underflow() -> None:
+    """In a softmax over all experts, three shares would be 0 and equal."""
     logits = jnp.array([[[0.0, -200.0, -150.0, 300.0]]])
     routing = _route(logits, experts=BoundedExperts("S", 4, 3, 8, sums_to_one=True))
     assert routing.indices.tolist() == [[[3, 0, 2]]]
@@ -93,15 +93,15 @@ V2 = GroupedExperts("S", 6, 2, 8, sums_to_one=False, num_groups=3, groups_per_to
 V3 = GroupedExperts("S", 6, 2, 8, sums_to_one=True, num_groups=3, groups_per_token=2, scaling=3.0, sigmoid=True)
 
 
-def test_a_group_counts_as_its_largest_share() -> None:
-    """The second group has the largest sum, the others the largest experts."""
+def test_groups_are_chosen_by_their_largest_share() -> None:
+    """The second group has the largest sum, the other groups the largest single shares."""
     logits = jnp.log(jnp.array([[[0.30, 0.01, 0.20, 0.19, 0.05, 0.25], [0.1, 0.3, 0.1, 0.1, 0.3, 0.1], [1 / 6] * 6]]))
     routing = _route_in_groups(logits, experts=V2)
     assert routing.indices.tolist() == [[[0, 5], [1, 4], [0, 1]]]
     np.testing.assert_allclose(routing.weights, [[[0.9, 0.75], [0.9, 0.9], [0.5, 0.5]]], rtol=1e-6)
 
 
-def test_a_group_counts_as_the_sum_of_its_two_largest_scores_and_the_correction_only_chooses() -> None:
+def test_groups_are_chosen_by_their_two_largest_scores_and_corrections_do_not_weight() -> None:
     scores = np.array([[[0.9, 0.1, 0.6, 0.5, 0.55, 0.5], [0.5] * 6]], np.float32)
     logits = jnp.log(scores / (1 - scores))
     routing = _route_in_groups(logits, jnp.zeros(6), experts=V3)

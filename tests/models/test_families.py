@@ -1,4 +1,4 @@
-"""What differs from family to family: sites and their names, older files, what is refused."""
+"""Differences between families: sites and their names, older files, refused configurations."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ LACKING = {
 
 
 @pytest.mark.parametrize("family", LACKING)
-def test_a_site_that_a_family_lacks_is_refused_with_those_it_has(family: str, tmp_path) -> None:
+def test_the_refusal_of_a_missing_site_lists_the_familys_sites(family: str, tmp_path) -> None:
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
     assert set(Site) - set(model.sites) == LACKING[family]
@@ -48,7 +48,7 @@ def test_a_site_that_a_family_lacks_is_refused_with_those_it_has(family: str, tm
             captured_keys(CaptureConfig(layers=[1], sites=[site]), model)
 
 
-def test_sequential_gpt_neox_has_a_middle(tmp_path) -> None:
+def test_a_sequential_gpt_neox_has_resid_mid(tmp_path) -> None:
     save_random("gpt_neox", tmp_path, use_parallel_residual=False)
     assert set(Site) - set(open_model(str(tmp_path)).sites) == EXPERTS | {"mlp_pre_linear"}
 
@@ -85,7 +85,7 @@ def test_a_layer_with_a_delta_net_has_no_sites_of_attention(tmp_path) -> None:
     assert layers("all", "attn_out") == [0, 1, 2, 3]
 
 
-def test_a_layer_that_attends_to_the_keys_of_another_has_none(tmp_path) -> None:
+def test_a_layer_that_shares_the_keys_of_another_has_no_k_or_v(tmp_path) -> None:
     save_random("gemma4_text", tmp_path, **GEMMA4)
     model = open_model(str(tmp_path))
 
@@ -100,8 +100,8 @@ def test_a_layer_that_attends_to_the_keys_of_another_has_none(tmp_path) -> None:
     assert widths == {Site.q: [32, 48], Site.k: [16, 24]}
 
 
-def test_an_mlp_without_gate_does_not_change_the_identity_of_a_model(tmp_path) -> None:
-    """Stores of earlier programs do not know the field."""
+def test_an_mlp_without_gate_is_not_part_of_the_identity(tmp_path) -> None:
+    """Stores of earlier versions do not have the field."""
     save_random("gpt2", tmp_path)
     model = open_model(str(tmp_path))
     assert not model.arch.gated
@@ -126,13 +126,13 @@ HOOKS = [
 
 
 @pytest.mark.parametrize(("family", "name", "hook_name"), HOOKS)
-def test_transformer_lens_names(family: str, name: str, hook_name: str, tmp_path) -> None:
+def test_sites_have_their_transformer_lens_names(family: str, name: str, hook_name: str, tmp_path) -> None:
     save_random(family, tmp_path)
     assert open_model(str(tmp_path)).hook_name(ActivationKey.parse(name)) == hook_name
 
 
 def older_deepseek(config: dict) -> None:
-    """As published, with what only the model's own code reads."""
+    """As published, with attributes that only the model's own code reads."""
     config["rope_theta"] = (rope := config.pop("rope_parameters")).pop("rope_theta")
     config["rope_scaling"] = {"type": rope.pop("rope_type")} | rope
     del config["head_dim"], config["qk_head_dim"], config["output_router_logits"]
@@ -178,7 +178,7 @@ def older_olmo3(config: dict) -> None:
 
 
 def older_gpt_oss(config: dict) -> None:
-    """As published: the values of the rotary embedding and the kinds of layers are the defaults."""
+    """As published: rotary embedding and layer types have their defaults."""
     del config["rope_parameters"], config["layer_types"], config["swiglu_alpha"]
     config |= {"experts_per_token": 2, "initial_context_length": 4096, "rope_theta": 150000, "rope_scaling": None}
 
@@ -226,7 +226,7 @@ OLDER = {
 
 
 @pytest.mark.parametrize("family", OLDER)
-def test_older_config_means_the_same(family: str, tmp_path) -> None:
+def test_an_older_config_gives_the_same_architecture(family: str, tmp_path) -> None:
     overrides, make_older = OLDER[family]
     save_random(family, tmp_path, **overrides)
     newer = open_model(str(tmp_path))
@@ -311,7 +311,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path) -> None:
+def test_configurations_that_are_not_implemented_are_refused(case: str, tmp_path) -> None:
     family, changes, message = REFUSED[case]
     save_random(family, tmp_path)
     edit_config(tmp_path, lambda config: config.update(changes))
@@ -319,7 +319,7 @@ def test_refused(case: str, tmp_path) -> None:
         open_model(str(tmp_path))
 
 
-def test_a_site_needs_only_its_rows_of_a_tensor_of_several_weights(tmp_path) -> None:
+def test_a_site_needs_only_its_rows_of_a_fused_tensor(tmp_path) -> None:
     save_random("phi3", tmp_path)
     leaves = open_model(str(tmp_path)).leaves((ActivationKey(2, Site.k),))["runs"][-1]
     assert leaves.keys() == {"attention"}
@@ -328,7 +328,7 @@ def test_a_site_needs_only_its_rows_of_a_tensor_of_several_weights(tmp_path) -> 
 
 
 @pytest.mark.parametrize("family", ["phi3", "gpt_oss"])
-def test_random_weights_of_one_tensor_differ(family: str, tmp_path) -> None:
+def test_random_weights_in_a_fused_tensor_differ(family: str, tmp_path) -> None:
     save_random(family, tmp_path)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     (layers,) = open_model(str(tmp_path), init="random").load((LAST,), "float32", sharding)["runs"]
@@ -339,8 +339,8 @@ def test_random_weights_of_one_tensor_differ(family: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt_neox", "olmo2"])
-def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
-    """Alone, the layer has only the weights that the site needs."""
+def test_a_site_captured_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
+    """Captured alone, only the weights that the site needs are loaded."""
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
     tokens = jnp.array(np.random.default_rng(0).integers(0, 199, (1, 12)), jnp.int32)
@@ -356,7 +356,7 @@ def test_a_site_alone_equals_the_site_among_all(family: str, tmp_path) -> None:
         np.testing.assert_allclose(captured(key)[key], expected, rtol=1e-4, atol=1e-5, err_msg=key.name)
 
 
-def test_the_weights_that_a_site_needs_of_latent_attention(tmp_path) -> None:
+def test_a_site_of_latent_attention_needs_only_its_weights(tmp_path) -> None:
     save_random("deepseek_v3", tmp_path)
     model = open_model(str(tmp_path))
     queries, values = {"q_down", "q_down_norm", "q_up"}, {"kv_down", "kv_down_norm", "kv_up"}
@@ -370,7 +370,7 @@ def test_the_weights_that_a_site_needs_of_latent_attention(tmp_path) -> None:
     assert {model.width(ActivationKey(0, site)) for site in (Site.v, Site.attn_z)} == {28}
 
 
-def test_layers_that_predict_further_tokens_are_not_read(tmp_path) -> None:
+def test_layers_for_multi_token_prediction_are_not_read(tmp_path) -> None:
     save_random("deepseek_v3", tmp_path)
     expected = loaded_arrays(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -386,7 +386,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path) -> None:
 
 
 def test_deepseek_chooses_experts_in_float32(tmp_path) -> None:
-    """Rounded to bfloat16, the corrections would choose others."""
+    """Corrections rounded to bfloat16 would choose other experts."""
     save_random("deepseek_v3", tmp_path)
     model = open_model(str(tmp_path))
     keys = tuple(ActivationKey(2, site) for site in (Site.router_logits, Site.router_weights))
@@ -416,8 +416,8 @@ MTP = "mtp.layers.0.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(("family", "name"), [("qwen3_5", "Qwen3_5"), ("qwen3_5_moe", "Qwen3_5Moe")])
-def test_the_language_model_of_a_checkpoint_with_vision(family: str, name: str, tmp_path) -> None:
-    """As published: with tensors of vision and of the layers that predict further tokens, all experts in one tensor."""
+def test_the_language_model_of_a_checkpoint_with_vision_is_read(family: str, name: str, tmp_path) -> None:
+    """As published: with tensors for vision and multi-token prediction, and all experts in one tensor."""
     text = save_random(f"{family}_text", tmp_path / "text", num_key_value_heads=4)
     config = getattr(transformers, f"{name}Config")(text_config=text.config.to_dict(), vision_config=VISION)
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
@@ -437,8 +437,8 @@ def test_the_language_model_of_a_checkpoint_with_vision(family: str, name: str, 
         open_model(str(tmp_path / "whole"))
 
 
-def test_the_language_model_of_gemma4(tmp_path) -> None:
-    """As published: with a tower of vision, and keys of layers that attend to those of others."""
+def test_the_language_model_of_gemma4_is_read(tmp_path) -> None:
+    """As published: with a vision tower, and key tensors of layers that share the keys of others."""
     text = save_random("gemma4_text", tmp_path / "text", **GEMMA4)
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     vision |= {"head_dim": 4, "num_hidden_layers": 1, "patch_size": 2, "position_embedding_size": 16}
@@ -456,7 +456,7 @@ def test_the_language_model_of_gemma4(tmp_path) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-def test_sinks_are_read_where_there_is_attention(tmp_path) -> None:
+def test_sinks_are_read_for_layers_that_compute_attention(tmp_path) -> None:
     save_random("gpt_oss", tmp_path)
     model = open_model(str(tmp_path))
     runs = {site: model.leaves((ActivationKey(2, site),))["runs"] for site in (Site.v, Site.attn_z)}
@@ -467,7 +467,7 @@ def test_sinks_are_read_where_there_is_attention(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "gpt_neox"])
-def test_checkpoint_without_head(family: str, tmp_path) -> None:
+def test_a_checkpoint_without_head_gives_the_same_weights(family: str, tmp_path) -> None:
     model = save_random(family, tmp_path / "with")
     model.base_model.save_pretrained(tmp_path / "without")
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -479,7 +479,7 @@ def test_checkpoint_without_head(family: str, tmp_path) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-def test_the_first_bert_checkpoints_name_norms_as_tensorflow_does(tmp_path) -> None:
+def test_norms_named_as_in_tensorflow_are_read(tmp_path) -> None:
     save_random("bert", tmp_path)
     model = open_model(str(tmp_path))
     norm = "bert.encoder.layer.1.output.LayerNorm.weight"
@@ -495,7 +495,7 @@ def test_the_first_bert_checkpoints_name_norms_as_tensorflow_does(tmp_path) -> N
     np.testing.assert_array_equal(open_model(str(tmp_path)).checkpoint.rows(norm, 0, 32), expected)
 
 
-def test_program_of_alternating_layers_does_not_grow_with_depth(tmp_path) -> None:
+def test_the_program_of_alternating_layers_does_not_grow_with_depth(tmp_path) -> None:
     sizes = []
     for repeats in (1, 6):
         path = tmp_path / str(repeats)

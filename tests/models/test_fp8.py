@@ -1,4 +1,4 @@
-"""Models as they are published in FP8: numbers with a scale for each block, against transformers and the formula."""
+"""Models published in FP8, with a scale per block, against transformers and the formula."""
 
 import json
 from pathlib import Path
@@ -17,13 +17,13 @@ from pipeline.models.registry import Model, open_model
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LAST = ActivationKey(1, Site.resid_post)
-BLOCK = [16, 12]  # divides some sizes of the tiny models, and others not
+BLOCK = [16, 12]  # divides only some sizes of the tiny models
 PUBLISHED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
-FAMILIES = {"deepseek_v3": torch.float32, "qwen3": torch.bfloat16, "qwen3_moe": torch.float16}  # with the scales' dtype
+FAMILIES = {"deepseek_v3": torch.float32, "qwen3": torch.bfloat16, "qwen3_moe": torch.float16}  # the scales' dtype
 
 
 def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """By transformers, which takes whole blocks only; else by the formula of the model's own code."""
+    """Dequantises by the formula of the model's own code; compares with transformers, which needs whole blocks."""
     sizes = [-(-size // part) for size, part in zip(numbers.shape, BLOCK, strict=True)]
     assert list(scales.shape) == sizes
     spread = scales.float().repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
@@ -34,7 +34,7 @@ def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def save_fp8(path: Path, family: str = "qwen3") -> None:
-    """Two checkpoints of the same numbers: `path`/packed in FP8, `path`/plain in float32."""
+    """Writes two checkpoints of the same values: `path`/packed in FP8, `path`/plain in float32."""
     for name in ("packed", "plain"):
         save_random(family, path / name, num_hidden_layers=2)
     plain = load_file(path / "plain" / "model.safetensors")
@@ -67,10 +67,10 @@ def loaded(model: Model, dtype: str, with_int8: bool) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 11, 1 << 24])
 @pytest.mark.parametrize(("dtype", "with_int8"), [("float32", False), ("bfloat16", False), ("float32", True)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_read_as_transformers_does(
+def test_fp8_weights_equal_dequantised_ones(
     family: str, dtype: str, with_int8: bool, piece_bytes, tmp_path, monkeypatch
 ) -> None:
-    """In pieces that begin and end inside of blocks, too."""
+    """Also in pieces that begin and end inside blocks."""
     monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
     save_fp8(tmp_path, family)
     packed, plain = (loaded(open_model(str(tmp_path / name)), dtype, with_int8) for name in ("packed", "plain"))
@@ -79,7 +79,7 @@ def test_read_as_transformers_does(
         np.testing.assert_array_equal(packed[name], values, err_msg=name)
 
 
-def test_numbers_and_scales_that_are_not_finite_stay_so(tmp_path) -> None:
+def test_values_and_scales_that_are_not_finite_stay_so(tmp_path) -> None:
     save_fp8(tmp_path)
     name, file = "model.layers.1.mlp.down_proj.weight", tmp_path / "packed" / "model.safetensors"
     tensors = load_file(file)
@@ -121,7 +121,7 @@ def test_other_quantisations_are_refused(case: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("attribute", ["modules_to_not_convert", "ignored_layers"])
-def test_names_of_what_is_not_quantised_do_not_matter(attribute: str, tmp_path) -> None:
+def test_names_of_unquantised_modules_do_not_matter(attribute: str, tmp_path) -> None:
     save_fp8(tmp_path)
     quantise_config(tmp_path / "packed", PUBLISHED | {attribute: ["lm_head"], "scale_fmt": "ue8m0"})
     open_model(str(tmp_path / "packed"))
@@ -144,7 +144,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_parts_that_do_not_fit_are_named(damage: str, tmp_path) -> None:
+def test_tensors_that_do_not_fit_are_reported(damage: str, tmp_path) -> None:
     changes, message = DAMAGES[damage]
     save_fp8(tmp_path)
     file = tmp_path / "packed" / "model.safetensors"

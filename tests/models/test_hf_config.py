@@ -1,4 +1,4 @@
-"""What is refused, and what is accepted although it looks unusual."""
+"""Configurations that are refused, and unusual ones that are accepted."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str, tmp_path) -> None:
+def test_configurations_that_are_not_implemented_are_refused(case: str, tmp_path) -> None:
     config, message = REFUSED[case]
     with pytest.raises(CheckpointError, match=message) as refusal:
         open_config(tmp_path, config)
@@ -103,7 +103,7 @@ ACCEPTED = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_accepted(case: str, tmp_path) -> None:
+def test_unusual_configurations_are_accepted(case: str, tmp_path) -> None:
     model = open_config(tmp_path, ACCEPTED[case])
     assert (model.num_layers, model.vocab_size, model.max_positions) == (4, 199, 512)
 
@@ -117,7 +117,7 @@ WINDOWS = {
 }
 
 
-def test_rows_are_as_long_as_short_factors_hold(tmp_path) -> None:
+def test_rows_are_limited_to_the_positions_of_short_factors(tmp_path) -> None:
     model = open_config(tmp_path, QWEN2 | {"rope_scaling": LONG})
     assert (model.max_positions, model.arch.max_positions) == (128, 512)
 
@@ -131,24 +131,24 @@ NO_WINDOWS = {
 
 
 @pytest.mark.parametrize("case", WINDOWS)
-def test_windows(case: str, tmp_path) -> None:
+def test_windows_and_their_layers_are_read(case: str, tmp_path) -> None:
     config, pattern, window = WINDOWS[case]
     local = open_config(tmp_path, config).arch.local
     assert (local.pattern, local.window) == (pattern, window)
 
 
 @pytest.mark.parametrize("case", NO_WINDOWS)
-def test_no_windows(case: str, tmp_path) -> None:
+def test_windows_without_effect_are_dropped(case: str, tmp_path) -> None:
     assert open_config(tmp_path, NO_WINDOWS[case]).arch.local is None
 
 
-def test_no_config(tmp_path) -> None:
+def test_a_folder_without_config_is_refused(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         open_model(str(tmp_path))
 
 
-def test_code_beside_a_model_that_is_implemented_is_not_run(tmp_path) -> None:
-    """As transformers without `trust_remote_code`; Phi-3's repositories have such code."""
+def test_code_next_to_an_implemented_model_is_not_run(tmp_path) -> None:
+    """As in transformers without `trust_remote_code`. Phi-3's repositories have such code."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN2))
     plain = open_model(str(tmp_path), init="random").arch
     (tmp_path / "config.json").write_text(json.dumps(QWEN2 | {"auto_map": {"AutoModel": "modeling.Model"}}))

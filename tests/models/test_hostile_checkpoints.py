@@ -1,4 +1,4 @@
-"""Checkpoints that would take the machine's memory, hang, or read other files: refused in one message."""
+"""Checkpoints that would exhaust memory, hang, or read other files are refused in one message."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def content(name: str, text: bytes) -> Damage:
 
 
 def entry(**values: object) -> Damage:
-    """Edits the header's entry of one tensor."""
+    """Edits one tensor's entry in the header."""
 
     def edit(folder: Path) -> None:
         header, tensors = split((TINY / "model.safetensors").read_bytes())
@@ -56,7 +56,7 @@ def doubled_header(folder: Path) -> None:
 
 
 def indexed(file: object) -> Damage:
-    """Two files, whose index has a tensor in another."""
+    """Two weight files, whose index says that a tensor is in `file`."""
 
     def edit(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -202,7 +202,7 @@ def test_random_weights_that_the_machine_cannot_hold_are_refused(values: dict[st
 @pytest.mark.parametrize(
     "path", ["a" * 5000, "/" + "a/" * 5000, "/" + "a" * 5000, "", "a\0b", "~nosuchuser/x", "gs://"]
 )
-def test_a_path_that_is_none_is_refused(path: str, monkeypatch) -> None:
+def test_a_malformed_path_is_refused(path: str, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(PipelineError, match=r"^model\.path") as caught:
         open_files(path, None)

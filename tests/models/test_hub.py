@@ -1,4 +1,4 @@
-"""Models and tokenizers of the Hub: one commit per start, identity by content, and requests that fail for a while."""
+"""Models and tokenizers of the Hub: one commit per start, identity by content, and requests that fail temporarily."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unans
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
-    """The Hub, on this machine; the cache is empty."""
+    """A local Hub, with an empty cache."""
     with hub_for_this_process(tmp_path, monkeypatch) as server:
         server.push(MODEL, TINY)
         yield server
@@ -44,7 +44,7 @@ def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
-    """What would have been waited between attempts."""
+    """The seconds that would have been waited between attempts."""
     waits: list[float] = []
     clock = SimpleNamespace(sleep=waits.append, time=time.time)
     monkeypatch.setattr("pipeline.core.retries.time", clock)
@@ -81,7 +81,7 @@ PUSHES = {
 
 
 @pytest.mark.parametrize("case", PUSHES)
-def test_a_push_matters_where_it_changes_the_content(case: str, server: Hub, text: Path, tmp_path: Path) -> None:
+def test_a_push_matters_if_it_changes_the_content(case: str, server: Hub, text: Path, tmp_path: Path) -> None:
     edit, different = PUSHES[case]
     before = job(text, tmp_path / "store").metadata
     commit = server.push(MODEL, edit(TINY))
@@ -104,7 +104,7 @@ def test_a_store_that_names_a_commit_is_resumed_at_that_commit(server: Hub, text
     first = job(text, path)
     commit = first.model.checkpoint.commit
     model = {key: value for key, value in first.metadata.model.items() if key != "weights"} | {"commit": commit}
-    StoreWriter.open(str(path), dataclasses.replace(first.metadata, model=model), first.layout)  # as it was made before
+    StoreWriter.open(str(path), dataclasses.replace(first.metadata, model=model), first.layout)  # as before
     moved = server.push(MODEL, with_other_weights(TINY))
     for revision in ("null", commit):
         again = job(text, path, f"model.revision={revision}")
@@ -153,7 +153,7 @@ def test_a_plan_fetches_no_weights(server: Hub, text: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_for_a_while_is_repeated(fault: Fault, server: Hub, waits, monkeypatch) -> None:
+def test_requests_that_fail_temporarily_are_repeated(fault: Fault, server: Hub, waits, monkeypatch) -> None:
     server.push(TEXT, {"README.md": b"---\nlicense: mit\n---\n", "data/train.jsonl": ROWS, "data/one.parquet": ROWS})
     reference = everything()
     with FaultProxy(server.address).serving() as proxy:
@@ -166,7 +166,7 @@ def test_what_fails_for_a_while_is_repeated(fault: Fault, server: Hub, waits, mo
 
 
 def everything() -> dict[str, object]:
-    """What a start asks the Hub for: a model, its tokenizer, a listing of files, and a data set with its first row."""
+    """Everything that a start requests: a model, its tokenizer, a listing of files, and a data set's first row."""
     model, tokenizer = open_model("owner/tiny"), load_tokenizer("owner/tiny")
     source = HfSource(HfData(source="hf", path="owner/text", text="{{ text }}", data_files="data/*.jsonl"))
     return {
@@ -202,7 +202,7 @@ def test_a_cache_that_cannot_be_written_is_read(server: Hub) -> None:
         assert open_model("owner/tiny", revision=revision).checkpoint.config["model_type"] == "qwen2"
 
 
-def test_attempts_are_bounded(server: Hub, waits) -> None:
+def test_the_number_of_attempts_is_bounded(server: Hub, waits) -> None:
     server.failures = [(503, {})] * 100
     with pytest.raises(
         PipelineError,
@@ -223,14 +223,14 @@ def test_attempts_are_bounded(server: Hub, waits) -> None:
         ({"Retry-After": "99999999999"}, 310),
     ],
 )
-def test_the_server_says_when(headers: dict[str, str], seconds: float, server: Hub, waits) -> None:
+def test_the_server_determines_the_wait(headers: dict[str, str], seconds: float, server: Hub, waits) -> None:
     server.failures = [(429, headers)]
     open_model("owner/tiny")
     assert waits == [seconds]
 
 
-def test_a_commit_is_waited_for() -> None:
-    """Another attempt would meet the one that the Hub is still at."""
+def test_a_commit_has_a_longer_timeout() -> None:
+    """A second attempt would conflict with the one that the Hub is still processing."""
     seen = []
 
     def answer(request: hub.httpx.Request) -> hub.httpx.Response:
@@ -244,8 +244,8 @@ def test_a_commit_is_waited_for() -> None:
     assert [timeouts["write"] for timeouts in seen] == [30.0, 300.0]
 
 
-def test_other_services_are_asked_once(waits) -> None:
-    """`datasets` asks for figures that it can do without, which must not make every start a minute longer."""
+def test_requests_to_other_services_are_not_repeated(waits) -> None:
+    """`datasets` asks for figures that it does not need; waiting for them would delay every start by a minute."""
     hub.repeat_requests()
     for url in ("http://datasets-server.127.0.0.1:1/info", "http://127.0.0.1:1/api/telemetry/x"):
         with pytest.raises(hub.httpx.TransportError):
@@ -254,7 +254,7 @@ def test_other_services_are_asked_once(waits) -> None:
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_what_is_refused_is_asked_for_once(status: int, server: Hub, waits) -> None:
+def test_refused_requests_are_not_repeated(status: int, server: Hub, waits) -> None:
     server.statuses = {MODEL: status, TEXT: status}
     for opened, kind, key in [
         (lambda: open_model("owner/tiny"), CheckpointError, "model.path=owner/tiny"),
@@ -270,7 +270,7 @@ def test_what_is_refused_is_asked_for_once(status: int, server: Hub, waits) -> N
 @pytest.mark.parametrize(
     "path", ["./tiny", "../tiny", "some/owner/tiny", "owner/tiny/", "folder/tiny", "/nowhere/tiny"]
 )
-def test_a_local_path_is_not_asked_of_the_hub(path: str, server: Hub, tmp_path: Path, monkeypatch) -> None:
+def test_a_local_path_is_not_requested_from_the_hub(path: str, server: Hub, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected a directory.*got none of them.*Check the path") as caught:
@@ -281,12 +281,12 @@ def test_a_local_path_is_not_asked_of_the_hub(path: str, server: Hub, tmp_path: 
     assert server.requests == []
 
 
-def test_a_revision_that_is_not_there(server: Hub) -> None:
+def test_an_unknown_revision_is_refused(server: Hub) -> None:
     with pytest.raises(CheckpointError, match="revision nowhere.*Check the spelling"):
         open_model("owner/tiny", revision="nowhere")
 
 
-def test_a_body_that_is_not_its_etags_is_fetched_again(server: Hub, waits) -> None:
+def test_a_body_that_does_not_match_its_etag_is_fetched_again(server: Hub, waits) -> None:
     server.corrupt = {"config.json", "model.safetensors", "tokenizer.json"}
     identities = open_model("owner/tiny").identity(), load_tokenizer("owner/tiny").identity()
     local = str(composing.PACKAGE / "assets" / "tiny-qwen2")
@@ -295,7 +295,7 @@ def test_a_body_that_is_not_its_etags_is_fetched_again(server: Hub, waits) -> No
     assert len(waits) == 3
 
 
-def test_a_server_whose_etags_are_no_digests(server: Hub, waits, monkeypatch) -> None:
+def test_etags_that_are_no_digests_are_tolerated(server: Hub, waits, monkeypatch) -> None:
     monkeypatch.setattr("tests.hub.etag", lambda content, large: f"{len(content):040x}")
     assert open_model("owner/tiny").vocab_size == 2048
     assert len(waits) == 1
@@ -308,15 +308,15 @@ def test_without_the_hub_the_cache_is_used_and_absence_is_not_guessed(server: Hu
         model = open_model("owner/tiny")
     assert model.checkpoint.commit == commit
     assert f"Using commit {commit} of owner/tiny from the Hub's cache" in caplog.text
-    with pytest.raises(hub.HubUnavailable):  # were it taken for absent, "has no weights" would not be tried again
+    with pytest.raises(hub.HubUnavailable):  # not "has no weights", which is not retried
         model.identity()
     with pytest.raises(hub.HubUnavailable):
         model.checkpoint.generation_config  # noqa: B018
 
 
 @pytest.mark.slow
-def test_starts_with_faults(tmp_path: Path, monkeypatch) -> None:
-    """Twenty starts, each with an empty cache, of which a fifth of all requests fails."""
+def test_twenty_starts_through_faults_make_the_same_store(tmp_path: Path, monkeypatch) -> None:
+    """Each start has an empty cache, and a fifth of its requests fails."""
     with Hub().serving() as server, FaultProxy(server.address).serving() as proxy:
         server.push(MODEL, TINY)
         server.push(TEXT, {"README.md": b"---\nlicense: mit\n---\n", "data/train.jsonl": ROWS})

@@ -1,4 +1,4 @@
-"""int8: what is quantised, how exactly, and that the forward pass is that of the rounded weights."""
+"""int8 weights: which leaves are quantised, their error, and the forward pass with them."""
 
 import json
 import re
@@ -65,14 +65,14 @@ def is_quantised(node: object) -> bool:
 
 
 def dequantised(params):
-    """The float weights that int8 weights stand for."""
+    """The float values of int8 weights."""
 
     def restore(node):
         if not is_quantised(node):
             return node
         num_inputs = node.values.ndim - node.scale.ndim
         scale = np.expand_dims(node.scale, tuple(range(-num_inputs, 0)))
-        return np.asarray(node.values, np.float32) * scale  # by NumPy, which compiles nothing for every shape
+        return np.asarray(node.values, np.float32) * scale  # NumPy, since JAX would compile for every shape
 
     return jax.tree.map(restore, params, is_leaf=is_quantised)
 
@@ -82,9 +82,9 @@ def every_key(model: Model) -> tuple[ActivationKey, ...]:
 
 
 @pytest.mark.parametrize("num_inputs", [1, 2])
-def test_symmetric_per_output_channel(num_inputs: int) -> None:
+def test_quantisation_is_symmetric_per_output_channel(num_inputs: int) -> None:
     weight = np.random.default_rng(0).normal(size=(5, 6, 7)).astype(np.float32)
-    weight[2, ..., 0] = 100  # an outlier costs its own channel only
+    weight[2, ..., 0] = 100  # an outlier affects only its channel
     weight[4] = 0
     values, scale = quantise(weight, num_inputs)
     inputs = tuple(range(-num_inputs, 0))
@@ -100,7 +100,7 @@ def test_symmetric_per_output_channel(num_inputs: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(value: float) -> None:
+def test_values_that_are_not_finite_have_such_a_scale(value: float) -> None:
     weight = np.ones((2, 3), np.float32)
     weight[1, 1] = value
     _, scale = quantise(weight, 1)
@@ -108,7 +108,7 @@ def test_what_is_not_finite_stays_so(value: float) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_matrices_of_layers_and_nothing_else(family: str, tmp_path) -> None:
+def test_only_matrices_of_layers_are_quantised(family: str, tmp_path) -> None:
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
     for keys in ((LAST,), every_key(model)):  # stacked, and one by one
@@ -128,8 +128,8 @@ def test_matrices_of_layers_and_nothing_else(family: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_forward_is_that_of_the_rounded_weights(family: str, tmp_path) -> None:
-    """At every site of every layer."""
+def test_the_forward_pass_equals_one_with_the_rounded_weights(family: str, tmp_path) -> None:
+    """For every site of every layer."""
     save_random(family, tmp_path, **layers_that_suffice(family, {}))
     model = open_model(str(tmp_path))
     tokens = jnp.array(np.random.default_rng(1).integers(0, 199, (2, 24)), jnp.int32)
@@ -145,11 +145,11 @@ def test_forward_is_that_of_the_rounded_weights(family: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_a_product_of_integers(length: int) -> None:
-    """With a scale for each token and each output."""
+def test_inputs_and_weights_are_multiplied_as_integers(length: int) -> None:
+    """With a scale per token and per output."""
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(2, length, 3, 8)).astype(np.float32), rng.normal(size=(24, 3, 8)).astype(np.float32)
-    x[1, 0] *= 1000  # another token's scale is its own
+    x[1, 0] *= 1000  # affects only this token's scale
     weights = with_int8_inputs({"o": Int8Weight(*map(jnp.asarray, quantise(w, 2)))})
     (x_values, x_scale), (w_values, w_scale) = quantise(x, 2), quantise(w, 2)
     exact = np.einsum("btnh,inh->bti", x_values.astype(np.int64), w_values.astype(np.int64))
@@ -161,7 +161,7 @@ def test_a_product_of_integers(length: int) -> None:
 
 
 @pytest.mark.parametrize("family", ["bert", "gemma2", "gpt_neox"])
-def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> None:
+def test_every_product_with_a_matrix_multiplies_integers(family: str, tmp_path) -> None:
     save_random(family, tmp_path, **layers_that_suffice(family, {}))
     model = open_model(str(tmp_path))
     keys = every_key(model)
@@ -192,7 +192,7 @@ def test_every_product_with_a_matrix_is_of_integers(family: str, tmp_path) -> No
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
 def test_a_part_has_the_scales_of_whole_channels(family: str, name: str, piece_bytes: int, tmp_path, monkeypatch):
-    """What a process reads when weights are divided among devices, along any axis, in pieces of any size."""
+    """A process reads such parts if weights are divided among devices, along any axis and in pieces of any size."""
     monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
@@ -226,7 +226,7 @@ def num_bytes(tree: object) -> int:
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 0.25), ("bfloat16", 0.5)])
-def test_memory_of_the_layers_weights(dtype: str, share: float) -> None:
+def test_int8_weights_take_a_quarter_of_float32_and_half_of_bfloat16(dtype: str, share: float) -> None:
     model = open_model(str(PACKAGE / "assets" / "tiny-qwen2"))
     keys = (ActivationKey(model.num_layers - 1, Site.resid_post),)
     exact, small = (model.load(keys, dtype, DEVICE, with_int8=with_int8)["runs"] for with_int8 in (False, True))
@@ -234,7 +234,7 @@ def test_memory_of_the_layers_weights(dtype: str, share: float) -> None:
 
 
 def test_weights_are_int8_until_their_product(tmp_path) -> None:
-    """The step's temporary memory has no place for the float weights of all layers."""
+    """The step's temporary memory is too small for the float weights of all layers."""
     config = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 32}
     config |= {"num_attention_heads": 2, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))

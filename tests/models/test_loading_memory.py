@@ -1,4 +1,4 @@
-"""What loading takes on the host, measured in a process of its own with a checkpoint made on the spot."""
+"""The host memory that loading takes, measured in another process."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 MIB = 1 << 20
-SLACK_MIB = 96  # what four threads read at a time, and the allocator's
+SLACK_MIB = 96  # pieces that four threads read, and the allocator's overhead
 WIDTH, MLP, VOCAB = 1024, 4096, 16384
 LAYER_MIB = (4 * WIDTH * WIDTH + 3 * WIDTH * MLP) * 2 / MIB  # in bfloat16
 EMBED_MIB = VOCAB * WIDTH * 2 / MIB  # the largest tensor
@@ -40,7 +40,7 @@ print(json.dumps({"devices": devices, "peak": memory_mib("VmHWM") - before}))
 
 
 def save_checkpoint(path: Path, num_layers: int, in_fp8: bool = False) -> None:
-    """A LLaMA in bfloat16, or with matrices in FP8; a file for each layer."""
+    """Writes a LLaMA in bfloat16, or with matrices in FP8. Each layer has a file."""
     config = {"model_type": "llama", "hidden_size": WIDTH, "intermediate_size": MLP, "vocab_size": VOCAB}
     config |= {"num_hidden_layers": num_layers, "num_attention_heads": 16}
     config |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if in_fp8 else {}
@@ -80,7 +80,7 @@ def load(path: Path, layer: int, dtype: str, weights_dtype: str) -> dict[str, fl
     "num_layers",
     [8, pytest.param(30, marks=pytest.mark.slow, id="1 GB")],
 )
-def test_the_host_holds_what_the_devices_hold_and_one_tensor(num_layers: int, tmp_path: Path) -> None:
+def test_loading_takes_the_weights_and_one_tensor(num_layers: int, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, num_layers)
     whole_mib = num_layers * LAYER_MIB + EMBED_MIB
     cases = {
@@ -97,7 +97,7 @@ def test_the_host_holds_what_the_devices_hold_and_one_tensor(num_layers: int, tm
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_the_same_in_fp8(tmp_path: Path) -> None:
+def test_loading_fp8_takes_the_weights_and_one_tensor(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 8, in_fp8=True)
     for weights_dtype, share in (("same", 1.0), ("int8", 0.5)):
         used = load(tmp_path, 7, "bfloat16", weights_dtype)

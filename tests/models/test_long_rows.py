@@ -1,4 +1,4 @@
-"""MLPs of very long rows, which are computed in parts."""
+"""MLPs of very long rows are computed in parts."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ ARCH = Architecture(
     ("length", "parts"),
     [(256, 1), (32768, 1), (36864, 3), (65536, 4), (100_000, 8), (131072, 8), (98_317, 1)],
 )
-def test_parts(length: int, parts: int) -> None:
+def test_the_number_of_parts_divides_the_length(length: int, parts: int) -> None:
     """98,317 is a prime number."""
     assert mlp_parts(length) == parts
 

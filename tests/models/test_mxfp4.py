@@ -1,4 +1,4 @@
-"""gpt-oss as it is published: experts in MXFP4, against what transformers unpacks."""
+"""gpt-oss as published, with experts in MXFP4, against transformers."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 
 
 def save_packed(path: Path) -> None:
-    """Two checkpoints of the same numbers: `path`/packed in MXFP4, `path`/plain in float32."""
+    """Writes two checkpoints of the same values: `path`/packed in MXFP4, `path`/plain in float32."""
     for name in ("packed", "plain"):
         save_random("gpt_oss", path / name, **SIZES)
     plain = load_file(path / "plain" / "model.safetensors")
@@ -52,7 +52,7 @@ def loaded(model: Model, dtype: str, with_int8: bool) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("dtype", "with_int8"), [("float32", False), ("bfloat16", False), ("float32", True)])
-def test_unpacked_as_transformers_does(dtype: str, with_int8: bool, tmp_path) -> None:
+def test_experts_are_unpacked_as_by_transformers(dtype: str, with_int8: bool, tmp_path) -> None:
     save_packed(tmp_path)
     packed, plain = (loaded(open_model(str(tmp_path / name)), dtype, with_int8) for name in ("packed", "plain"))
     assert packed.keys() == plain.keys()
@@ -60,7 +60,7 @@ def test_unpacked_as_transformers_does(dtype: str, with_int8: bool, tmp_path) ->
         np.testing.assert_array_equal(packed[name], values, err_msg=name)
 
 
-def test_a_scale_of_255_is_not_a_number(tmp_path) -> None:
+def test_a_scale_of_255_means_nan(tmp_path) -> None:
     save_packed(tmp_path)
     file = tmp_path / "packed" / "model.safetensors"
     tensors = load_file(file)
@@ -86,7 +86,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_parts_that_do_not_fit_are_named(damage: str, tmp_path) -> None:
+def test_tensors_that_do_not_fit_are_reported(damage: str, tmp_path) -> None:
     suffix, change, message = DAMAGES[damage]
     save_packed(tmp_path)
     file = tmp_path / "packed" / "model.safetensors"

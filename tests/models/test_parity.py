@@ -65,7 +65,7 @@ FAMILIES = {
     "qwen3_5_text": {},
     "smollm3": WINDOW,
 }
-"""With each of them there is more to test than every site."""
+"""Tested for every site, and also for packing, padding and logits."""
 CASES = {
     "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "qwen2 long theta": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
@@ -251,12 +251,12 @@ ALIKE = (
     *("bert", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral"),
     *("mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
 )
-"""Of which two layers show what more would: they alternate, if they differ, or the first is dense."""
+"""Two layers of these families test as much as four: layers are alike, alternate, or only the first is dense."""
 OF_LAYERS = {"layer_types", "max_window_layers", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"}
 
 
 def layers_that_suffice(family: str, overrides: dict) -> dict[str, int]:
-    """What makes a model have two layers, where these show what more would."""
+    """Overrides that reduce a model to two layers, if these test as much as four."""
     return {"num_hidden_layers": 2} if family in ALIKE and not OF_LAYERS & overrides.keys() else {}
 
 
@@ -296,7 +296,7 @@ def error(got: np.ndarray, expected: np.ndarray) -> float:
 
 
 def bound(key: ActivationKey, model: Model) -> float:
-    """1e-5 for each layer that the activations went through: how float32 is rounded depends on the CPU."""
+    """1e-5 per layer that the activations went through. Rounding in float32 depends on the CPU."""
     return 1e-5 * (key.layer + 1 if key.site.per_layer else model.num_layers)
 
 
@@ -313,7 +313,7 @@ def assert_every_site(forward: Forward) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_site_of_every_layer(case: str, tmp_path) -> None:
+def test_every_site_of_every_layer_equals_transformers(case: str, tmp_path) -> None:
     assert_every_site(Forward(tmp_path, *CASES[case]))
 
 
@@ -338,7 +338,7 @@ SCANNED = {
 
 
 @pytest.mark.parametrize("case", SCANNED)
-def test_scanned_layers_equal_single_ones(case: str, tmp_path) -> None:
+def test_scanned_layers_equal_transformers(case: str, tmp_path) -> None:
     family, overrides = SCANNED[case]
     reference = save_random(family, tmp_path, **overrides)
     batch = unpacked(np.random.default_rng(2), 2, 64)
@@ -351,7 +351,7 @@ def test_scanned_layers_equal_single_ones(case: str, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("forward", FAMILIES, indirect=True)
-def test_every_site_of_every_layer_of_a_family(forward: Forward) -> None:
+def test_every_site_of_every_layer_of_a_family_equals_transformers(forward: Forward) -> None:
     assert_every_site(forward)
 
 
@@ -406,7 +406,7 @@ OTHER_THETA = {"rope_type": "default", "rope_theta": 250000.0}
 
 
 @pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE, LONG_ROPE, OTHER_THETA])
-def test_older_config_means_the_same(parameters: dict, tmp_path) -> None:
+def test_an_older_config_gives_the_same_model(parameters: dict, tmp_path) -> None:
     save_random("llama", tmp_path, rope_parameters=parameters)
     newer = open_model(str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())

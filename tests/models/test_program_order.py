@@ -1,4 +1,4 @@
-"""Every process of a job must trace the same program. In processes of their own, which hash strings differently."""
+"""Every process of a job must trace the same program. The processes of this test hash strings differently."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def lowered(hash_seed: str) -> str:
     return done.stdout
 
 
-def test_the_program_does_not_depend_on_the_order_of_hashes() -> None:
+def test_the_program_does_not_depend_on_hash_order() -> None:
     text = lowered("0")
     assert text.count("sharding_constraint") > 3
     assert text == lowered("1")

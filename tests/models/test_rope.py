@@ -66,7 +66,7 @@ CASES |= {name: (parse_rope(HfConfig(values, name), 1e4, MAX_POSITIONS), values)
 
 
 def reference(parameters: dict) -> LlamaRotaryEmbedding:
-    parameters = dict(parameters)  # which the config completes
+    parameters = dict(parameters)  # a copy, since the config adds to it
     config = transformers.LlamaConfig(
         hidden_size=128, num_attention_heads=2, max_position_embeddings=MAX_POSITIONS, rope_parameters=parameters
     )
@@ -74,7 +74,7 @@ def reference(parameters: dict) -> LlamaRotaryEmbedding:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inverse_frequencies(case: str) -> None:
+def test_inverse_frequencies_equal_transformers(case: str) -> None:
     rope, parameters = CASES[case]
     expected = reference(parameters)
     np.testing.assert_allclose(inverse_frequencies(rope, HEAD_DIM), expected.inv_freq.numpy(), rtol=6e-8)
@@ -82,7 +82,7 @@ def test_inverse_frequencies(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rotation_at_near_and_far_positions(case: str) -> None:
+def test_rotations_equal_transformers_at_near_and_far_positions(case: str) -> None:
     rope, parameters = CASES[case]
     positions = np.array([[0, 1, 2, 77, 4095], [31, 8191, 0, 32767, 131071]], np.int32)
     x = np.random.default_rng(0).normal(size=(2, 5, 2, HEAD_DIM)).astype(np.float32)
@@ -98,7 +98,7 @@ def test_rotation_at_near_and_far_positions(case: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rotating", [HEAD_DIM, 16])
 def test_the_product_for_tpus_is_exact(rotating: int, dtype: str) -> None:
-    """Not compiled: a compiler may round a product and a sum once, of either of the two products."""
+    """Not compiled, since a compiler may fuse either product with the sum and round once."""
     positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
     table = rope_table(CASES["default"][0], rotating, positions)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
@@ -107,15 +107,15 @@ def test_the_product_for_tpus_is_exact(rotating: int, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pairs", [RotaryPairs.adjacent, RotaryPairs.to_halves])
-def test_so_is_that_of_neighbours(pairs: RotaryPairs, dtype: str) -> None:
+def test_the_product_of_neighbours_for_tpus_is_exact(pairs: RotaryPairs, dtype: str) -> None:
     positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
     table = rope_table(CASES["linear"][0], HEAD_DIM, positions)
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
     np.testing.assert_array_equal(_rotate_neighbours_by_product(x, table, pairs), rotate_pairs(x, table, pairs))
 
 
-def test_only_tpus_multiply() -> None:
-    """The bits of stores made on CPUs depend on it."""
+def test_only_tpus_rotate_by_a_product() -> None:
+    """The bits of stores made on CPUs depend on this."""
     table = rope_table(CASES["default"][0], HEAD_DIM, jnp.zeros((1, 5), jnp.int32))
     traced = jax.jit(apply_rope).trace(jnp.zeros((1, 5, 2, HEAD_DIM)), table)
     multiplies = {

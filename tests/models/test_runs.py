@@ -31,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("names", CASES)
-def test_runs_cover_what_is_needed_and_no_more(names: str) -> None:
+def test_runs_cover_only_the_needed_layers(names: str) -> None:
     keys = [ActivationKey.parse(name) for name in names.split()]
     assert list(layer_runs(keys, ARCH)) == CASES[names]
 
@@ -47,13 +47,13 @@ SPARSE_CASES = {
 
 
 @pytest.mark.parametrize("names", SPARSE_CASES)
-def test_dense_and_sparse_layers_are_in_runs_of_their_own(names: str) -> None:
+def test_dense_and_sparse_layers_are_in_separate_runs(names: str) -> None:
     arch = replace(ARCH, experts=Experts("DSSSSDDD", 4, 2, 8, sums_to_one=True))
     keys = [ActivationKey.parse(name) for name in names.split()]
     assert list(layer_runs(keys, arch)) == SPARSE_CASES[names]
 
 
-PERIODIC_CASES = {  # the pattern: first, stop and period of the runs of all layers
+PERIODIC_CASES = {  # pattern of layers: first, stop and period of each run
     "DDDADDDA": [(0, 8, 4)],
     "DDDADDDADD": [(0, 8, 4), (8, 10, 1)],
     "AADDDD": [(0, 2, 1), (2, 6, 1)],
@@ -63,7 +63,7 @@ PERIODIC_CASES = {  # the pattern: first, stop and period of the runs of all lay
 
 
 @pytest.mark.parametrize("pattern", PERIODIC_CASES)
-def test_a_period_of_layers_is_repeated(pattern: str) -> None:
+def test_repeated_patterns_of_layers_become_one_run(pattern: str) -> None:
     arch = replace(ARCH, num_layers=len(pattern), delta=DeltaNet(pattern, 2, 2, 8, 8, 4))
     runs = layer_runs([ActivationKey.parse("final_norm")], arch)
     assert [(run.first, run.stop, run.period) for run in runs] == PERIODIC_CASES[pattern]

@@ -1,4 +1,4 @@
-"""The features that fire, against the definition in numpy: every activation, chunks of tokens and features, meshes."""
+"""Features compared with the definition in numpy, for every activation function, in tiles of tokens and features."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ ROWS = (2, 5)  # of tokens
 
 
 def sae_arrays(sae: SAESpec, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random arrays, of which about a tenth of the features fires."""
+    """Random arrays with which about a tenth of the features fire."""
     names = {"w_enc", "b_enc", "w_dec", "b_out"}
     names |= {Activation.jumprelu: {"threshold"}, Activation.gated: {"gate_scale", "gate_bias"}}.get(
         sae.activation, set()
@@ -58,7 +58,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize(("slots", "threshold"), [(3, 0.0), (3, 1.5), (64, 0.0)])
 @pytest.mark.parametrize("name", CASES)
-def test_features_are_those_of_the_definition(name: str, slots: int, threshold: float) -> None:
+def test_features_equal_the_definition(name: str, slots: int, threshold: float) -> None:
     sae, rng = CASES[name], np.random.default_rng(0)
     arrays, x = sae_arrays(sae, rng), 3 * rng.normal(size=(*ROWS, D)).astype(np.float32)
     features = encode(sae, arrays, x, slots, threshold)
@@ -67,10 +67,10 @@ def test_features_are_those_of_the_definition(name: str, slots: int, threshold: 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", CASES)
-def test_how_near_the_reconstruction_is(name: str) -> None:
+def test_errors_of_reconstruction_equal_the_definition(name: str) -> None:
     sae, rng = CASES[name], np.random.default_rng(1)
     arrays, x = sae_arrays(sae, rng), 3 * rng.normal(size=(*ROWS, D)).astype(np.float32)
-    features = encode(sae, arrays, x, 3, decodes=True)  # of all features that fire, not of the three
+    features = encode(sae, arrays, x, 3, decodes=True)  # the error covers all firing features, not only three
     assert_features(features, dense_values(sae, arrays, x), 3, 0)
     out = decoded_values(sae, arrays, dense_values(sae, arrays, x), x)
     squared_error, cosine = map(np.asarray, features.reconstruction)
@@ -79,7 +79,7 @@ def test_how_near_the_reconstruction_is(name: str) -> None:
     np.testing.assert_allclose(cosine, (x * out).sum(axis=-1) / lengths, atol=1e-5)
 
 
-def test_a_feature_without_a_decoder_decodes_to_nothing() -> None:
+def test_features_with_a_zero_decoder_norm_keep_the_error_finite() -> None:
     sae, rng = CASES["topk"], np.random.default_rng(2)
     arrays = sae_arrays(sae, rng)
     arrays["feature_scale"][:20] = 0  # norms of its decoder's rows
@@ -87,7 +87,7 @@ def test_a_feature_without_a_decoder_decodes_to_nothing() -> None:
     assert np.isfinite(features.reconstruction.squared_error).all()
 
 
-def test_of_equal_values_the_lower_index_comes_first() -> None:
+def test_among_equal_values_the_lower_index_comes_first() -> None:
     sae = SAESpec(1, 40, 1, Activation.relu)
     arrays = {"w_enc": np.ones((1, 40), np.float32), "b_enc": np.zeros(40, np.float32)}
     index, value, n_active, _ = encode(sae, arrays, np.array([[[2.0], [-1.0], [0.0]]], np.float32), 5)

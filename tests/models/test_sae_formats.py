@@ -1,4 +1,4 @@
-"""SAEs and transcoders in each published format: features are those that it defines; what is unknown is refused."""
+"""SAEs and transcoders in each published format: features follow its definition, and anything unknown is refused."""
 
 import pickle
 import re
@@ -85,7 +85,7 @@ def sparsify(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
 
 
 def llama_scope(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
-    """Activations of norm sqrt(d) on average; the threshold is one of features divided by the same factor."""
+    """Inputs are scaled to a mean norm of sqrt(d); the threshold applies to features divided by the same factor."""
     factor = D_IN**0.5 / config["dataset_average_activation_norm"]["in"]
     pre = (x * factor) @ t["encoder.weight"].T + t["encoder.bias"]
     return relu(pre) * (pre / factor > config["jump_relu_threshold"])
@@ -96,7 +96,7 @@ def lens(architecture: str, /, **config: object) -> Write:
 
 
 def lens_scaled(folder: Path, rng: np.random.Generator) -> Written:
-    """A checkpoint during training, whose factor of activations is beside it."""
+    """A checkpoint during training, with the factor of activations in another file."""
     written = sae_files.write_saelens(folder, "gated", rng, normalize_activations="expected_average_only_in")
     sae_files.write_json(folder / "activation_scaler.json", {"scaling_factor": 0.4, "has_whitening": False})
     return written
@@ -168,7 +168,7 @@ def in_float64(tensors: Tensors) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_features_are_those_that_the_format_defines(case: str, tmp_path: Path, rng):
+def test_features_follow_the_formats_definition(case: str, tmp_path: Path, rng):
     write, features, activation = CASES[case]
     written = write(tmp_path / "sae", rng)
     sae, x = open_sae(str(tmp_path / "sae")), tokens(rng)
@@ -182,7 +182,7 @@ def test_features_are_those_that_the_format_defines(case: str, tmp_path: Path, r
 
 
 def reconstruction(case: str, written: Written, values: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """What the format's decoder makes of features."""
+    """The output of the format's decoder."""
     t, config = in_float64(written.tensors), written.config
     if case.startswith("llama_scope"):
         factor = D_IN**0.5 / config["dataset_average_activation_norm"]["out"]
@@ -203,7 +203,7 @@ def reconstruction(case: str, written: Written, values: np.ndarray, x: np.ndarra
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_reconstructions_are_those_that_the_format_defines(case: str, tmp_path: Path, rng):
+def test_reconstructions_follow_the_formats_definition(case: str, tmp_path: Path, rng):
     written = CASES[case][0](tmp_path / "sae", rng)
     sae, x = open_sae(str(tmp_path / "sae")), tokens(rng).astype(np.float64)
     values = encode_dense(sae, x)
@@ -226,7 +226,7 @@ def test_shapes_are_known_before_arrays_are_read(case: str, tmp_path: Path, rng)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_the_dtype_of_the_file_stays(dtype: type, tmp_path: Path, rng):
+def test_arrays_keep_the_dtype_of_the_file(dtype: type, tmp_path: Path, rng):
     written = sae_files.write_saelens(tmp_path, "topk", rng, rescale_acts_by_decoder_norm=True)
     tensors = {name: values.astype(dtype) for name, values in written.tensors.items()}
     save_file(tensors, tmp_path / saelens.WEIGHTS)
@@ -249,14 +249,14 @@ def test_the_dtype_of_the_file_stays(dtype: type, tmp_path: Path, rng):
         ("llama_scope", "blocks.24.hook_resid_post", "llama_scope"),
     ],
 )
-def test_formats_and_places_are_known(case: str, hook_name: str | None, name: str, tmp_path: Path, rng):
+def test_formats_and_hook_names_are_read(case: str, hook_name: str | None, name: str, tmp_path: Path, rng):
     CASES[case][0](tmp_path / "sae", rng)
     sae = open_sae(str(tmp_path / "sae"))
     assert (sae.hook_name, sae.format) == (hook_name, name)
 
 
-def test_published_configurations_are_read(tmp_path: Path, rng):
-    """cfg.json of sparsify before `transcode`, `signed` and `num_latents`, and of SAELens 2, as they were published."""
+def test_older_configurations_are_read(tmp_path: Path, rng):
+    """cfg.json of sparsify before `transcode`, `signed` and `num_latents`, and of SAELens 2."""
     sparse = sae_files.write_sparsify(tmp_path / "sparsify", rng)
     old = {"expansion_factor": WIDTH / D_IN, "normalize_decoder": True, "k": K, "signed": False, "d_in": D_IN}
     sae_files.write_json(sparse.folder / "cfg.json", old)
@@ -270,7 +270,7 @@ def test_published_configurations_are_read(tmp_path: Path, rng):
     assert "b_in" in open_sae(str(lens.folder)).shapes
 
 
-def test_the_identity_is_of_values(tmp_path: Path, rng):
+def test_the_identity_depends_on_values_only(tmp_path: Path, rng):
     gemma = sae_files.write_gemma_scope(tmp_path / "a", rng)
     shutil.copytree(tmp_path / "a", tmp_path / "b" / "c")
     np.savez_compressed(tmp_path / "a" / "params.npz", **gemma.tensors)
@@ -294,13 +294,13 @@ def test_the_identity_is_of_values(tmp_path: Path, rng):
     ],
     ids=str,
 )
-def test_the_identity_is_of_the_configuration(change: dict[str, object], tmp_path: Path):
+def test_the_identity_depends_on_the_configuration(change: dict[str, object], tmp_path: Path):
     first = sae_files.write_saelens(tmp_path / "a", "topk", np.random.default_rng(0)).folder
     other = sae_files.write_saelens(tmp_path / "b", "topk", np.random.default_rng(0), **change).folder
     assert open_sae(str(first)).identity != open_sae(str(other)).identity
 
 
-def test_harmless_attributes_leave_the_identity(tmp_path: Path):
+def test_harmless_attributes_do_not_change_the_identity(tmp_path: Path):
     first = sae_files.write_saelens(tmp_path / "a", "standard", np.random.default_rng(0)).folder
     other = sae_files.write_saelens(tmp_path / "b", "standard", np.random.default_rng(0), is_old=True, seed=3).folder
     assert open_sae(str(first)).identity == open_sae(str(other)).identity
@@ -395,13 +395,13 @@ def pickled_npz(folder: Path, rng: np.random.Generator) -> None:
 
 
 def npz_bomb(folder: Path, rng: np.random.Generator) -> None:
-    """40 MB of zeros in 40 KB, as the header says."""
+    """40 MB of zeros in 40 KB."""
     tensors = dict(sae_files.write_gemma_scope(folder, rng).tensors)
     np.savez_compressed(folder / "params.npz", **{**tensors, "W_dec": np.zeros((WIDTH, 1 << 18), np.float32)})
 
 
 def npz_with_header(shape: tuple[int, ...]) -> Damage:
-    """An array whose header announces another shape than it has."""
+    """An array whose header has a wrong shape."""
 
     def damage(folder: Path, rng: np.random.Generator) -> None:
         sae_files.write_gemma_scope(folder, rng)
@@ -421,7 +421,7 @@ def cut(write: Write, name: str) -> Damage:
 
 
 def flipped(folder: Path, rng: np.random.Generator) -> None:
-    """A byte of W_enc that differs from what its checksum says."""
+    """Changes a byte of W_enc, so that its checksum is wrong."""
     file = sae_files.write_gemma_scope(folder, rng).folder / "params.npz"
     content = bytearray(file.read_bytes())
     content[500] ^= 1
@@ -531,7 +531,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_damaged_or_unknown_is_refused(case: str, tmp_path: Path, rng):
+def test_damaged_and_unknown_files_are_refused(case: str, tmp_path: Path, rng):
     damage, message = REFUSED[case]
     damage(tmp_path / "sae", rng)
     with pytest.raises(CheckpointError, match=f"(?s){message}") as refused:
@@ -573,7 +573,7 @@ def test_saes_of_the_embedding_matrix_are_refused(tmp_path: Path, rng):
         ("llama_scope", "decoder.weight", "w_dec"),
     ],
 )
-def test_values_are_finite(case: str, tensor: str, array: str, value: float, tmp_path: Path, rng):
+def test_values_that_are_not_finite_are_refused(case: str, tensor: str, array: str, value: float, tmp_path: Path, rng):
     tensors_changed(CASES[case][0], lambda t: t[tensor].flat.__setitem__(3, value))(tmp_path / "sae", rng)
     sae = open_sae(str(tmp_path / "sae"))
     with pytest.raises(CheckpointError, match=f"{tensor} has 1 values that are infinite or NaN"):
@@ -582,13 +582,13 @@ def test_values_are_finite(case: str, tensor: str, array: str, value: float, tmp
         _ = sae.identity
 
 
-def test_computed_values_are_finite(tmp_path: Path, rng):
+def test_computed_values_that_are_not_finite_are_refused(tmp_path: Path, rng):
     tensors_changed(lens("gated"), lambda t: t["r_mag"].fill(100))(tmp_path / "sae", rng)
     with pytest.raises(CheckpointError, match="gate_scale, computed from r_mag, would have 40 values"):
         open_sae(str(tmp_path / "sae")).read("gate_scale")
 
 
-def test_a_changed_byte_of_an_npz_is_noticed(tmp_path: Path, rng):
+def test_a_changed_byte_of_an_npz_is_refused(tmp_path: Path, rng):
     flipped(tmp_path, rng)
     with pytest.raises(CheckpointError, match=r"not a valid .npz file.*CRC"):
         open_sae(str(tmp_path)).read("w_enc")
@@ -603,7 +603,7 @@ def test_arrays_in_fortran_order_are_read(tmp_path: Path, rng):
 
 
 @pytest.mark.parametrize("case", ["standard", "gemma_scope", "gemma_scope, compressed"])
-def test_random_damage_ends_in_one_clear_error(case: str, tmp_path: Path, rng):
+def test_random_damage_never_raises_another_error(case: str, tmp_path: Path, rng):
     folder = CASES[case][0](tmp_path / "sae", rng).folder
     for file in sorted(folder.iterdir()):
         content = file.read_bytes()
@@ -617,7 +617,7 @@ def test_random_damage_ends_in_one_clear_error(case: str, tmp_path: Path, rng):
             try:
                 open_sae(str(folder)).arrays()
             except PipelineError as error:
-                assert error.exit_code == 2  # noqa: PT017 - other values may be as good as those that were written
+                assert error.exit_code == 2  # noqa: PT017 - damage may give other valid values
         file.write_bytes(content)
 
 
@@ -672,7 +672,7 @@ KINDS += ("JumpReluAutoEncoder", "GatedAutoEncoder", "Qwen-Scope")
 
 
 def converted(kind: str, folder: Path, state: Mapping[str, object], monkeypatch, *options: str) -> str:
-    """Runs the script on a pickled state dict; the folder that it writes."""
+    """Runs the script on a pickled state dict. Returns the folder that it writes."""
     torch = pytest.importorskip("torch")
     source = folder / "SAE-Res-W1K-L0_5"
     trainer = {"dict_class": kind, "k": K, "lm_name": "tiny", "layer": 1}
@@ -698,7 +698,7 @@ def test_pickled_saes_are_converted(kind: str, tmp_path: Path, rng, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["AutoEncoder", "JumpReluAutoEncoder", "GatedAutoEncoder"])
-def test_converted_decoders_may_have_norm_1(kind: str, tmp_path: Path, rng, monkeypatch):
+def test_the_script_can_normalise_decoders(kind: str, tmp_path: Path, rng, monkeypatch):
     state, features = dictionary(kind, rng)
     sae, x = open_sae(converted(kind, tmp_path, state, monkeypatch, "--unit-decoder")), tokens(rng)
     norms = np.linalg.norm(state["W_dec"] if "W_dec" in state else state["decoder.weight"].T, axis=1)

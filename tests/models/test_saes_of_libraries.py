@@ -1,4 +1,4 @@
-"""SAEs that the libraries write which train them: the same features and reconstructions. `make test-saes` runs this."""
+"""SAEs written by the libraries that train them have the same features and reconstructions. For `make test-saes`."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_features_and_reconstructions_are_those_of_the_library(folder, capsys) -> None:
+def test_features_and_reconstructions_equal_the_librarys(folder, capsys) -> None:
     root, names = folder
     assert len(names) >= 40
     worst = {}

@@ -1,4 +1,4 @@
-"""What follows from the description of each weight: int8, the division along `tensor`, and the steps of a site."""
+"""Consequences of each weight's description: int8, division along `tensor`, and the steps that a site requires."""
 
 from dataclasses import replace
 
@@ -72,7 +72,7 @@ SPARSE_STEPS = {
 }
 
 
-def test_only_matrices_of_layers_are_divided_and_int8() -> None:
+def test_only_matrices_of_layers_are_divided_and_quantised() -> None:
     matrices = {key: spec for key, spec in WEIGHTS.items() if spec.kind is Kind.matrix}
     divided = {
         key: [axis in TENSOR_AXES for axis in spec.logical_axes].index(True)
@@ -92,19 +92,19 @@ def test_a_bias_has_the_outputs_of_its_weight(key: str) -> None:
     assert (bias.num_inputs, bias.is_scale, bias.steps) == (0, False, weight.steps)
 
 
-def test_another_name_is_an_error() -> None:
+def test_an_unknown_weight_raises_key_error() -> None:
     with pytest.raises(KeyError, match="attention.query"):
         weight_spec("attention.query_bias")
 
 
 @pytest.mark.parametrize("site", STEPS)
-def test_steps_that_a_site_requires(site: Site) -> None:
+def test_a_site_requires_only_its_steps(site: Site) -> None:
     assert required_steps({site}, ARCH, DENSE) == STEPS[site]
     assert required_steps({site}, replace(ARCH, parallel=True), DENSE) == (STEPS[site] & MLP or STEPS[site])
 
 
 @pytest.mark.parametrize("site", SPARSE_STEPS)
-def test_steps_that_a_site_of_a_sparse_layer_requires(site: Site) -> None:
+def test_a_site_of_a_sparse_layer_requires_only_its_steps(site: Site) -> None:
     assert required_steps({site}, ARCH, SPARSE) == SPARSE_STEPS[site]
 
 
@@ -121,12 +121,12 @@ def test_several_sites_require_the_steps_of_each() -> None:
     assert required_steps(sites, ARCH, DENSE) == layer_steps(DENSE).keys() - {Step.layer_out}
 
 
-def test_what_follows_an_mlp_is_computed_for_whole_layers_only() -> None:
+def test_steps_after_an_mlp_are_computed_for_whole_layers_only() -> None:
     assert Step.layer_out in layer_steps(DENSE)
     assert not any(Step.layer_out in required_steps({site}, ARCH, DENSE) for site in Site)
 
 
-def test_a_layer_that_attends_to_anothers_keys_has_none() -> None:
+def test_a_layer_that_shares_the_keys_of_another_computes_none() -> None:
     blocks = DENSE._replace(keys_of=1)
     assert required_steps({Site.attn_z, Site.attn_entropy}, ARCH, blocks) == {Step.attn_in, Step.q, Step.scores, Step.z}
     assert required_steps({Site.k, Site.v}, ARCH, blocks) == frozenset()
@@ -135,7 +135,7 @@ def test_a_layer_that_attends_to_anothers_keys_has_none() -> None:
     assert Step.v not in required_steps({Site.mlp_out}, ARCH, values)
 
 
-def test_experts_beside_an_mlp() -> None:
+def test_a_layer_with_experts_and_an_mlp_requires_the_steps_of_both() -> None:
     blocks = SPARSE._replace(has_both=True)
     assert required_steps({Site.mlp_post}, ARCH, blocks) == STEPS[Site.mlp_post]
     assert required_steps({Site.mlp_out}, ARCH, blocks) == ATTENTION | MLP | SPARSE_STEPS[Site.mlp_out]

@@ -52,7 +52,7 @@ def layers(*numbers: int, parts: set[str] = ATTENTION | MLP) -> set[str]:
         ("final_norm", layers(*range(NUM_LAYERS)) | {"model.norm.weight"}),
     ],
 )
-def test_only_what_is_needed_is_read(name: str, needed: set[str], tmp_path, monkeypatch) -> None:
+def test_only_the_needed_tensors_are_read(name: str, needed: set[str], tmp_path, monkeypatch) -> None:
     save_random("llama", tmp_path)
     model = open_model(str(tmp_path))
     read = []
@@ -70,7 +70,7 @@ def loaded(model: Model, keys=EVERYTHING, dtype="float32") -> dict[str, np.ndarr
     return {jax.tree_util.keystr(path): np.asarray(array) for path, array in flat}
 
 
-def test_values_and_layout(tmp_path) -> None:
+def test_leaves_have_the_values_and_layout_of_the_tensors(tmp_path) -> None:
     save_random("qwen2", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     params = open_model(str(tmp_path)).load((key("blocks.3.attn_out"),), "float32", DEVICE)
@@ -88,7 +88,7 @@ def test_values_and_layout(tmp_path) -> None:
     [np.s_[:, 1:3], np.s_[1:3, 2:4, 5:7], np.s_[0:1, :, :, 8:16], np.s_[2:3, 3:4, 7:8, 31:32]],
 )
 def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...], tmp_path) -> None:
-    """What a process reads when weights are divided among devices."""
+    """A process reads such parts if weights are divided among devices."""
     save_random("llama", tmp_path)
     model = open_model(str(tmp_path))
     q = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"]["q"]
@@ -101,7 +101,7 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
 @pytest.mark.parametrize("with_int8", [False, True])
 def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_path, monkeypatch) -> None:
-    """Of four devices of a process, however a leaf is divided among them."""
+    """Four devices of a process need the parts, divided along any axis."""
     save_random("llama", tmp_path, num_hidden_layers=4)
     model = open_model(str(tmp_path))
     o = needed_leaves(model.arch, model.table, (key("blocks.3.resid_post"),))["runs"][0]["attention"]["o"]
@@ -123,7 +123,7 @@ def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_pat
         values = read_leaf(model.checkpoint, o, np.dtype(np.float32), parts)
     assert np.concatenate(values, axis=axis).shape == o.shape
     assert len(set(rows)) == len(rows)
-    assert sum(stop - start for _, start, stop in rows) == 4 * 32  # those of four tensors
+    assert sum(stop - start for _, start, stop in rows) == 4 * 32  # four tensors' rows
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_pat
         ("gpt_neox", "qkv", lambda t: t["gpt_neox.layers.1.attention.query_key_value.weight"].reshape(4, 3, 8, 32)),
     ],
 )
-def test_parts_of_leaves_with_other_axes_than_the_files(family: str, name: str, tensor, tmp_path) -> None:
+def test_parts_of_leaves_with_other_axes_than_the_file_are_read(family: str, name: str, tensor, tmp_path) -> None:
     save_random(family, tmp_path)
     model = open_model(str(tmp_path))
     leaf = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"][name]
@@ -147,7 +147,7 @@ def test_parts_of_leaves_with_other_axes_than_the_files(family: str, name: str, 
         np.testing.assert_array_equal(got[0], expected[index[1:]])
 
 
-def test_parallel_mlp_needs_no_attention_of_its_layer(tmp_path) -> None:
+def test_a_parallel_mlp_needs_no_attention_of_its_layer(tmp_path) -> None:
     save_random("gpt_neox", tmp_path)
     model = open_model(str(tmp_path))
     norm, up = {"norm", "norm_bias"}, {"up", "up_bias"}
@@ -157,7 +157,7 @@ def test_parallel_mlp_needs_no_attention_of_its_layer(tmp_path) -> None:
         assert set(runs[-1]["mlp"]) == names
 
 
-def test_many_files_equal_one(tmp_path) -> None:
+def test_a_checkpoint_of_many_files_equals_one_file(tmp_path) -> None:
     save_random("qwen2", tmp_path / "one")
     save_random("qwen2", tmp_path / "many", max_shard_size="30KB")
     one, many = (loaded(open_model(str(tmp_path / name))) for name in ("one", "many"))
@@ -166,7 +166,7 @@ def test_many_files_equal_one(tmp_path) -> None:
         np.testing.assert_array_equal(one[name], many[name])
 
 
-def test_checkpoint_without_head(tmp_path) -> None:
+def test_a_checkpoint_without_head_gives_the_same_weights(tmp_path) -> None:
     model = save_random("llama", tmp_path / "with")
     model.model.save_pretrained(tmp_path / "without")
     with_head, without = (loaded(open_model(str(tmp_path / name))) for name in ("with", "without"))
@@ -190,7 +190,7 @@ def test_random_weights_depend_on_seed_and_tensor_only(tmp_path) -> None:
     assert (stacked["['runs'][0]['mlp']['norm']"] == 1).all()
 
 
-def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
+def test_flops_count_the_matrix_products(tmp_path) -> None:
     save_random("llama", tmp_path)
     model = open_model(str(tmp_path))
     mean_keys = 65 / 2  # 1 + 2 + ... + 64, over 64 queries
@@ -204,7 +204,7 @@ def test_flops_are_those_of_the_matrix_products(tmp_path) -> None:
     assert model.flops_per_token(both, length=64) == 2 * attention + mlp + 2 * 32 * 32
 
 
-def test_flops_of_a_delta_net_are_those_of_its_chunks(tmp_path) -> None:
+def test_flops_of_a_delta_net_count_its_chunks(tmp_path) -> None:
     save_random("qwen3_5_text", tmp_path)
     model = open_model(str(tmp_path))
     d_model, heads, values, key_dim, value_dim = 32, 2, 4, 16, 10
@@ -217,7 +217,7 @@ def test_flops_of_a_delta_net_are_those_of_its_chunks(tmp_path) -> None:
 
 
 def test_random_weights_are_finite_in_a_tensor_of_many_values(tmp_path) -> None:
-    """More values than there are random bits: a rounding at the end of their range would be met a few times."""
+    """With more values than random bits, rounding at the end of the range would occur a few times."""
     config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "vocab_size": 1 << 22}
     (tmp_path / "config.json").write_text(json.dumps(config))
