@@ -8,7 +8,7 @@ from tests.store.example_store import copy_store
 
 @pytest.fixture(scope="session", params=["local", "memory"])
 def read_only(request, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a complete example store, on each kind of storage that needs no network. Many tests share it."""
+    """The path of a complete example store that many tests share, on local disk and in memory."""
     path = str(tmp_path_factory.mktemp("read-only")) if request.param == "local" else "memory://read-only"
     copy_store(path)
     return path
@@ -16,7 +16,7 @@ def read_only(request, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(params=["local", "memory"])
 def store_path(request, tmp_path: Path):
-    """A path for a new store, on each kind of storage that needs no network."""
+    """A path for a new store, on local disk and in memory."""
     if request.param == "local":
         yield str(tmp_path / "store")
         return

@@ -158,11 +158,11 @@ def _judged_by_jobs(specimen: Specimen, image: Image, folder: Path | None) -> Ve
     if folder is not None and specimen.finished is not None:
         return check_resumed(specimen, image, folder)
     for_jobs = {key for key in different if kind_of(key) in ("group", "kept")}
-    return Verdict(Outcome.harmless, "what was deleted is made again") if for_jobs.isdisjoint(image) else None
+    return Verdict(Outcome.harmless, "deleted objects are made again") if for_jobs.isdisjoint(image) else None
 
 
 def table(cases: Sequence[Case]) -> str:
-    """Counts of outcomes, by operator and by kind of store."""
+    """A table of the outcomes' counts by operator and by kind of store."""
     outcomes = [outcome for outcome in Outcome if any(case.outcome is outcome for case in cases)]
     lines = [f"{'':20}" + "".join(f"{outcome.value:>12}" for outcome in outcomes)]
     for group in ("operator", "kind"):

@@ -278,4 +278,4 @@ OPERATORS: dict[str, Operator] = by_name(
     *(swap_same_kind, swap_any, copy_same_kind, copy_any, replay, add_object),
     *(swap_blocks, swap_layers, exchange_merged, delete_merged),
 )
-"""Those that work on any bytes, also on what is damaged already."""
+"""Operators for any bytes, also of damaged stores."""

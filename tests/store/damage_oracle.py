@@ -151,7 +151,7 @@ class Oracle:
                 problems = _problems(path)
                 found = read_content(path)
                 is_changed = read_image(path) != image
-        except Exception as error:  # of any kind: finding these is the purpose
+        except Exception as error:  # finding any exception is the purpose
             return Verdict(Outcome.crashed, describe(error))
         if is_changed:
             return Verdict(Outcome.crashed, "verifying or reading has changed the store")
@@ -164,7 +164,7 @@ class Oracle:
             return Verdict(Outcome.caught, problems[0])
         different += self.different_beside(image)
         if not different:
-            return Verdict(Outcome.harmless, "nothing that the store holds has changed")
+            return Verdict(Outcome.harmless, "the store's content has not changed")
         if not self._is_asked_of_verify(damage):
             return Verdict(Outcome.not_asked, str(different))
         return Verdict(
@@ -224,13 +224,13 @@ def check_resumed(specimen: Specimen, image: Image, folder: Path) -> Verdict:
         after = resume(specimen, image, folder)
     except PipelineError as error:
         return Verdict(Outcome.caught, f"by the job that resumes it: {error}")
-    except Exception as error:  # of any kind: finding these is the purpose
+    except Exception as error:  # finding any exception is the purpose
         return Verdict(Outcome.crashed, f"when resumed: {describe(error)}")
     with in_memory(after) as path, in_memory(specimen.finished) as finished:
         is_same = read_content(path) == read_content(finished)
     if not is_same:
-        return Verdict(Outcome.missed, "verify finds nothing, and the job makes another store of it")
-    return Verdict(Outcome.harmless, "the job makes the same store of it")
+        return Verdict(Outcome.missed, "verify finds nothing, and the job makes a different store")
+    return Verdict(Outcome.harmless, "the job makes the same store")
 
 
 def describe(error: BaseException) -> str:

@@ -49,8 +49,8 @@ OVERRIDES = {
     "int8": ("capture.dtype=int8", "capture.int8_group=32", "store.shard_mib=0.035"),
     "int8_weights": ("model.weights_dtype=int8",),
     "selected": ("capture.positions=every", "capture.every=5", "store.shard_mib=0.013"),
-    "zeros": ("capture.sites=[mlp_out,resid_post]",),  # of a model whose layer 1 has an MLP that outputs zeros
-    "features": ("capture.encode_top=8", "capture.layers=[1]", "store.shard_mib=0.02"),  # and no activations
+    "zeros": ("capture.sites=[mlp_out,resid_post]",),  # the model's layer 1 has an MLP that outputs zeros
+    "features": ("capture.encode_top=8", "capture.layers=[1]", "store.shard_mib=0.02"),  # no activations
     "zstd": ("store.compression=zstd",),
     "without_statistics": ("capture.statistics=false",),
     "extended": (),

@@ -21,7 +21,7 @@ from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 
 VOCAB_SIZE = 97
 NUM_STREAMS = 2
-ROWS = 4  # of a block
+ROWS = 4  # per block
 LENGTH = 8
 WIDTHS = {"blocks.1.resid_post": 6, "blocks.3.resid_post": 6, "embed": 4}
 
@@ -31,7 +31,7 @@ DOCUMENT_LENGTHS = ((5, 3, 20, 1, 8, 60, 2, 7, 9), (30, 4, 4, 11))
 
 @dataclass(frozen=True)
 class Block:
-    """What one block hands to the writer."""
+    """The writer's input for one block."""
 
     arrays: dict[str, np.ndarray]
     table: pa.Table
@@ -97,7 +97,7 @@ def blocks(stream: int, max_rows: int | None = None, dtype: str = "bfloat16") ->
 
 
 def begin_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> PendingBlock:
-    """Starts writing all that a block has."""
+    """Starts writing a block's arrays and tables."""
     pending = writer.begin_block(block.record.stream, block.record.block, block.arrays)
     return writer.write_tables(pending, block.table, statistics)
 

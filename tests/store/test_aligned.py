@@ -1,5 +1,5 @@
-"""Stores of the same tokens, read together: each token's activations of every store, or a refusal that says where they
-differ."""
+"""Stores of the same tokens, read together: each token has the activations of every store. The refusal of other stores
+says where they differ."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ def pair(store_path: str) -> list[str]:
 
 
 def write_changed(path: str, stream: int, block: int, name: str, place: tuple[int, int]) -> None:
-    """The example's store, but that one value of a side array is one more."""
+    """Writes the example's store with one value of a side array increased by one."""
     writer = StoreWriter.open(path, metadata(), layout())
     for number in range(NUM_STREAMS):
         for item in blocks(number):
@@ -48,7 +48,7 @@ def write_changed(path: str, stream: int, block: int, name: str, place: tuple[in
 
 
 def without_digests(path: str) -> None:
-    """Gives the records the keys that those of earlier programs have."""
+    """Removes the keys that records of earlier versions lack."""
     storage = Storage.open(path)
     for key in filter(parse_commit_key, storage.list_keys("_commits/")):
         record = CommitRecord.from_json(storage.read(key), key)
@@ -62,7 +62,7 @@ def test_every_token_comes_once_with_the_activations_of_all_stores(pair, shuffle
     seen = []
     for batch in aligned.batches(KEYS, 7, shuffle=shuffle, seed=3, dtype="float32", buffer_mib=buffer_mib):
         ours, theirs = batch.activations
-        place = ours["blocks.1.resid_post"][:, 1].astype(int)  # of the token in its document: the example stores it
+        place = ours["blocks.1.resid_post"][:, 1].astype(int)  # the example stores the token's index in its document
         np.testing.assert_array_equal(batch.tokens, token_ids(batch.documents, place))
         np.testing.assert_array_equal(ours["blocks.1.resid_post"], theirs)
         np.testing.assert_array_equal(ours["embed"], theirs[:, :4] * [1, 1, 1, 4 / 6])
@@ -70,8 +70,8 @@ def test_every_token_comes_once_with_the_activations_of_all_stores(pair, shuffle
     assert len(seen) == len(set(seen)) == stored_tokens()
 
 
-def test_the_order_is_one_stores_own(pair):
-    """Of two readers of one store, each with half of the buffer, in which one reader would have it."""
+def test_the_order_equals_that_of_one_store(pair):
+    """One store is read twice together, so each reader has half of the buffer."""
     store = ActivationStore.open(pair[0])
     [own] = [list(store.batches("embed", 16, shuffle=True, seed=1, buffer_mib=0.01))]
     together = list(open_aligned([store, store]).batches(["embed"] * 2, 16, shuffle=True, seed=1, buffer_mib=0.02))
@@ -80,7 +80,7 @@ def test_the_order_is_one_stores_own(pair):
         np.testing.assert_array_equal(one.activations, both.activations[1])
 
 
-def test_options_of_a_reading(pair):
+def test_filters_ranks_states_and_normalisation_apply_to_all_stores(pair):
     aligned = open_aligned(pair)
     options = {"shuffle": True, "seed": 2, "token_filter": TokenFilter(skip_first=1), "world": 2}
     whole = [batch for rank in range(2) for batch in aligned.batches(KEYS, 8, rank=rank, **options)]
@@ -105,7 +105,7 @@ def test_options_of_a_reading(pair):
         (0, 0, "segments", (2, 5), "block 0 of stream 0, row 2, position 5: segments is"),
     ],
 )
-def test_a_store_with_one_value_changed_is_refused(pair, store_path, has_digests, stream, block, name, place, message):
+def test_a_store_with_one_changed_value_is_refused(pair, store_path, has_digests, stream, block, name, place, message):
     path = f"{store_path}-changed"
     write_changed(path, stream, block, name, place)
     if not has_digests:
@@ -133,7 +133,7 @@ def test_unequal_stores_are_refused(pair, store_path):
         open_aligned([short, pair[0]])
 
 
-def test_arguments_that_are_refused(pair):
+def test_wrong_arguments_are_refused(pair):
     aligned = open_aligned(pair)
     for error, arguments in (
         ("keys is .*, expected a list with one entry for each of 2 stores", {"keys": ["embed"]}),

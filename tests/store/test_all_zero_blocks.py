@@ -1,4 +1,4 @@
-"""Blocks of an array whose values are all 0: Zarr stores no object, and nothing takes that for damage."""
+"""Blocks whose values in an array are all 0: Zarr stores no object, which is not taken for damage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ ONE_BLOCK = [(1, 0)]
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of store, and those of its arrays that are 0 in some blocks."""
+    """A kind of store. The arrays `zeros` are 0 in some blocks."""
 
     zeros: Sequence[str]
     dtype: str = "bfloat16"
@@ -89,12 +89,12 @@ def found(path: str, level: Level = Level.all) -> list[str]:
 
 
 def listed(*columns: np.ndarray) -> np.ndarray:
-    """[n, ...], a row for each token: its id, position and document, then its values, in float32."""
+    """[n, ...] in float32, a row per token: id, position, document, values."""
     return np.concatenate([np.reshape(column, (len(column), -1)).astype(np.float32) for column in columns], axis=1)
 
 
 def expected(case: Case, places: Sequence[tuple[int, int]]) -> dict[tuple[int, int], np.ndarray]:
-    """By block, in the order of rows, what readers give of each of its tokens."""
+    """The expected rows of `listed` by block, in row order."""
     names = (NAME, OTHER, *(spec.name for spec in case.layout.outputs))
     tokens = {}
     for block in case.blocks(places):
@@ -177,7 +177,7 @@ def assert_readers_give(path: str, tokens: np.ndarray) -> None:
 
 @pytest.mark.parametrize("places", [ONE_BLOCK, EVERY_BLOCK], ids=["one block", "every block"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_such_a_store_is_sound_and_its_readers_give_zeros(store_path, case, places):
+def test_a_store_with_zero_blocks_is_sound_and_read_as_zeros(store_path, case, places):
     case.write(store_path, places)
     stored = set(Storage.open(store_path).list_keys())
     assert {case.key(name, at) in stored for name in case.zeros for at in places} == {False}
@@ -186,8 +186,8 @@ def test_such_a_store_is_sound_and_its_readers_give_zeros(store_path, case, plac
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_another_object_that_is_deleted_is_missing(store_path, case):
-    """Also one of an array that has no objects for other blocks."""
+def test_a_deleted_object_of_another_block_is_reported(store_path, case):
+    """Even if the array has no objects for zero blocks."""
     case.write(store_path, ONE_BLOCK)
     for name in case.zeros:
         key = case.key(name, (0, 0))
@@ -203,7 +203,7 @@ def test_another_object_that_is_deleted_is_missing(store_path, case):
 
 
 def without_digests(path: str) -> None:
-    """Gives the records the keys that those of earlier programs have."""
+    """Removes the keys that records of earlier versions lack."""
     storage = Storage.open(path)
     for key in filter(parse_commit_key, storage.list_keys("_commits/")):
         record = CommitRecord.from_json(storage.read(key), key)
@@ -224,7 +224,7 @@ def test_without_digests_every_object_must_exist(store_path):
             read(ActivationStore.open(store_path))
 
 
-def test_an_object_in_the_place_of_zeros_has_another_digest(store_path):
+def test_an_object_instead_of_zeros_has_another_digest(store_path):
     case = CASES["activations"]
     case.write(store_path, ONE_BLOCK)
     storage, key = Storage.open(store_path), case.key(NAME, ONE_BLOCK[0])
@@ -234,7 +234,7 @@ def test_an_object_in_the_place_of_zeros_has_another_digest(store_path):
     assert problem.startswith(f"{key}: the digest of the values is ")
 
 
-def test_a_record_that_cannot_be_read_is_no_reason_to_give_zeros(store_path):
+def test_an_unreadable_record_is_not_taken_for_zeros(store_path):
     case = CASES["activations"]
     case.write(store_path, ONE_BLOCK)
     storage, key = Storage.open(store_path), commit_key(*ONE_BLOCK[0])
@@ -244,8 +244,8 @@ def test_a_record_that_cannot_be_read_is_no_reason_to_give_zeros(store_path):
             list(ActivationStore.open(store_path).batches(NAME, 16))
 
 
-def test_of_remote_storage_a_record_is_read_where_an_object_is_missing(gcs, monkeypatch):
-    """Once by each reader. Without such a block it asks for nothing else than before."""
+def test_a_remote_reader_reads_the_record_of_a_block_without_object(gcs, monkeypatch):
+    """Once per reader. Blocks with objects take no further requests."""
     monkeypatch.setattr("pipeline.store.io.storage._REREAD_DELAYS_S", (0.0,))
     case, asked = CASES["activations"], []
     for places in ([], ONE_BLOCK):
@@ -273,8 +273,8 @@ def test_of_remote_storage_a_record_is_read_where_an_object_is_missing(gcs, monk
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_merging_keeps_them(tmp_path, case):
-    """In a folder where a killed job has left an object in such a place."""
+def test_merging_keeps_zero_blocks(tmp_path, case):
+    """The target has objects of a killed job instead of zeros."""
     sources = [case.write(str(tmp_path / str(stream)), ONE_BLOCK, [stream]) for stream in range(NUM_STREAMS)]
     target = str(tmp_path / "merged")
     merge_stores(sources[:1], target)
@@ -286,7 +286,7 @@ def test_merging_keeps_them(tmp_path, case):
     assert_readers_give(target, in_one_order(np.concatenate(list(expected(case, ONE_BLOCK).values()))))
 
 
-def test_they_are_exported_and_inspected(tmp_path, capsys):
+def test_zero_blocks_are_exported_and_inspected(tmp_path, capsys):
     datasets = pytest.importorskip("datasets")
     path = CASES["activations"].write(str(tmp_path / "store"), EVERY_BLOCK)
     assert export([f"store.path={path}", f"export.path={tmp_path / 'cache'}"]) == 0

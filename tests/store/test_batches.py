@@ -45,7 +45,7 @@ def tokens_of(batch: Batch) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 1000])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("buffer_mib", [TINY_MIB, 256.0])
-def test_every_token_comes_once_with_its_own_activation(store, batch_size, shuffle, buffer_mib):
+def test_every_token_comes_once_with_its_activations(store, batch_size, shuffle, buffer_mib):
     seen = []
     sizes = []
     batches = store.batches(
@@ -104,15 +104,15 @@ def test_an_abandoned_iterator_ends_its_thread(store):
 
 
 @pytest.mark.parametrize("read_only", ["local"], indirect=True)
-def test_a_dropped_iterator_ends_its_threads_and_takes_no_lock_that_they_may_hold(store):
+def test_dropping_an_iterator_ends_its_threads_without_taking_their_lock(store):
     held = [store.batches((1, "resid_post"), 8)]
     next(held[0])
     threads = held[0]._source._blocks._threads
     workers = threads._threads
     dropping = threading.Thread(target=held.clear, daemon=True)
-    gc.disable()  # nothing waits for the collector
+    gc.disable()  # threads end without the collector
     try:
-        with threads._shutdown_lock:  # as a thread that submits a read has it
+        with threads._shutdown_lock:  # as while a thread submits a read
             dropping.start()
             dropping.join(30)
             assert not dropping.is_alive()
@@ -137,14 +137,14 @@ def test_damage_reaches_the_caller(store_path):
 
 
 def test_shuffling_mixes_streams_and_blocks(store):
-    """The tokens of the first batches come from all over the store."""
+    """The first batch has tokens from all over the store."""
     first = next(store.batches((1, "resid_post"), 48, shuffle=True, seed=0))
     streams = first.documents % NUM_STREAMS
     assert 0 < streams.sum() < len(streams)
     assert len(set(first.documents.tolist())) >= 6
 
 
-def test_a_batch_has_at_least_one_token(store):
+def test_a_batch_size_of_0_is_refused(store):
     with pytest.raises(ValueError, match="batch_size"):
         next(store.batches("embed", 0))
 
@@ -159,8 +159,8 @@ def same(left: Batch, right: Batch) -> bool:
 
 @pytest.mark.parametrize(("compression", "reads_files"), [("none", True), ("zstd", False)])
 @pytest.mark.parametrize(("keys", "stack"), [(NAME, False), ([(1, "resid_post"), (3, "resid_post")], True)])
-def test_local_shards_without_compression_are_files(tmp_path, monkeypatch, compression, reads_files, keys, stack):
-    """With the same batches as by TensorStore."""
+def test_uncompressed_local_shards_are_read_as_files(tmp_path, monkeypatch, compression, reads_files, keys, stack):
+    """With the same batches as from TensorStore."""
     copy_store(str(tmp_path), compression=compression)
     store, are_read = ActivationStore.open(tmp_path), []
 
@@ -177,7 +177,7 @@ def test_local_shards_without_compression_are_files(tmp_path, monkeypatch, compr
     assert all(same(*pair) for pair in zip(read_first, again, strict=True))
 
 
-def test_options_are_given_by_name_or_as_a_whole(store):
+def test_options_are_given_by_name_or_as_an_object(store):
     def all_same(left: BatchReader, right: BatchReader) -> bool:
         return all(same(*pair) for pair in zip(left, right, strict=True))
 
@@ -199,7 +199,7 @@ def test_options_are_given_by_name_or_as_a_whole(store):
         ([NAME, "embed"], {"buffer_mib": TINY_MIB}, True),
     ],
 )
-def test_a_buffer_that_mixes_few_places_is_warned_of(store, monkeypatch, caplog, keys, options, warns):
+def test_a_buffer_that_mixes_few_places_is_warned_about(store, monkeypatch, caplog, keys, options, warns):
     monkeypatch.setattr(batches, "MIN_PLACES", 4)
     store.batches(keys, 7, **{"shuffle": True, **options})
     assert len(caplog.records) == warns
@@ -220,7 +220,7 @@ def test_every_epoch_has_every_token_in_another_order(store):
 
 @pytest.mark.parametrize("options", [{}, SHUFFLED, {**SHUFFLED, "rank": 1, "world": 2, "batch_size": 3}])
 @pytest.mark.parametrize("epochs", [2, None])
-def test_a_reader_goes_on_where_another_stopped(store, options, epochs):
+def test_a_reader_resumes_where_another_stopped(store, options, epochs):
     options = {"batch_size": 7, "epochs": epochs, **options}
     expected = list(itertools.islice(store.batches(NAME, **options), 60))
     for stop in [*range(12), len(expected) // 2, len(expected) - 1]:
@@ -256,7 +256,7 @@ def test_a_state_of_another_reading_is_refused(store, change):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_state_of_an_earlier_version_is_refused_where_the_order_was_another(store, shuffle):
+def test_a_state_of_an_earlier_version_is_refused_if_its_order_differed(store, shuffle):
     reader = store.batches(NAME, 7, shuffle=shuffle)
     expected = list(reader)
     blocks = [(record.stream, record.block, record.rows, record.tokens) for record in store.blocks]
@@ -280,7 +280,7 @@ def test_a_state_of_an_earlier_version_is_refused_where_the_order_was_another(st
         ({"world": 1, "drop_last": True}, {"world": 2, "rank": 1}),
     ],
 )
-def test_readers_of_another_world_go_on_between_epochs(store, before, after):
+def test_readers_of_another_world_resume_between_epochs(store, before, after):
     before = {"batch_size": 3, "epochs": 2, "rank": 0, **SHUFFLED, **before}
     after = {**before, "rank": 0, **after}
 
@@ -323,8 +323,8 @@ def test_ranks_share_the_store_and_have_equally_many_full_batches(store, world, 
         assert set(seen) <= set(all_tokens())
 
 
-def test_without_an_end_ranks_need_not_count(store):
-    """Nothing is read before the first batch but what it needs, and each goes through all that it has."""
+def test_ranks_of_endless_readers_count_no_tokens_first(store):
+    """The first batch needs no pass over the data, and each rank reads its whole share."""
     limits = TokenFilter(norms={NAME: (0, np.inf)})
     seen = []
     for rank in range(2):
@@ -349,30 +349,30 @@ def test_without_an_end_ranks_need_not_count(store):
         ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs one width"),
     ],
 )
-def test_arguments_that_contradict_each_other(store, options, message):
+def test_contradictory_arguments_are_refused(store, options, message):
     with pytest.raises(ValueError, match=message):
         store.batches(**{"keys": NAME, "batch_size": 4, **options})
 
 
-def test_a_filter_that_leaves_no_token_is_named(store):
+def test_a_filter_that_passes_no_token_is_reported(store):
     reader = store.batches(NAME, 4, epochs=None, token_filter=TokenFilter(drop_tokens=range(1000)))
     with pytest.raises(ValueError, match=r"an epoch has 0 tokens.*The store is empty, or no token passes the filter"):
         next(iter(reader))
 
 
-def test_an_option_that_does_not_exist_is_named(store):
+def test_an_unknown_option_is_refused_with_a_hint(store):
     with pytest.raises(TypeError, match=r"no option 'suffle'. Did you mean shuffle\?"):
         store.batches(NAME, 4, suffle=True)
 
 
 @pytest.mark.parametrize("epochs", [1, None])
-def test_more_readers_than_the_store_feeds(store, epochs):
+def test_more_readers_than_the_store_can_feed_are_refused(store, epochs):
     with pytest.raises(ValueError, match="Use fewer readers"):
         list(store.batches(NAME, 32, rank=0, world=30, epochs=epochs))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_filters(store, shuffle):
+def test_filters_keep_the_tokens_that_numpy_keeps(store, shuffle):
     everything = next(store.batches([NAME], 1000))
     norms = l2_norms(everything.activations[NAME])
     low, high = np.quantile(norms, [0.2, 0.8])
@@ -384,7 +384,7 @@ def test_filters(store, shuffle):
     assert (sorted(found) == sorted(expected)) if shuffle else (found == expected)
 
 
-def test_stacked_activations_are_those_by_name(store):
+def test_stacked_activations_equal_those_by_name(store):
     keys = [(3, "resid_post"), (1, "resid_post")]
     for stacked, named in zip(
         store.batches(keys, 16, stack=True, **SHUFFLED), store.batches(keys, 16, **SHUFFLED), strict=True
@@ -396,7 +396,7 @@ def test_stacked_activations_are_those_by_name(store):
 
 @pytest.mark.parametrize("stack", [False, True])
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_normalised_activations(store, stack, dtype):
+def test_normalised_activations_equal_apply(store, stack, dtype):
     keys = [(3, "resid_post"), (1, "resid_post")]
     samples = store.sample(keys, num_tokens=50, seed=1)
     normalisation = {NAME: samples[NAME].normalisation()}
@@ -410,7 +410,7 @@ def test_normalised_activations(store, stack, dtype):
     np.testing.assert_array_equal(found["blocks.3.resid_post"].astype(np.float32), plain["blocks.3.resid_post"])
 
 
-def test_a_sample_is_of_so_many_tokens_and_seeded(store):
+def test_a_sample_has_the_given_tokens_and_seed(store):
     one, same_seed, other = (store.sample(NAME, num_tokens=30, seed=seed)[NAME] for seed in (0, 0, 1))
     assert one.count == 30
     np.testing.assert_array_equal(one.mean, same_seed.mean)
@@ -421,7 +421,7 @@ def test_a_sample_is_of_so_many_tokens_and_seeded(store):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_batches_of_a_framework_hold_what_numpys_do(store, framework):
+def test_batches_of_a_framework_equal_numpys(store, framework):
     pytest.importorskip(framework)
     for ours, numpys in zip(
         store.batches([NAME, "embed"], 16, framework=framework, dtype="float32", **SHUFFLED),
@@ -436,7 +436,7 @@ def test_batches_of_a_framework_hold_what_numpys_do(store, framework):
 
 
 @pytest.mark.parametrize(("kind", "server"), [("gs", "gcs"), ("s3", "s3")])
-def test_a_remote_store_gives_the_batches_of_a_local_one(request, tmp_path, kind, server):
+def test_a_remote_store_has_the_batches_of_a_local_one(request, tmp_path, kind, server):
     remote = f"{new_bucket(kind, request.getfixturevalue(server).backend)}/store"
     for path in (remote, str(tmp_path)):
         copy_store(path)
@@ -454,7 +454,7 @@ def test_a_remote_store_gives_the_batches_of_a_local_one(request, tmp_path, kind
 @pytest.mark.parametrize(
     ("is_remote", "pieces_allowed", "under_way"), [(False, 10, READS_AHEAD), (True, 10, 10), (True, 2, READS_AHEAD)]
 )
-def test_of_remote_storage_as_many_reads_are_under_way_as_their_bytes_allow(
+def test_reads_in_flight_from_remote_storage_are_limited_by_bytes(
     store, monkeypatch, is_remote, pieces_allowed, under_way
 ):
     array, num_rows = store.arrays["tokens"], len(store.rows)
@@ -470,8 +470,8 @@ def test_of_remote_storage_as_many_reads_are_under_way_as_their_bytes_allow(
     np.testing.assert_array_equal(out, np.tile(store.read_tokens(store.rows).tokens, (3, 1)))
 
 
-def test_after_an_error_nothing_is_written_any_more(store):
-    """The reads that are under way end before the memory is used for another buffer."""
+def test_reads_in_flight_end_before_an_error_is_raised(store):
+    """So none of them writes to memory that another buffer uses."""
     array, numbers, released = store.arrays[NAME], store.rows.tolist()[:4], threading.Event()
     out = np.zeros((len(numbers), *array.shape[1:]), array.dtype.numpy_dtype)
     with ThreadPoolExecutor(1) as threads:
@@ -488,7 +488,7 @@ def test_after_an_error_nothing_is_written_any_more(store):
 @pytest.mark.parametrize(
     ("options", "limit"), [(None, REMOTE_REQUESTS), (StorageOptions(concurrency=7), 7)], ids=["default", "options"]
 )
-def test_a_reader_has_more_requests_under_way_unless_it_is_told_how_many(request, options, limit):
+def test_a_reader_has_more_requests_in_flight_by_default_than_a_writer(request, options, limit):
     path = f"{new_bucket('gs', request.getfixturevalue('gcs').backend)}/store"
     copy_store(path)
     store = ActivationStore.open(path if options is None else Storage.open(path, options))

@@ -1,4 +1,4 @@
-"""Stores that the program before the division into packages has begun are finished as if it had gone on.
+"""Unfinished stores of a version before the division into packages are finished as that version would have.
 
 unfinished_stores.zip holds three of the bundled model, stopped by SIGTERM after five blocks, and their text: bfloat16
 without compression, int8 with zstd, and one whose documents the model writes.
@@ -32,7 +32,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_finished_and_equals_a_new_one(kind: str, tmp_path: Path) -> None:
+def test_an_unfinished_store_is_finished_and_equals_a_new_one(kind: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(STORES) as archive:
         archive.extractall(tmp_path)
     begun = tmp_path / kind
@@ -55,6 +55,6 @@ def test_it_is_finished_and_equals_a_new_one(kind: str, tmp_path: Path) -> None:
     for name in ("tokens", "segments", "positions", "documents"):
         np.testing.assert_array_equal(left[name], right[name])
     left, right = (store.read(2, "resid_post", store.rows).astype(np.float32) for store in (finished, new))
-    # Another kind of CPU may round another way, to the next integer of int8 too.
+    # Another kind of CPU may round differently, also to the next integer of int8.
     step = np.abs(right).max(axis=-1, keepdims=True) / 127 if kind == "int8" else 0
     assert (np.abs(left - right) <= 2e-2 * (1 + np.abs(right)) + 1.01 * step).all()

@@ -1,4 +1,4 @@
-"""Block tables: counts of the commit records in columns."""
+"""Block tables: the commit records' counts in columns."""
 
 import hashlib
 import io
@@ -37,7 +37,7 @@ CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
 
 def record(stream: int, block: int, **changes) -> CommitRecord:
-    """Block after block of 7 tokens; every second begins within a document."""
+    """The record of a block of 7 tokens; every second block begins within a document."""
     start, stop = ({**CURSOR, "token": b % 2, "ordinal": 3 * b} for b in (block, block + 1))
     counts = {"rows": 2, "tokens": 7, "documents": 3, "tokens_cut": 1 << 40, "skipped": ({"index": 1},)}
     fixed = {"start": start, "next": stop, "exhausted": False, "truncated": False}
@@ -45,7 +45,7 @@ def record(stream: int, block: int, **changes) -> CommitRecord:
 
 
 def stream_records(count: int) -> list[CommitRecord]:
-    """Of stream 3, each with the digest of those before it."""
+    """Records of stream 3, each with the digest of those before it."""
     records: list[CommitRecord] = []
     for block in range(count):
         records.append(record(3, block, blocks_before=BlockTable.from_records(records).digest()))
@@ -112,11 +112,11 @@ def sealed(payload: bytes) -> bytes:
         sealed(b"\x93NUMPY\x01\x00\xff\xff"),
     ],
 )
-def test_another_file_is_no_table(content):
+def test_other_files_are_not_decoded(content):
     assert BlockTable.decode(content) is None
 
 
-def test_a_crafted_file_of_the_right_kind_is_a_table():
+def test_a_crafted_file_with_the_right_header_is_decoded():
     assert len(BlockTable.decode(crafted())) == 2
 
 
@@ -137,7 +137,7 @@ def test_streams_are_joined_in_the_order_of_rows_and_split_again():
 
 @pytest.mark.parametrize("indexed", [0, 1, 4, 5, 6, 9])
 def test_a_stream_is_read_from_its_table_and_the_later_records(tmp_path, indexed):
-    """A table longer than the stream is what a deletion of records leaves: it is not used."""
+    """Deleting records leaves a table that is longer than the stream; it is not used."""
     storage = Storage.open(str(tmp_path))
     records = stream_records(9)
     write_records(storage, *records[:6])
@@ -154,7 +154,7 @@ def test_a_stream_is_read_from_its_table_and_the_later_records(tmp_path, indexed
     "wrong",
     [{"tokens": 8}, {"exhausted": True}, {"selected": 1}, {"blocks_before": "other"}],
 )
-def test_a_table_that_does_not_agree_with_the_records_is_not_used(tmp_path, wrong):
+def test_a_table_that_contradicts_the_records_is_not_used(tmp_path, wrong):
     storage = Storage.open(str(tmp_path))
     records = stream_records(4)
     write_records(storage, *records[:2], replace(records[2], **wrong), records[3])
@@ -165,7 +165,7 @@ def test_a_table_that_does_not_agree_with_the_records_is_not_used(tmp_path, wron
 
 
 def test_a_crafted_table_is_not_used(tmp_path):
-    """Its last block and its sums are those of the records."""
+    """Its last block and its sums agree with the records."""
     storage = Storage.open(str(tmp_path))
     records = stream_records(6)
     write_records(storage, *records)
@@ -188,7 +188,7 @@ def test_a_table_lacks_an_eighth_of_a_streams_blocks_and_at_most_63():
     assert all(num_blocks % index_step(num_blocks) <= max(7, num_blocks / 8) for num_blocks in range(2000))
 
 
-def test_a_table_is_written_now_and_then_and_at_the_end(tmp_path):
+def test_a_table_is_written_every_few_blocks_and_at_the_end(tmp_path):
     storage = Storage.open(str(tmp_path))
     streams = CommittedStreams(storage, 4)
     last = 8 * 16 + 3
@@ -210,9 +210,9 @@ def statistics_of(block: Block) -> dict[str, Statistics]:
 
 
 @pytest.mark.parametrize("earlier", range(4))
-def test_running_statistics_are_those_of_all_blocks(tmp_path, earlier):
-    """Whoever wrote the blocks before: this writer, another, or an `earlier` program, which wrote none for the first
-    ones."""
+def test_running_statistics_cover_all_blocks(tmp_path, earlier):
+    """Whoever wrote the previous blocks: this writer, another, or an earlier version, which wrote the first `earlier`
+    blocks without running statistics."""
     expected = list(blocks(0))
     statistics = list(map(statistics_of, expected))
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
@@ -233,7 +233,7 @@ def test_running_statistics_are_those_of_all_blocks(tmp_path, earlier):
     assert index == 3
 
 
-def test_a_block_without_statistics_leaves_its_stream_without(tmp_path):
+def test_a_block_without_statistics_ends_the_running_ones(tmp_path):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     for index, block in enumerate(blocks(0)):
         own = None if index == 1 else statistics_of(block)

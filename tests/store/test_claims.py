@@ -1,4 +1,4 @@
-"""Claims on streams: one owner at a time, whoever dies, sleeps or cannot reach the store."""
+"""Claims on streams: each has one owner at a time, even if owners die, sleep or cannot reach the store."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def wait_until(condition, timeout_s=60.0) -> None:
 
 
 class Clock:
-    """What this process's claims take for the time, in place of the module `time`."""
+    """Replaces the module `time` for this process's claims."""
 
     now = 0.0
 
@@ -51,7 +51,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_a_claimed_stream_is_nobody_elses_until_it_is_released(store_path):
+def test_a_claimed_stream_cannot_be_claimed_until_it_is_released(store_path):
     with claims(store_path) as a, claims(store_path) as b:
         assert claim(a, 3)
         assert not claim(a, 3)
@@ -74,7 +74,7 @@ def test_a_claim_is_kept_for_longer_than_its_lease(tmp_path):
             time.sleep(LEASE_S / 10)
 
 
-def test_of_many_that_try_at_once_one_succeeds(store_path):
+def test_of_many_simultaneous_claims_one_succeeds(store_path):
     barrier = threading.Barrier(8)
     successes = []
 
@@ -132,7 +132,7 @@ def holder(path, lease_s=LEASE_S):
 
 
 @pytest.mark.parametrize("own_lease_s", [LEASE_S, 60.0])
-def test_the_claim_of_a_process_that_was_killed_expires_after_its_own_lease(tmp_path, own_lease_s, clock):
+def test_the_claim_of_a_killed_process_expires_after_its_lease(tmp_path, own_lease_s, clock):
     path = str(tmp_path)
     with claims(path, own_lease_s) as a, holder(path) as process:
         process.kill()
@@ -145,7 +145,7 @@ def test_the_claim_of_a_process_that_was_killed_expires_after_its_own_lease(tmp_
         assert a.holds(0)
 
 
-def test_a_process_that_slept_for_too_long_notices_and_takes_nothing_away(tmp_path):
+def test_a_process_that_slept_too_long_notices_that_it_lost_its_claim(tmp_path):
     path = str(tmp_path)
     with claims(path) as a, holder(path) as process:
         process.send_signal(signal.SIGSTOP)
@@ -175,7 +175,7 @@ def test_an_owner_that_cannot_renew_gives_up_before_others_may_claim(tmp_path, c
     assert "could not be renewed" in caplog.text
 
 
-def test_deleting_claims_takes_them_from_their_owners_unless_these_have_renewed_them(store_path):
+def test_deleting_claims_spares_those_renewed_since_they_were_read(store_path):
     storage = Storage.open(store_path)
     with claims(store_path) as a:
         assert claim(a, 0)
@@ -188,7 +188,7 @@ def test_deleting_claims_takes_them_from_their_owners_unless_these_have_renewed_
     assert storage.list_keys("_claims/") == []
 
 
-def test_finished_streams_are_known_by_their_marks_until_these_are_deleted(store_path):
+def test_finished_streams_are_marked_until_the_marks_are_deleted(store_path):
     storage = Storage.open(store_path)
     with claims(store_path) as a, claims(store_path) as b:
         assert all(claim(a, stream) for stream in range(4))
@@ -206,7 +206,7 @@ def test_finished_streams_are_known_by_their_marks_until_these_are_deleted(store
         assert storage.list_keys("_claims/") == [claim_key(3)]
 
 
-def test_a_stream_that_another_has_taken_over_keeps_its_claim_when_it_is_marked(tmp_path):
+def test_marking_a_stream_that_another_took_over_keeps_its_claim(tmp_path):
     with claims(str(tmp_path), lease_s=60) as a, claims(str(tmp_path), lease_s=60) as b:
         assert claim(a, 0)
         Storage.open(tmp_path).write(claim_key(0), None)
@@ -216,7 +216,7 @@ def test_a_stream_that_another_has_taken_over_keeps_its_claim_when_it_is_marked(
         assert b.list_streams("all") == ({0}, {0})
 
 
-def test_the_claim_on_the_completion_is_deleted_by_its_owner_alone(store_path):
+def test_the_claim_on_completion_is_deleted_only_by_its_owner(store_path):
     storage = Storage.open(store_path)
     with claims(store_path, lease_s=60) as a, claims(store_path, lease_s=60) as b:
         assert claim(a, COMPLETION)
@@ -243,7 +243,7 @@ def test_a_claim_that_cannot_be_withdrawn_is_left_to_expire(tmp_path, caplog):
         wait_until(lambda: claim(a, COMPLETION))
 
 
-def test_what_is_no_claim_is_named(store_path):
+def test_an_object_that_is_no_claim_is_reported(store_path):
     Storage.open(store_path).write(claim_key(2), b"{}")
     with (
         claims(store_path) as a,
@@ -273,7 +273,7 @@ def test_held_claims_have_the_numbers_of_their_streams(store_path):
         b'{"owner": "a", "held": true, "lease_s": 1}',
     ],
 )
-def test_every_kind_of_damaged_claim_is_named(tmp_path, text):
+def test_damaged_claims_are_reported(tmp_path, text):
     Storage.open(tmp_path).write(claim_key(100_000), text)
     with pytest.raises(StoreInvalid, match=r"stream-100000\.json.*Delete it"):
         held_claims(str(tmp_path))
@@ -281,7 +281,7 @@ def test_every_kind_of_damaged_claim_is_named(tmp_path, text):
         a.vacancies([100_000])
 
 
-def test_claims_on_the_protocol_of_s3(s3):
+def test_claims_work_on_s3(s3):
     path = f"{new_bucket('s3', s3.backend)}/store"
     with claims(path) as a, claims(path) as b:
         assert claim(a, 0)
@@ -295,8 +295,8 @@ def test_claims_on_the_protocol_of_s3(s3):
     assert Storage.open(path).list_keys("_claims/") == []
 
 
-def test_storage_that_ignores_the_conditions_of_a_write_is_refused(gcs):
-    """As the emulator does by itself; Google's own storage does not."""
+def test_storage_that_ignores_conditions_on_writes_is_refused(gcs):
+    """As the emulator does without the proxy. Google Cloud Storage honours them."""
     gcs.reset(conditions=False)
     path = f"{new_bucket('gs', gcs.backend)}/store"
     with pytest.raises(StoreInvalid, match=r"does not honour conditional writes.*run\.worker_index"):

@@ -32,7 +32,7 @@ RECORD = CommitRecord(
 )
 
 
-def test_a_record_survives_json():
+def test_a_record_is_read_as_written():
     assert CommitRecord.from_json(RECORD.to_json(), "it") == RECORD
 
 
@@ -42,7 +42,7 @@ def test_the_keys_of_a_record_have_a_stable_order():
     assert list(json.loads(RECORD.to_json())) == counts + others
 
 
-def test_names():
+def test_keys_of_records_are_parsed():
     assert RECORD.key == "_commits/stream-00003/block-000012.json"
     assert parse_commit_key(RECORD.key) == (3, 12)
     assert parse_commit_key(commit_key(123456, 1234567)) == (123456, 1234567)
@@ -77,7 +77,7 @@ def test_a_later_version_is_refused():
         CommitRecord.from_json(replace(RECORD, version=2).to_json(), "it")
 
 
-def test_records_are_read_in_order_and_gaps_are_named(tmp_path):
+def test_records_are_read_in_order_and_gaps_are_reported(tmp_path):
     storage = Storage.open(str(tmp_path))
     first, second = (replace(RECORD, block=block) for block in (0, 1))
     for record in (second, first, replace(RECORD, stream=0, block=0)):
@@ -96,7 +96,7 @@ def test_a_record_under_another_name_is_refused(tmp_path):
         read_stream_records(storage, 0)
 
 
-def test_consolidated_records_survive(tmp_path):
+def test_consolidated_records_are_read_as_written(tmp_path):
     storage = Storage.open(str(tmp_path))
     records = {0: [replace(RECORD, stream=0, block=0)], 3: [replace(RECORD, block=block) for block in range(3)]}
     text = b"".join(record.to_line() for stream in records.values() for record in stream)
@@ -109,7 +109,7 @@ def test_consolidated_records_survive(tmp_path):
 
 
 def before_each_read(monkeypatch, act: Callable[[], None]) -> None:
-    """Another worker does something after the records were listed, and before they are read."""
+    """Calls `act` after the records were listed and before they are read, in place of another worker."""
 
     read_checked = Storage.read_checked
 
@@ -120,7 +120,7 @@ def before_each_read(monkeypatch, act: Callable[[], None]) -> None:
     monkeypatch.setattr(Storage, "read_checked", read)
 
 
-def test_a_record_that_is_withdrawn_while_they_are_read(tmp_path, monkeypatch):
+def test_a_record_deleted_while_records_are_read_is_left_out(tmp_path, monkeypatch):
     storage = Storage.open(str(tmp_path))
     first, second = (replace(RECORD, block=block) for block in (0, 1))
     for record in (first, second):
@@ -129,7 +129,7 @@ def test_a_record_that_is_withdrawn_while_they_are_read(tmp_path, monkeypatch):
     assert read_stream_records(storage, 3) == [first]
 
 
-def test_a_record_that_was_listed_before_an_earlier_one_was_written(tmp_path, monkeypatch):
+def test_an_earlier_record_written_after_the_listing_is_read(tmp_path, monkeypatch):
     storage = Storage.open(str(tmp_path))
     first, second = (replace(RECORD, block=block) for block in (0, 1))
     storage.write(second.key, second.to_json())
@@ -149,8 +149,8 @@ def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
     assert len(left) == 2
 
 
-def test_records_of_the_same_block():
-    """The digests of values tell, not the bytes of parquet files; an earlier program's record has only these."""
+def test_records_of_the_same_block_are_recognised():
+    """By the digests of values, not the bytes of parquet files. Records of earlier versions have only the latter."""
     ours = replace(RECORD, digests={"tokens": "01"}, table_sha256="a")
     assert ours.is_same_block(replace(ours, table_sha256="b"))
     assert not ours.names_same_files(replace(ours, table_sha256="b"))

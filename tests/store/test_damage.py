@@ -1,4 +1,4 @@
-"""Whatever is damaged, `verify_store` names the object."""
+"""`verify_store` names every damaged object."""
 
 import json
 from collections.abc import Callable
@@ -45,14 +45,14 @@ def flip(path: str, key: str, offset: int) -> None:
 
 
 def edit_record(path: str, **changes) -> None:
-    """As a program would, with a checksum that is right."""
+    """Edits the record and updates its checksum."""
     storage, key = Storage.open(path), commit_key(STREAM, BLOCK)
     record = replace(CommitRecord.from_json(storage.read(key), key), **changes)
     storage.write(key, record.to_json())
 
 
 def edit_table(path: str, change: Callable[[pa.Table], pa.Table]) -> None:
-    """As a program would, with the digest in the record that is right."""
+    """Edits the document table and updates its digest in the record."""
     storage, key = Storage.open(path), table_key(STREAM, BLOCK)
     record = CommitRecord.from_json(storage.read(commit_key(STREAM, BLOCK)), key)
     content = encode_table(change(decode_table(storage.read(key), record)))
@@ -70,7 +70,7 @@ def set_column(name: str, row: int, value: int) -> Callable[[pa.Table], pa.Table
 
 
 def write_edited(path: str, edit: Callable[[dict[str, np.ndarray]], None]) -> list[str]:
-    """A store with one block written with wrong arrays; what verify finds."""
+    """Writes a store with wrong arrays in one block. Returns the problems that verify finds."""
     writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
     for stream in range(NUM_STREAMS):
         for block in blocks(stream):
@@ -101,7 +101,7 @@ def test_a_store_with_unequal_streams_is_sound(store_path):
 
 
 def test_a_block_without_rows_is_sound(store_path):
-    """Of a stream whose documents are all skipped."""
+    """All documents of the stream are skipped."""
     writer = StoreWriter.open(store_path, metadata(), layout())
     write_blocks(writer, 1)
     empty = next(blocks(0))
@@ -124,7 +124,7 @@ def test_progress_counts_blocks(tmp_path):
 
 @pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("offset", [0, 37, -1, -17])
-def test_a_flipped_byte_anywhere_in_a_shard(store_path, spec, offset):
+def test_a_flipped_byte_in_a_shard_is_reported(store_path, spec, offset):
     copy_store(store_path)
     flip(store_path, shard(spec), offset)
     problems = found(store_path)
@@ -134,7 +134,7 @@ def test_a_flipped_byte_anywhere_in_a_shard(store_path, spec, offset):
 
 
 @pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
-def test_a_truncated_shard(store_path, spec):
+def test_a_truncated_shard_is_reported(store_path, spec):
     copy_store(store_path)
     storage = Storage.open(store_path)
     storage.write(shard(spec), storage.read(shard(spec))[:-8])
@@ -142,14 +142,14 @@ def test_a_truncated_shard(store_path, spec):
 
 
 @pytest.mark.parametrize("spec", [*SIDE_ARRAYS, *layout().arrays], ids=lambda spec: spec.name)
-def test_a_deleted_shard(store_path, spec):
+def test_a_deleted_shard_is_reported(store_path, spec):
     copy_store(store_path)
     Storage.open(store_path).write(shard(spec), None)
     assert found(store_path) == [f"{shard(spec)}: is missing, although the block is committed"]
 
 
-def test_deleted_positions_of_a_record_without_digests(store_path):
-    """Positions may all be 0, so that only the rule tells."""
+def test_deleted_positions_are_reported_without_digests(store_path):
+    """Positions may all be 0, so only the rule for positions reveals it."""
     copy_store(store_path)
     edit_record(store_path, digests=None)
     Storage.open(store_path).write(shard(POSITIONS), None)
@@ -158,13 +158,13 @@ def test_deleted_positions_of_a_record_without_digests(store_path):
 
 
 @pytest.mark.parametrize("offset", [0, 40, 200, -1, -30, -300])
-def test_a_flipped_byte_in_a_document_table(store_path, offset):
+def test_a_flipped_byte_in_a_document_table_is_reported(store_path, offset):
     copy_store(store_path)
     flip(store_path, table_key(STREAM, BLOCK), offset)
     assert any(problem.startswith(table_key(STREAM, BLOCK)) for problem in found(store_path))
 
 
-def test_a_deleted_document_table(store_path):
+def test_a_deleted_document_table_is_reported(store_path):
     copy_store(store_path)
     Storage.open(store_path).write(table_key(STREAM, BLOCK), None)
     (problem,) = found(store_path)
@@ -183,20 +183,20 @@ def test_a_deleted_document_table(store_path):
         ("first_token", 0, 5, "starts at token 5 in block"),
     ],
 )
-def test_an_edited_document_table(store_path, name, row, value, message):
+def test_an_edited_document_table_is_reported(store_path, name, row, value, message):
     copy_store(store_path)
     edit_table(store_path, set_column(name, row, value))
     assert any(message in problem for problem in found(store_path))
 
 
-def test_a_document_table_that_lacks_a_document(store_path):
+def test_a_document_table_without_a_document_is_reported(store_path):
     copy_store(store_path)
     edit_table(store_path, lambda table: table[:-1])
     assert any("the table has" in problem for problem in found(store_path))
 
 
 @pytest.mark.parametrize("offset", [5, 60, 150, -3, -50])
-def test_a_flipped_byte_in_a_record(store_path, offset):
+def test_a_flipped_byte_in_a_record_is_reported(store_path, offset):
     copy_store(store_path)
     flip(store_path, commit_key(STREAM, BLOCK), offset)
     assert any(problem.startswith(commit_key(STREAM, BLOCK)) for problem in found(store_path))
@@ -216,21 +216,21 @@ def test_a_flipped_byte_in_a_record(store_path, offset):
         ({"stream": 1}, "is the record of block 1 of stream 1"),
     ],
 )
-def test_an_edited_record(store_path, changes, message):
+def test_an_edited_record_is_reported(store_path, changes, message):
     copy_store(store_path)
     edit_record(store_path, **changes)
     assert any(message in problem for problem in found(store_path))
 
 
 @pytest.mark.parametrize("block", range(3))
-def test_a_deleted_record(store_path, block):
-    """Also the last one of its stream, since the complete store knows how many there were."""
+def test_a_deleted_record_is_reported(store_path, block):
+    """Even a stream's last record, since a complete store knows their number."""
     copy_store(store_path)
     Storage.open(store_path).write(commit_key(STREAM, block), None)
     assert any(f"stream-{STREAM:05d}" in problem for problem in found(store_path))
 
 
-def test_something_else_among_the_records(store_path):
+def test_a_foreign_object_among_the_records_is_reported(store_path):
     copy_store(store_path)
     Storage.open(store_path).write("_commits/stream-00000/notes.txt", b"")
     assert found(store_path) == ["_commits/stream-00000/notes.txt: is not a commit record"]
@@ -258,12 +258,12 @@ def value(name: str, index, new) -> Callable[[dict[str, np.ndarray]], None]:
         (value("embed", (0, 0, 0), np.inf), "non-finite values, the first in row 0 at position 0"),
     ],
 )
-def test_wrong_values(store_path, edit, message):
+def test_wrong_values_are_reported(store_path, edit, message):
     assert any(message in problem for problem in write_edited(store_path, edit))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_values_where_padded(tmp_path, dtype):
+def test_values_in_padding_are_reported(tmp_path, dtype):
     capture = {"arrays": list(WIDTHS), "dtype": dtype}
     writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout(dtype=dtype))
     for block in blocks(1, dtype=dtype):
@@ -286,7 +286,7 @@ def test_computing_again_is_no_remedy_for_values_that_are_not_finite(tmp_path):
 
 
 def edit_root(path: str, edit: Callable[[dict], None], sealed: bool) -> None:
-    """`sealed`: the checksum stays; else there is none, as in the root of an earlier program."""
+    """`sealed`: the checksum stays. Otherwise it is removed, as in the root of an earlier version."""
     storage = Storage.open(path)
     root = json.loads(storage.read("zarr.json"))
     edit(root["attributes"]["activation_store"])
@@ -305,7 +305,7 @@ def edit_root(path: str, edit: Callable[[dict], None], sealed: bool) -> None:
         (lambda root: root.update(version=3), "format version 3"),
     ],
 )
-def test_an_edited_root(store_path, edit, message):
+def test_an_edited_root_is_reported(store_path, edit, message):
     copy_store(store_path)
     edit_root(store_path, edit, sealed=True)
     assert any("own checksum" in problem or message in problem for problem in found(store_path))
@@ -314,7 +314,7 @@ def test_an_edited_root(store_path, edit, message):
 
 
 @pytest.mark.parametrize("name", ["tokens", "blocks.1.resid_post"])
-def test_a_deleted_or_edited_array(store_path, name):
+def test_deleted_and_edited_array_metadata_is_reported(store_path, name):
     copy_store(store_path)
     storage, key = Storage.open(store_path), f"{name}/zarr.json"
     zarr_json = json.loads(storage.read(key))
@@ -330,8 +330,8 @@ def test_a_deleted_or_edited_array(store_path, name):
     assert [problem.split(":")[0] for problem in found(store_path)] == [key]
 
 
-def test_a_repaired_store_is_the_store_that_was_never_damaged(tmp_path):
-    """As the remedy says: delete the records from the damaged block on, run again."""
+def test_a_repaired_store_equals_the_undamaged_one(tmp_path):
+    """The remedy: delete the records from the damaged block on, and run again."""
     path, whole = str(tmp_path / "repaired"), str(tmp_path / "whole")
     copy_store(path)
     copy_store(whole)

@@ -1,5 +1,5 @@
-"""Whatever is done to a store, `verify_store` names it or nothing has changed, and no reader gives other values: some
-damage in every run of the tests, thousands behind the slow mark. `damage_oracle` says in detail what is asked."""
+"""After any damage to a store, `verify_store` reports it or nothing has changed, and no reader returns other values.
+Every run of the tests tries a few cases, slow runs thousands. `damage_oracle` specifies the right outcomes."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.store.damage_fuzzer import OPERATORS, Case, Checker, run_cases, table
 from tests.store.damage_stores import KINDS, make_specimen
 
 SAMPLED = {"legacy": 20, "int8": 25, "decode_unfinished": 20}  # together they have every kind of object
-CASES = 120  # of each kind, behind the slow mark
+CASES = 120  # per kind, in slow runs
 
 
 @pytest.fixture(scope="module")
@@ -32,14 +32,14 @@ def assert_none_fails(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_a_sample_of_damage(checker, folder, kind):
+def test_sampled_damage_is_reported_or_harmless(checker, folder, kind):
     specimen = make_specimen(kind, folder, is_resumable=False)
     assert_none_fails(list(run_cases(checker, specimen, range(SAMPLED[kind]))))
 
 
 @pytest.mark.slow
-def test_damage_to_stores_of_every_kind(checker, folder, capsys):
-    """Each operator is used on every kind that it suits; the figures are printed."""
+def test_damage_to_stores_of_every_kind_is_reported_or_harmless(checker, folder, capsys):
+    """Uses every operator on every kind of store that it suits, and prints the counts of outcomes."""
     cases: list[Case] = []
     for kind in KINDS:
         cases += run_cases(checker, make_specimen(kind, folder), range(CASES), folder)

@@ -1,4 +1,4 @@
-"""Failures that a file system really causes are raised with what the user can do about them."""
+"""Errors for failures of real file systems say what the user can do."""
 
 import os
 from collections.abc import Callable
@@ -77,7 +77,7 @@ SHARDED = {
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_failure_has_its_remedy(tmp_path, operation: Callable[[Path], None], error, remedy):
-    root = tmp_path / "permission denied, no space left"  # the words of a path say nothing about the cause
+    root = tmp_path / "permission denied, no space left"  # words of a path do not determine the remedy
     (root / "folder").mkdir(parents=True)
     (root / "file").write_text("")
     (root / "loop").symlink_to(root / "loop")

@@ -1,4 +1,4 @@
-"""A store that is written while the network and the service fail at random ends as the store of a quiet day."""
+"""A store written while network and service fail at random equals one written without faults."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def clean(tmp_path_factory) -> dict[str, bytes]:
 
 
 def objects(path: str) -> dict[str, bytes]:
-    """Every object, the time of creation taken out."""
+    """Every object, without the time of creation."""
     storage = Storage.open(path)
     found = {key: storage.read(key) for key in storage.list_keys()}
     root = json.loads(found["zarr.json"])
@@ -39,7 +39,7 @@ def objects(path: str) -> dict[str, bytes]:
 
 
 def assert_survives(scheme: str, proxy: FaultProxy, seed: int, clean: dict[str, bytes]) -> tuple[int, int]:
-    """Runs until the store is finished, as a launcher does. Returns how many runs and how many faults there were."""
+    """Runs until the store is finished, as a launcher does. Returns the numbers of runs and faults."""
     path = f"{new_bucket(scheme, proxy.backend)}/store"
     proxy.reset(rate=random.Random(seed).uniform(0.02, 0.4), seed=seed)
     runs = 1
@@ -66,7 +66,7 @@ def run(path: str) -> StoreError | None:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("scheme", ["gs", "s3"])
-def test_the_store_is_that_of_a_clean_run(scheme, seed, clean, request):
+def test_a_store_written_through_faults_equals_a_clean_one(scheme, seed, clean, request):
     _, faults = assert_survives(scheme, request.getfixturevalue("gcs" if scheme == "gs" else "s3"), seed, clean)
     assert faults
 
@@ -82,7 +82,7 @@ def test_a_root_that_seems_missing_at_first_is_found(is_planned, times, s3):
     assert s3.faults.total() == times
 
 
-def test_where_there_is_no_store_the_root_is_asked_for_a_few_times(s3, monkeypatch):
+def test_a_missing_root_is_requested_five_times(s3, monkeypatch):
     monkeypatch.setattr("pipeline.store.io.storage._REREAD_DELAYS_S", (0.0,) * 4)
     path = f"{new_bucket('s3', s3.backend)}/store"
     s3.reset()
@@ -92,8 +92,8 @@ def test_where_there_is_no_store_the_root_is_asked_for_a_few_times(s3, monkeypat
 
 
 @pytest.mark.slow
-def test_fifty_stores_are_those_of_clean_runs(gcs, s3, clean):
-    """At other rates and in another order of faults each."""
+def test_fifty_stores_written_through_faults_equal_clean_ones(gcs, s3, clean):
+    """Each with another rate and order of faults."""
     found = [assert_survives(*((("gs", gcs), ("s3", s3))[seed % 2]), seed, clean) for seed in range(100, 150)]
     runs, faults = (sum(column) for column in zip(*found, strict=True))
     print(f"50 stores, {runs} runs, {faults} faults")

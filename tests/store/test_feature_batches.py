@@ -1,4 +1,4 @@
-"""Features of SAEs in batches and documents, of stores with and without activations."""
+"""SAE features in batches and documents of stores with and without activations."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,16 +27,16 @@ from tests.store.example_store import (
 
 ARRAY, ENCODED = "embed", "blocks.1.resid_post"
 WIDTH = 40
-ENCODERS = (  # their names, how many features they store, and the dtype
+ENCODERS = (  # name, number of stored features, dtype
     (f"{ENCODED}.wide", 5, "bfloat16"),
     (f"{ENCODED}.narrow", 3, "float32"),
 )
-ALL_TOKENS_OF_A_BLOCK = (1, 3)  # documents; Zarr stores no object where no feature fires
-TINY_MIB = 0.001  # some pieces of a block
+ALL_TOKENS_OF_A_BLOCK = (1, 3)  # documents without features; Zarr then stores no object
+TINY_MIB = 0.001  # a few pieces of a block
 
 
 def features_of(documents: np.ndarray, tokens: np.ndarray, top: int) -> dict[str, np.ndarray]:
-    """Features [..., top] that tell the token; of some tokens none fires, of the others 1 to 7."""
+    """Features [..., top] that identify the token. Some tokens have none, the others 1 to 7."""
     none_fires = (tokens % 4 == 0) | np.isin(documents, ALL_TOKENS_OF_A_BLOCK)
     n_active = np.where(none_fires, 0, tokens % 7 + 1).astype(np.int32)
     rank = np.arange(top)
@@ -90,7 +90,7 @@ def both(tmp_path_factory) -> ActivationStore:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> ActivationStore:
-    """A store of features alone."""
+    """A store of features without activations."""
     return ActivationStore.open(write(str(tmp_path_factory.mktemp("alone")), keeps_activations=False))
 
 
@@ -111,7 +111,7 @@ def tokens_of(batches: list[Batch]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("buffer_mib", [TINY_MIB, 256.0])
-def test_every_token_comes_once_with_its_own_features(alone, shuffle, buffer_mib):
+def test_every_token_comes_once_with_its_features(alone, shuffle, buffer_mib):
     assert alone.keys == ()
     batches = list(alone.batches([], 32, features=True, shuffle=shuffle, buffer_mib=buffer_mib))
     for batch in batches:
@@ -143,7 +143,7 @@ def test_features_come_with_activations(both, stack):
     assert sorted(tokens_of(batches)) == sorted(expected)
 
 
-def test_batches_have_what_rows_and_documents_have(both, alone):
+def test_batches_have_the_features_of_rows_and_documents(both, alone):
     for store, keys in ((both, ARRAY), (alone, [])):
         [batch] = store.batches(keys, 1000, features=True)
         valid = store.read_tokens(store.rows).segments > 0
@@ -200,7 +200,7 @@ def test_scipy_takes_csr(alone):
         np.testing.assert_array_equal(matrix.toarray(), features.dense().astype(np.float32))
 
 
-def test_no_feature_and_no_token():
+def test_dense_and_csr_handle_no_feature_and_no_token():
     index, value = np.full((2, 3), -1, np.int32), np.zeros((2, 3), ml_dtypes.bfloat16)
     for tokens in (0, 2):
         features = FeatureBatch(index[:tokens], value[:tokens], np.zeros(tokens, np.int32), WIDTH)
@@ -242,12 +242,12 @@ def test_ranks_share_features(alone):
 @pytest.mark.parametrize(
     ("width", "keys", "piece_rows", "pieces_per_buffer"),
     [
-        (4096, ["embed"], 1, 31),  # a row of 8 MiB, and 144 KiB of its features
-        (4096, [], 84, 21),  # 96 KiB and 48 KiB of a row, in chunks of 4 rows; 85 rows would have less than 8 MiB
-        (2, ["embed"], 128, 13),  # 4 KiB of a row, in chunks of 128 rows, and 18 MiB of their features
+        (4096, ["embed"], 1, 31),  # rows of 8 MiB, with 144 KiB of features
+        (4096, [], 84, 21),  # rows of 96 KiB and 48 KiB in chunks of 4 rows; 85 rows would have less than 8 MiB
+        (2, ["embed"], 128, 13),  # rows of 4 KiB in chunks of 128 rows, with 18 MiB of features
     ],
 )
-def test_pieces_are_whole_chunks_of_activations_or_else_of_features(alone, width, keys, piece_rows, pieces_per_buffer):
+def test_pieces_are_whole_chunks_of_activations_or_of_features(alone, width, keys, piece_rows, pieces_per_buffer):
     specs = feature_specs("features.embed", 24, "bfloat16", "position")
     shape = StoreLayout(1, 256, 1024, (ArraySpec("embed", "bfloat16", width),), outputs=specs)
     options = BatchOptions(features=True, shuffle=True)
@@ -256,7 +256,7 @@ def test_pieces_are_whole_chunks_of_activations_or_else_of_features(alone, width
     assert (order.piece_rows, order.pieces_per_buffer) == (piece_rows, pieces_per_buffer)
 
 
-def test_aligned_stores(both, alone):
+def test_aligned_stores_have_features(both, alone):
     aligned = open_aligned([both, alone])
     batches = list(aligned.batches([ARRAY, []], 32, features=True, shuffle=True))
     assert sorted(tokens_of(batches)) == sorted(all_tokens())
@@ -288,7 +288,7 @@ def test_a_missing_object_is_an_error(tmp_path, part):
         list(ActivationStore.open(path).batches([], 8, features=True))
 
 
-def test_what_a_store_lacks(both, alone, read_only):
+def test_missing_features_and_activations_are_refused(both, alone, read_only):
     with pytest.raises(StoreError, match="has no features \\(capture.encode\\). Leave out features=True."):
         ActivationStore.open(read_only).batches(ARRAY, 8, features=True)
     for store, has in ((both, ARRAY), (alone, "features only: use batches\\(\\[\\], ..., features=True\\)")):

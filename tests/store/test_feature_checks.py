@@ -1,4 +1,4 @@
-"""What `pipeline.verify` finds in the arrays of an SAE's features."""
+"""Checks of `pipeline.verify` on arrays of SAE features."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ VALID = np.array([[1, 1, 0], [1, 0, 0]], bool)
 
 
 def sound() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Index, value and number of features [R, S, k] of a token with more features than slots, and one with fewer."""
+    """Index and value [R, S, k] and n_active [R, S]: one token has more features than slots, one has fewer."""
     index, value = np.full((2, 3, 3), -1, np.int32), np.zeros((2, 3, 3), np.float32)
     index[0, 0], value[0, 0] = (7, 0, 9), (3, 2, 2)
     index[0, 1], value[0, 1] = (4, -1, -1), (1, 0, 0)
@@ -35,7 +35,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("edits", "message"), WRONG.values(), ids=WRONG.keys())
-def test_features(edits, message) -> None:
+def test_wrong_features_are_reported(edits, message) -> None:
     arrays = sound()
     for array, place, value in edits:
         arrays[array][place] = value

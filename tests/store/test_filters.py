@@ -22,12 +22,12 @@ BESIDE = {
         (TokenFilter(skip_first=2, drop_tokens=(9,)), []),
     ],
 )
-def test_tokens_and_positions(token_filter, kept):
+def test_filters_drop_tokens_and_first_positions(token_filter, kept):
     beside = {name: BESIDE[name] for name in ("segments", *token_filter.side_arrays)}
     assert np.flatnonzero(token_filter.keeps(beside)).tolist() == kept
 
 
-def test_norms_of_every_named_activation_count():
+def test_tokens_must_be_within_the_norms_of_every_named_activation():
     a = np.arange(10_000, dtype=np.float32)[:, None] * [[3, 4]]
     slots = np.arange(0, 10_000, 2)
     limits = TokenFilter(norms={"a": (50, 40_000)})
@@ -37,14 +37,14 @@ def test_norms_of_every_named_activation_count():
     assert TokenFilter().within_norms(slots, {}) is slots
 
 
-def test_norms_are_computed_wider_than_they_are_stored():
+def test_norms_are_computed_in_float32():
     values = np.random.default_rng(0).standard_normal((50, 300)).astype(ml_dtypes.bfloat16)
     expected = np.linalg.norm(values.astype(np.float64), axis=1)
     np.testing.assert_allclose(l2_norms(values), expected, rtol=1e-6)
     assert l2_norms(values).dtype == np.float32
 
 
-def test_numpys_numbers_make_the_same_filter():
+def test_numpy_numbers_make_the_same_filter():
     numpys = TokenFilter(drop_tokens=np.array([3, 4]), norms={"a": np.quantile([1.0, 2.0], [0, 1])})
     assert repr(numpys) == repr(TokenFilter(drop_tokens=(3, 4), norms={"a": (1, 2)}))
 

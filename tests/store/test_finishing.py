@@ -1,4 +1,4 @@
-"""What finishing a store must not do."""
+"""Finishing does not hide a lost record, and statistics may differ by rounding."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import write_store
 
 
-def test_a_complete_store_that_lost_a_record_does_not_become_a_smaller_one(store_path):
+def test_finishing_does_not_shrink_a_complete_store_that_lost_a_record(store_path):
     record = write_store(store_path).streams[0].last
     before = read_root(Storage.open(store_path))
     Storage.open(store_path).write(record.key, None)
@@ -23,8 +23,8 @@ def test_a_complete_store_that_lost_a_record_does_not_become_a_smaller_one(store
     assert read_root(Storage.open(store_path)).blocks[0] == record.block
 
 
-def test_statistics_agree_but_for_rounding():
-    """Norms that all lie at the edge of a bin, values that a device takes for zeros, and norms beyond float32."""
+def test_statistics_may_differ_only_by_rounding():
+    """Norms at the edge of a bin, values that a device flushes to zero, and norms beyond float32."""
     values = np.random.default_rng(0).standard_normal((500, 256)).astype(np.float32)
     unit = values / np.sqrt(np.square(values).mean(axis=1, keepdims=True))
     tiny = values.astype(np.float16) * np.float16(1e-5)

@@ -19,7 +19,7 @@ def example(dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_torch_takes_the_memory_as_it_is(dtype):
+def test_torch_uses_the_memory_without_a_copy(dtype):
     torch = pytest.importorskip("torch")
     array = example(dtype)
     tensor = converter(Framework.torch)(array)
@@ -29,10 +29,10 @@ def test_torch_takes_the_memory_as_it_is(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_jax_takes_the_memory_as_it_is(dtype):
+def test_jax_uses_the_memory_without_a_copy(dtype):
     array = example(dtype)
     converted = converter(Framework.jax)(array)
-    if dtype == "int64":  # which JAX does not have by default
+    if dtype == "int64":  # disabled in JAX by default
         assert converted is array
         return
     assert isinstance(converted, jax.Array)
@@ -41,7 +41,7 @@ def test_jax_takes_the_memory_as_it_is(dtype):
     np.testing.assert_array_equal(converted, array)
 
 
-def test_numpy_is_numpy():
+def test_numpy_arrays_are_returned_unchanged():
     array = example("bfloat16")
     assert converter(Framework.numpy)(array) is array
     assert array.dtype == ml_dtypes.bfloat16

@@ -1,4 +1,4 @@
-"""Groups of generated documents: what is written comes back, from any document on, and damage is noticed."""
+"""Groups of generated documents are read as written, from any document on, and damage is reported."""
 
 import io
 from dataclasses import replace
@@ -51,7 +51,7 @@ def plain(item) -> object:
     return item.document, item.tokens.tolist(), item.cursor
 
 
-def test_groups_come_back(groups):
+def test_groups_are_read_as_written(groups):
     assert groups.count() == 3
     for group in GROUPS:
         found = groups.read(group.index)
@@ -63,22 +63,22 @@ def test_groups_come_back(groups):
     ("start", "first"),
     [(STREAM_START, 0), (Cursor(1, 0, 0, 1), 2), (Cursor(1, 2, 0, 2), 4), (Cursor(1, 3, 16, 3), 5)],
 )
-def test_reading_from_any_document_on(groups, start, first):
-    """What was left out before a document belongs to the block before, unless the stream begins with it."""
+def test_reading_starts_at_any_document(groups, start, first):
+    """Documents skipped before the first one belong to the previous block, except at the start of the stream."""
     items = [item for group in GROUPS for item in group.items]
     found = GeneratedDocuments(groups, num_shards=2).read(start)
     assert list(map(plain, found)) == list(map(plain, items[first:]))
 
 
-def test_a_group_that_is_there_stays(groups, tmp_path):
+def test_an_existing_group_is_not_overwritten(groups, tmp_path):
     storage = Storage.open(tmp_path)
     before = storage.read(group_key(STREAM, 1))
     groups.write(replace(GROUPS[1], exhausted=True))
     assert storage.read(group_key(STREAM, 1)) == before
 
 
-def test_activations_are_kept_of_the_group_that_is_there_only(groups, tmp_path):
-    """What was written by another version of a library has other bytes, and counts."""
+def test_activations_are_kept_only_for_the_existing_group(groups, tmp_path):
+    """A file with other bytes, written by another version of a library, is the same group."""
     storage = Storage.open(tmp_path)
     sink = io.BytesIO()
     pq.write_table(read_group(storage, STREAM, 0), sink, compression="none")
@@ -91,7 +91,7 @@ def test_activations_are_kept_of_the_group_that_is_there_only(groups, tmp_path):
     assert groups.count(["embed"]) == 1
 
 
-def test_damage_is_noticed(groups, tmp_path):
+def test_damage_is_reported(groups, tmp_path):
     storage = Storage.open(tmp_path)
     content = bytearray(storage.read(group_key(STREAM, 0)))
     content[20] ^= 1
@@ -105,8 +105,8 @@ def test_damage_is_noticed(groups, tmp_path):
         groups.read(1)
 
 
-def test_which_slots_are_completions():
-    """Document 4 begins in an earlier block and goes on in a second window, document 7 has no completion here."""
+def test_completion_slots_are_found_across_windows_and_blocks():
+    """Document 4 begins in an earlier block and continues in a second window; document 7 has no completion here."""
     documents = np.array([[4, 4, 4, 4], [4, 4, 9, 9], [7, 7, -1, -1]])
     columns = {"document": [4, 7, 9], "first_token": [4, 0, 0], "n_prompt": [7, 2, 1]}
     expected = [[0, 0, 0, 1], [1, 1, 0, 1], [0, 0, 0, 0]]

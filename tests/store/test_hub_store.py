@@ -1,4 +1,4 @@
-"""Stores on the Hugging Face Hub: read where they are, at one commit, through faults, and never written."""
+"""Stores on the Hugging Face Hub are read in place, at one commit, through faults, and never written."""
 
 import pickle
 import time
@@ -28,7 +28,7 @@ FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unans
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
-    """The Hub, on this machine, with a storage for files of 512 bytes and more."""
+    """A local Hub that redirects files of 512 bytes and more to a storage."""
     monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=lambda _: None, time=time.time))
     with hub_for_this_process(tmp_path, monkeypatch) as server:
         server.redirects, server.large = True, 512
@@ -91,13 +91,13 @@ def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsy
         (f"{URL}/nowhere", "there is no activation store at"),
     ],
 )
-def test_what_is_not_there(server, path, message):
+def test_missing_stores_and_revisions_are_refused(server, path, message):
     server.push(REPO, {"README.md": b"nothing else"})
     with pytest.raises(StoreInvalid, match=message):
         ActivationStore.open(path)
 
 
-def test_a_mirror_that_does_not_say_what_is_not_found(server):
+def test_mirrors_without_error_codes_and_wrong_redirects_are_handled(server):
     server.push(REPO, {"present": b"content", "large": bytes(1000)})
     server.names_errors = False
     files = open_hub_files(URL)
@@ -132,8 +132,8 @@ def test_a_private_store_needs_the_token(server, tmp_path, monkeypatch):
     assert "127.0.0.1" not in str(caught.value).replace(server.url, "")
 
 
-def test_the_hub_has_a_reader_wait_for_longer_than_tensorstore_would(server, tmp_path, monkeypatch):
-    """And a proxy, which the environment names for the Hub, is none for this process's own server."""
+def test_slow_answers_of_the_hub_are_waited_for(server, tmp_path, monkeypatch):
+    """Longer than TensorStore would wait. And requests to the relay ignore the environment's proxy."""
     write_store(str(tmp_path / "store"))
     server.push(REPO, contents(tmp_path / "store"))
     monkeypatch.setattr("pipeline.store.io.hub_relay._PATIENCE_S", 0.05)
@@ -151,7 +151,7 @@ def test_the_hub_has_a_reader_wait_for_longer_than_tensorstore_would(server, tmp
     assert not any("/resolve/" in request for request in server.requests)  # the storage's address is known
 
 
-def test_the_relay_keeps_no_answer_that_nobody_comes_back_for(server, monkeypatch):
+def test_the_relay_drops_answers_that_are_not_requested_again(server, monkeypatch):
     server.push(REPO, {"first": b"1", "second": b"2"})
     monkeypatch.setattr("pipeline.store.io.hub_relay._PATIENCE_S", 0.0)
     monkeypatch.setattr("pipeline.store.io.hub_relay._KEPT_S", 0.0)
@@ -167,7 +167,7 @@ def test_the_relay_keeps_no_answer_that_nobody_comes_back_for(server, monkeypatc
 @pytest.mark.parametrize(
     ("byte_range", "part"), [("bytes=-3", slice(-3, None)), ("bytes=2-4", slice(2, 5)), (None, slice(None))]
 )
-def test_ranges_of_small_and_large_files(server, byte_range, part):
+def test_ranges_of_small_and_large_files_are_read(server, byte_range, part):
     """The storage has no suffix ranges, and small files have no storage."""
     files = {"small": b"a small file", "large": bytes(range(256)) * 4}
     server.push(REPO, files)

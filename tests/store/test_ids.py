@@ -1,4 +1,4 @@
-"""Documents by id: indexes of ids, what finds a document in them, and `pipeline.index`, which writes them."""
+"""Documents by id: indexes of ids, lookup in them, and `pipeline.index`, which writes them."""
 
 import zipfile
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ HASHES = {
 
 @pytest.fixture(params=HASHES)
 def id_hash(request, monkeypatch) -> Callable[[str], int]:
-    """Also hashes that collide, or are anything but uniform: they cost requests, and nothing else."""
+    """Also hashes that collide or are not uniform: they only cost requests."""
     for module in (index_file, lookup):
         monkeypatch.setattr(module, "id_hash", HASHES[request.param])
     return HASHES[request.param]
@@ -111,7 +111,7 @@ def test_each_id_is_found_in_the_blocks_that_have_it(count, id_hash):
 
 
 def write_ids(path: str, ids: dict[tuple[int, int], str]) -> None:
-    """The example store, with other ids for some documents: by stream and ordinal."""
+    """Writes the example store with other ids for some documents, given by stream and ordinal."""
     writer = StoreWriter.open(path, metadata(), layout())
     for stream in STREAMS:
         for block in blocks(stream):
@@ -126,7 +126,7 @@ def write_ids(path: str, ids: dict[tuple[int, int], str]) -> None:
     ("ids", "asked", "expected"),
     [
         ({}, "stream 1 document 0", 1),
-        ({}, "stream 0 document 5", 10),  # of several blocks
+        ({}, "stream 0 document 5", 10),  # in several blocks
         ({}, "stream 0 document 99", "no document has it"),
         ({(0, 2): "文書 \N{GRINNING FACE}"}, "文書 \N{GRINNING FACE}", 4),
         ({(0, 2): "a\0b"}, "a\0b", 4),
@@ -139,7 +139,7 @@ def write_ids(path: str, ids: dict[tuple[int, int], str]) -> None:
 )
 @pytest.mark.parametrize("id_hash", ["sha256", "all equal"], indirect=True)
 @in_memory
-def test_the_answer_is_the_same_with_and_without_an_index(ids, asked, expected, store_path, id_hash):
+def test_an_index_does_not_change_the_result(ids, asked, expected, store_path, id_hash):
     write_ids(store_path, ids)
     for _ in ("without", "with"):
         store = ActivationStore.open(store_path)
@@ -151,7 +151,7 @@ def test_the_answer_is_the_same_with_and_without_an_index(ids, asked, expected, 
         index_ids(store.storage, STREAMS)
 
 
-def test_other_tables_than_the_document_s_are_not_read(tmp_path):
+def test_only_the_documents_tables_are_read(tmp_path):
     copy_store(str(tmp_path))
     assert index([f"store.path={tmp_path}"]) == 0
     document = ActivationStore.open(tmp_path).document("stream 0 document 2")
@@ -170,9 +170,9 @@ def test_other_tables_than_the_document_s_are_not_read(tmp_path):
 
 @pytest.mark.parametrize(
     ("way", "max_rows"),
-    [("extended", ROWS), ("extended", ROWS + 2), ("merged", ROWS)],  # of ROWS + 2, the last blocks are truncated
+    [("extended", ROWS), ("extended", ROWS + 2), ("merged", ROWS)],  # with ROWS + 2, the last blocks are truncated
 )
-def test_what_an_index_lacks_is_read_from_the_tables(tmp_path, way, max_rows):
+def test_documents_missing_from_an_index_are_read_from_the_tables(tmp_path, way, max_rows):
     path = tmp_path / "store"
     write_store(str(path), finish=way == "extended", max_rows=max_rows)
     index_ids(Storage.open(path), STREAMS)
@@ -186,7 +186,7 @@ def test_what_an_index_lacks_is_read_from_the_tables(tmp_path, way, max_rows):
     assert verify_store(str(path)) == []
     assert {key: Storage.open(path).read(key) for key in earlier} == earlier
     assert_all_found(str(path))
-    gone = path / "_documents/stream-00000/block-000000.parquet"  # which the index knows, and is not read again
+    gone = path / "_documents/stream-00000/block-000000.parquet"  # in the index, so not read again
     content = gone.read_bytes()
     gone.unlink()
     assert ActivationStore.open(path).document("stream 1 document 3").document == 7
@@ -200,7 +200,7 @@ def test_what_an_index_lacks_is_read_from_the_tables(tmp_path, way, max_rows):
 
 
 @in_memory
-def test_a_reader_sees_that_another_index_was_written(store_path):
+def test_a_reader_continues_when_another_index_is_written(store_path):
     write_store(store_path, finish=False, max_rows=2 * ROWS)
     storage = Storage.open(store_path)
     index_ids(storage, STREAMS)
@@ -210,7 +210,7 @@ def test_a_reader_sees_that_another_index_was_written(store_path):
     index_ids(storage, STREAMS)
     assert store.document("stream 0 document 1").document == 2
     with pytest.raises(StoreError, match="no document has it"):
-        store.document("stream 0 document 8")  # of a block that was committed after the store was opened
+        store.document("stream 0 document 8")  # its block was committed after the store was opened
 
 
 def edit(key: str, change: Callable[[bytes], bytes]) -> Callable[[Storage], None]:
@@ -233,7 +233,7 @@ def of_another_stream(storage: Storage) -> None:
     ],
 )
 @in_memory
-def test_a_damaged_index_is_an_error_and_is_made_anew(store_path, damage):
+def test_a_damaged_index_is_refused_and_written_again(store_path, damage):
     copy_store(store_path)
     storage = Storage.open(store_path)
     index_ids(storage, STREAMS)
@@ -248,7 +248,7 @@ def test_a_damaged_index_is_an_error_and_is_made_anew(store_path, damage):
     assert verify_store(store_path) == []
 
 
-def test_something_else_than_a_file_is_an_error(tmp_path):
+def test_a_directory_instead_of_an_index_is_refused(tmp_path):
     copy_store(str(tmp_path))
     (tmp_path / ids_key(0)).mkdir(parents=True)
     with pytest.raises(StoreInvalid, match="is a folder, expected a file"):
@@ -257,7 +257,7 @@ def test_something_else_than_a_file_is_an_error(tmp_path):
 
 
 @in_memory
-def test_an_index_of_other_blocks_is_not_used_and_named(store_path):
+def test_an_index_of_other_blocks_is_reported_and_not_used(store_path):
     copy_store(store_path)
     storage = Storage.open(store_path)
     content = IndexHeader.of(block_table(3)[1:], 0, ids_key(0)).encode(np.empty(0, ENTRY))
@@ -293,7 +293,7 @@ def test_verify_compares_an_index_with_the_tables(store_path, change, sample):
 
 
 @pytest.mark.parametrize("name", ["finished", "int8"])
-def test_a_store_of_an_earlier_program_gets_an_index(name, tmp_path):
+def test_a_store_of_an_earlier_version_gets_an_index(name, tmp_path):
     with zipfile.ZipFile(Path(__file__).with_name("stores_of_0_1_0.zip")) as archive:
         archive.extractall(tmp_path)
     path = tmp_path / name

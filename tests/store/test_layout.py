@@ -13,7 +13,7 @@ def test_rows_of_streams_interleave_block_by_block():
 
 
 @given(st.integers(1, 50), st.integers(1, 600), st.integers(1, 10))
-def test_every_row_has_one_place(num_streams, rows_per_block, num_blocks):
+def test_every_block_has_its_own_rows(num_streams, rows_per_block, num_blocks):
     layout = StoreLayout(num_streams, rows_per_block, 8, ())
     first_rows = [layout.first_row(stream, block) for stream in range(num_streams) for block in range(num_blocks)]
     assert sorted(first_rows) == [shard * rows_per_block for shard in range(num_streams * num_blocks)]
@@ -25,12 +25,12 @@ def test_every_row_has_one_place(num_streams, rows_per_block, num_blocks):
         (32, 1024, "bfloat16", 896, (32, 1024, 896), (1, 256, 896)),  # 448 KiB of a 1.75 MiB row
         (32, 128, "bfloat16", 768, (32, 128, 768), (2, 128, 768)),  # 384 KiB, two rows
         (8, 2048, "float32", 4096, (8, 2048, 4096), (1, 32, 4096)),  # 512 KiB of a 32 MiB row
-        (4, 8, "bfloat16", 6, (4, 8, 6), (4, 8, 6)),  # all that there is
+        (4, 8, "bfloat16", 6, (4, 8, 6), (4, 8, 6)),  # the whole shard
         (64, 1024, "int32", None, (64, 1024), (64, 1024)),  # 256 KiB
-        (7, 1031, "float16", 1024, (7, 1031, 1024), (1, 1031, 1024)),  # nothing divides it better
+        (7, 1031, "float16", 1024, (7, 1031, 1024), (1, 1031, 1024)),  # no better divisor
     ],
 )
-def test_shards_and_chunks(rows, length, dtype, width, shard, chunk):
+def test_shards_and_chunks_have_the_specified_shapes(rows, length, dtype, width, shard, chunk):
     spec = ArraySpec("x", dtype, width)
     layout = StoreLayout(1, rows, length, (spec,))
     assert layout.shard_shape(spec) == shard
@@ -38,7 +38,7 @@ def test_shards_and_chunks(rows, length, dtype, width, shard, chunk):
 
 
 @given(st.integers(1, 512), st.sampled_from([64, 128, 512, 1024, 2048]), st.sampled_from([128, 768, 896, 4096]))
-def test_chunks_divide_the_shard_and_are_of_the_stated_size_where_one_can_be(rows, length, width):
+def test_chunks_divide_the_shard_and_have_the_specified_size_if_possible(rows, length, width):
     spec = ArraySpec("x", "bfloat16", width)
     layout = StoreLayout(1, rows, length, (spec,))
     chunk_rows, positions, features = layout.chunk_shape(spec)
@@ -50,7 +50,7 @@ def test_chunks_divide_the_shard_and_are_of_the_stated_size_where_one_can_be(row
     assert chunk_rows * positions in within or not within
 
 
-def test_shard_keys_are_zarrs():
+def test_shard_keys_follow_zarr():
     layout = StoreLayout(3, 4, 8, (ACTIVATION,))
     assert layout.shard_key(ACTIVATION, stream=2, block=5) == "blocks.0.resid_post/c/17/0/0"
     assert layout.shard_key(TOKENS, stream=2, block=5) == "tokens/c/17/0"
@@ -60,14 +60,14 @@ def test_shard_keys_are_zarrs():
     ("shard_mib", "row_bytes", "step_rows", "max_steps", "expected"),
     [
         (64, MIB, 8, 1000, 64),
-        (64, MIB, 24, 1000, 48),  # whole steps, not more than asked
-        (100, MIB, 8, 1000, 64),  # a power of two of them
+        (64, MIB, 24, 1000, 48),  # whole steps, at most shard_mib
+        (100, MIB, 8, 1000, 64),  # a power of two of steps
         (64, MIB, 128, 1000, 128),  # at least one step
         (64, MIB, 8, 3, 16),  # a small job
         (0.25, 4096, 4, 1000, 64),
     ],
 )
-def test_rows_per_block(shard_mib, row_bytes, step_rows, max_steps, expected):
+def test_rows_per_block_are_whole_steps_of_about_shard_mib(shard_mib, row_bytes, step_rows, max_steps, expected):
     assert rows_per_block_for(shard_mib, row_bytes, step_rows, max_steps) == expected
 
 
@@ -80,7 +80,7 @@ def test_rows_per_block(shard_mib, row_bytes, step_rows, max_steps, expected):
         (8, 8192, [4096], 1),  # a row of 64 MiB
     ],
 )
-def test_pieces_are_whole_rows_and_chunks_of_at_most_eight_mib(rows, length, widths, expected):
+def test_pieces_are_whole_rows_and_chunks_of_at_most_8_mib(rows, length, widths, expected):
     specs = tuple(ArraySpec(f"array {width}", "bfloat16", width) for width in widths)
     layout = StoreLayout(1, rows, length, specs)
     pieces = layout.piece_rows([spec.name for spec in specs])

@@ -8,7 +8,7 @@ from tests.store.example_store import WIDTHS, metadata
 
 
 def unsealed(text: bytes, **changes) -> bytes:
-    """The root as an earlier program would have written it: without a checksum."""
+    """The root without a checksum, as earlier versions wrote it."""
     root = json.loads(text)
     attributes = root["attributes"]["activation_store"]
     del attributes["sha256"]
@@ -16,7 +16,7 @@ def unsealed(text: bytes, **changes) -> bytes:
     return json.dumps(root).encode()
 
 
-def test_only_what_determines_the_content_is_in_the_fingerprint():
+def test_the_fingerprint_covers_only_what_determines_the_content():
     same = metadata(config={"run": 1}, store={"compression": "none", "path": "/elsewhere", "shard_mib": 1.0})
     assert same.fingerprint() == metadata().fingerprint()
     assert same.differences(metadata()) == []
@@ -41,7 +41,7 @@ def test_the_fingerprint_does_not_depend_on_the_order_of_keys_or_on_tuples():
         ),
     ],
 )
-def test_differences_are_named(changes, expected):
+def test_differences_are_listed(changes, expected):
     other = metadata(**changes)
     assert other.fingerprint() != metadata().fingerprint()
     assert metadata().differences(other) == [Difference(*difference) for difference in expected]
@@ -51,7 +51,7 @@ def test_differences_are_named(changes, expected):
         assert f"{key}: the store has {stored!r}, this run asks for {asked!r}" in str(caught.value)
 
 
-def test_a_root_survives_json():
+def test_a_root_is_read_as_written():
     root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00", complete=True, blocks=(3, 2))
     assert StoreRoot.from_json(root.to_json(), "it") == root
     attributes = json.loads(root.to_json())["attributes"]["activation_store"]

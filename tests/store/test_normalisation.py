@@ -23,7 +23,7 @@ def test_normalisation_gives_zero_mean_and_unit_variance(values):
     assert (each[:, 0] == 0).all()  # the feature never varies
 
 
-def test_normalised_values_in_another_dtype(values):
+def test_values_are_normalised_before_they_are_cast(values):
     normalisation = token_statistics(values).normalisation()
     half = normalisation.apply(values, "bfloat16")
     np.testing.assert_array_equal(half, normalisation.apply(values).astype(ml_dtypes.bfloat16))

@@ -1,5 +1,5 @@
-"""In a local store every object is a file: whatever else is in its place is named by verify, and refused by readers and
-by jobs that resume the store. None of them takes it for an object that is absent, or waits for it."""
+"""In a local store every object is a file. Anything else is reported by verify, and refused by readers and by jobs that
+resume the store. None of them takes it for a missing object, or hangs."""
 
 import os
 import re
@@ -27,7 +27,7 @@ KEYS = [*OPENED, TABLE_KEY, table_key(0, 1), *SHARDS]
 
 def pipe(path: Path, cleanup: ExitStack) -> None:
     os.mkfifo(path)
-    # With somebody at its other end, a pipe that is opened all the same does not hang the test.
+    # With its other end open, a pipe does not hang the test if it is opened by mistake.
     cleanup.callback(os.close, os.open(path, os.O_RDWR))
 
 
@@ -35,7 +35,7 @@ def bound_socket(path: Path, cleanup: ExitStack) -> None:
     server = cleanup.enter_context(socket.socket(socket.AF_UNIX))
     here = os.open(".", os.O_RDONLY)
     cleanup.callback(os.close, here)
-    os.chdir(path.parent)  # the whole path is longer than a socket's may be
+    os.chdir(path.parent)  # the whole path is too long for a socket
     try:
         server.bind(path.name)
     finally:
@@ -73,7 +73,7 @@ def read_everything(path: Path) -> None:
 
 @pytest.mark.parametrize("kind", PLACED)
 @pytest.mark.parametrize("key", KEYS)
-def test_verify_names_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, capsys):
+def test_verify_reports_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, capsys):
     copy_store(str(tmp_path))
     put(tmp_path, key, kind, cleanup)
     assert main([f"store.path={tmp_path}"]) == EXIT_FAILED

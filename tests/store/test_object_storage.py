@@ -1,4 +1,4 @@
-"""The store on Google Cloud Storage's and Amazon S3's protocols, served by emulators over HTTP."""
+"""Stores on emulators of Google Cloud Storage and Amazon S3."""
 
 import time
 from collections import Counter
@@ -23,19 +23,19 @@ from tests.store.emulators import new_bucket
 from tests.store.example_store import ROWS, blocks, commit_block, layout, metadata, stored_tokens, write_store
 from tests.store.fault_proxy import CONTENT_FAULTS, NETWORK_FAULTS, Fault, FaultProxy
 
-# What each service calls the request that writes an object.
+# The method of a request that writes an object.
 WRITE = {"gs": "POST", "s3": "PUT"}
 
 
 @pytest.fixture(params=["gs", "s3"])
 def service(request) -> tuple[str, FaultProxy]:
-    """The URL of a place for a store, and the proxy before it."""
+    """The URL for a new store, and the proxy in front of the service."""
     proxy = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
     return f"{new_bucket(request.param, proxy.backend)}/some/store", proxy
 
 
 def requests(proxy: FaultProxy, path: str) -> Counter[tuple[str, str]]:
-    """Those to objects of the store, by method and key."""
+    """The number of requests to objects of the store by method and key."""
     prefix = path.split("/", 3)[3] + "/"
     return Counter(
         {(method, key[len(prefix) :]): n for (method, key), n in proxy.requests.items() if key.startswith(prefix)}
@@ -63,7 +63,7 @@ def test_a_store_is_written_extended_verified_and_read(service):
         StoreWriter.open(path, metadata(tokenizer={"sha256": "other"}), layout())
 
 
-def test_a_store_has_the_objects_of_a_local_one(service, tmp_path):
+def test_a_remote_store_has_the_objects_of_a_local_one(service, tmp_path):
     path, _ = service
     write_store(path)
     write_store(str(tmp_path))
@@ -73,7 +73,7 @@ def test_a_store_has_the_objects_of_a_local_one(service, tmp_path):
     assert [key for key in keys - {"zarr.json"} if remote.read(key) != local.read(key)] == []
 
 
-def test_a_block_is_one_write_for_each_object_and_nothing_is_read_back(service):
+def test_a_block_takes_one_write_per_object_and_no_reads(service):
     path, proxy = service
     writer = StoreWriter.open(path, metadata(), layout())
     writer.streams.all()
@@ -84,7 +84,7 @@ def test_a_block_is_one_write_for_each_object_and_nothing_is_read_back(service):
     keys += [table_key(0, 0), block.record.key]
     expected = {(WRITE[path[:2]], key): 1 for key in keys}
     expected["GET", block.record.key] = 1  # whether another run has committed the block
-    if path.startswith("s3"):  # of a service that is not Amazon's own TensorStore asks again before it writes
+    if path.startswith("s3"):  # TensorStore asks services other than Amazon's again before it writes
         expected["HEAD", block.record.key] = 1
     assert requests(proxy, path) == expected
 
@@ -106,13 +106,13 @@ def test_a_finished_store_is_opened_without_a_request_for_each_block(service):
 
 
 def bookkeeping(proxy, path: str) -> dict[str, int]:
-    """Requests by key, of records and block tables."""
+    """The number of requests for records and block tables by key."""
     prefixes = (COMMITS_PREFIX, BLOCKS_PREFIX)
     return {key: n for (_, key), n in requests(proxy, path).items() if key.startswith(prefixes)}
 
 
-def test_of_several_processes_that_create_an_object_one_succeeds(s3):
-    """Only on S3: the emulator of GCS ignores what a write is conditional on."""
+def test_of_simultaneous_writers_of_a_new_object_one_succeeds(s3):
+    """Only on S3, since the GCS emulator ignores conditions."""
     path = new_bucket("s3", s3.backend)
     stores = [Storage.open(path) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
@@ -123,7 +123,7 @@ def test_of_several_processes_that_create_an_object_one_succeeds(s3):
 
 
 @pytest.mark.parametrize("fault", [fault for fault in NETWORK_FAULTS if fault is not Fault.hang])
-def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service, fault):
+def test_exhausted_retries_name_the_object_and_the_store_resumes(service, fault):
     path, proxy = service
     impatient = Storage.open(path, StorageOptions(retries=2, retry_delay_s=0.01))
     writer = StoreWriter.open(impatient, metadata(store={"compression": "none"}), layout())
@@ -133,7 +133,7 @@ def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service
         commit_block(writer, block)
     assert caught.value.exit_code == 1
     assert SECRET not in str(caught.value)
-    if fault in (Fault.too_many_requests, Fault.unavailable):  # of connections that end, curl by itself tries some anew
+    if fault in (Fault.too_many_requests, Fault.unavailable):  # curl itself retries some closed connections
         assert max(proxy.requests.values()) == 3
     proxy.reset()
     assert ActivationStore.open(path).num_tokens == 0
@@ -141,8 +141,8 @@ def test_what_retries_do_not_heal_names_the_object_and_the_store_resumes(service
     assert verify_store(path) == []
 
 
-def test_a_service_that_says_nothing_is_given_up(gcs):
-    """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS: 60, and 3 in these tests."""
+def test_a_service_that_does_not_answer_is_given_up(gcs):
+    """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS, which is 3 in the tests."""
     path = new_bucket("gs", gcs.backend)
     storage = Storage.open(path, StorageOptions(retries=0))
     gcs.reset(rate=1, kinds=[Fault.hang], hang_s=100)
@@ -152,7 +152,7 @@ def test_a_service_that_says_nothing_is_given_up(gcs):
     assert time.monotonic() - start < 50
 
 
-def test_credentials_are_in_no_object(service):
+def test_no_object_contains_credentials(service):
     path, _ = service
     write_store(path)
     storage = Storage.open(path)
@@ -161,7 +161,7 @@ def test_credentials_are_in_no_object(service):
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in CONTENT_FAULTS), CONTENT_FAULTS], ids=lambda kinds: kinds[0])
 def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monkeypatch):
-    """A missing object would be read as zeros, without an error."""
+    """TensorStore would read a missing object as zeros."""
     monkeypatch.setattr("pipeline.store.io.storage._REREAD_DELAYS_S", (0.0,) * 50)  # for 15 % of all answers
     path = f"{new_bucket('s3', s3.backend)}/store"
     write_store(path)
@@ -184,7 +184,7 @@ def test_a_reader_survives_wrong_answers_and_never_returns_them(s3, kinds, monke
 
 
 def test_writes_of_all_arrays_share_one_limit(gcs):
-    """At no time more than the rate allows since the store was opened: a slow machine only sends fewer."""
+    """The rate bounds the number of writes since the store was opened. A slow machine only sends fewer."""
     rate, began = 60, time.monotonic()
     storage = Storage.open(f"{new_bucket('gs', gcs.backend)}/store", StorageOptions(writes_per_s=rate))
     arrays = open_or_create(storage, layout())

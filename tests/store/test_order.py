@@ -36,13 +36,13 @@ def test_without_a_seed_rows_are_in_order():
     assert rows(order(seed=None).pieces(4)) == sorted(ALL)
 
 
-def test_the_order_is_another_in_every_epoch_and_for_every_seed():
+def test_the_order_differs_by_epoch_and_seed():
     found = [tuple(order(seed=seed).pieces(epoch)) for seed in range(3) for epoch in range(3)]
     assert len(set(found)) == len(found)
     assert list(order().pieces(2)) == list(order().pieces(2))
 
 
-def test_windows_are_consecutive_and_bound_the_blocks_that_are_mixed():
+def test_windows_are_consecutive_and_limit_the_mixed_blocks():
     windows = [piece.window for piece in order().pieces(0)]
     assert windows == sorted(windows)
     for _, pieces in itertools.groupby(order().pieces(0), key=lambda piece: piece.window):
@@ -68,8 +68,8 @@ def test_tokens_are_shuffled_by_seed_epoch_rank_and_buffer():
     assert order(seed=None).shuffled(buffers[0], slots).tolist() == slots.tolist()
 
 
-def test_the_order_is_written_down_and_not_numpys_own():
-    """These numbers may not change: readers go on from states that were saved by other versions of numpy."""
+def test_the_order_does_not_change_between_versions():
+    """These numbers may not change, since readers resume from saved states, also with other versions of numpy."""
     assert permutation(10, 7, 0).tolist() == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
     assert [rows(order().pieces(1))[i] for i in (0, 9, 30)] == [(3, 0), (1, 1), (7, 5)]
     assert order().shuffled(next(order().buffers(1)), np.arange(100, 110)).tolist() == [
@@ -91,7 +91,7 @@ def test_the_order_is_written_down_and_not_numpys_own():
 
 
 @pytest.mark.parametrize("world", [1, 3, 40])
-def test_every_rank_knows_the_tokens_of_all(world):
+def test_every_rank_knows_the_number_of_tokens_of_all(world):
     tokens = [[100 * block + p for p in range(-(-rows // PIECE_ROWS))] for block, rows in enumerate(BLOCK_ROWS)]
     expected = [
         sum(tokens[p.block][p.first // PIECE_ROWS] for p in order(world=world, rank=rank).pieces(5))
@@ -107,19 +107,19 @@ def test_every_rank_knows_the_tokens_of_all(world):
         assert order(world=world, rank=rank).tokens_per_rank(5, np.array(list(map(sum, tokens))), count) == expected
 
 
-def test_a_store_without_blocks():
+def test_a_store_without_blocks_has_no_pieces():
     empty = order(block_rows=(), world=2, rank=1)
     assert list(empty.pieces(0)) == []
     assert list(empty.buffers(0)) == []
     assert empty.tokens_per_rank(0, np.empty(0, np.int64), lambda blocks: []) == [0, 0]
 
 
-def test_a_million_blocks_cost_no_reading_and_little_time():
+def test_a_million_blocks_are_ordered_without_reading():
     many = order(block_rows=(10,) * 1_000_000, window_blocks=64, world=64, rank=63)
     assert isinstance(next(many.pieces(0)), Piece)
 
 
 @pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])
-def test_the_rank_is_one_of_the_world(rank, world):
+def test_ranks_outside_the_world_are_refused(rank, world):
     with pytest.raises(ValueError, match="rank"):
         order(rank=rank, world=world)

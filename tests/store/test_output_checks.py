@@ -1,4 +1,4 @@
-"""What `pipeline.verify` finds in the arrays of `capture.outputs`."""
+"""Checks of `pipeline.verify` on the arrays of `capture.outputs`."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def test_the_last_token_of_each_window_has_no_next_one():
 
 
 def sound() -> np.ndarray:
-    """[R, S, k] in descending order, NaN where there is no next token."""
+    """Values [R, S, k] in descending order, NaN for tokens without a next one."""
     values = np.broadcast_to(np.array([-0.5, -1.0, -1.0], np.float32), (*SEGMENTS.shape, 3)).copy()
     values[SEGMENTS == 0] = 0
     values[(SEGMENTS > 0) & ~HAS_NEXT] = np.nan
@@ -31,7 +31,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("place", "value", "may_be_not_finite", "message"), WRONG.values(), ids=WRONG.keys())
-def test_outputs(place, value, may_be_not_finite, message):
+def test_wrong_outputs_are_reported(place, value, may_be_not_finite, message):
     values = sound()
     if place:
         values[place] = value
@@ -41,7 +41,7 @@ def test_outputs(place, value, may_be_not_finite, message):
 
 
 @pytest.mark.parametrize(("bad", "num_bad"), [(0, 0), (96, 0), (97, 1), (-1, 1)])
-def test_ids(bad, num_bad):
+def test_token_ids_outside_the_vocabulary_are_reported(bad, num_bad):
     ids = np.full((2, 3, 4), 5, np.int32)
     ids[1, 2, 3] = bad
     assert [what.split()[0] for what in check_ids(ids, 97)] == ["1"] * num_bad

@@ -1,4 +1,4 @@
-"""JSON of a store that somebody edited: one error that names it, never a traceback."""
+"""Edited JSON of a store gives one error that names it, never a traceback."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from pipeline.store.io.parsing import parse_store_json
 
 
 @pytest.mark.parametrize("text", [b"{}", b'[{"a": [1, 2.5, null, "\xc3\xa4\\u00e4"]}]', b"3", b"[" * 64 + b"]" * 64])
-def test_what_is_json_is_read(text):
+def test_json_is_read(text):
     assert parse_store_json(text, "a record") is not None
 
 
@@ -27,6 +27,6 @@ def test_what_is_json_is_read(text):
         (b'{"a":' * 10**6, "nested too deep"),
     ],
 )
-def test_what_is_not_is_named(text, message):
+def test_text_that_is_not_json_is_refused(text, message):
     with pytest.raises(StoreInvalid, match=rf"^a record .*{message}.* run pipeline\.verify"):
         parse_store_json(text, "a record")

@@ -1,4 +1,4 @@
-"""A process that read a store ends with its own exit code, however late threads of libraries run."""
+"""A process that read a store ends with its exit code: no library thread uses Python objects at exit."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from pipeline.store.io.parquet import decode_parquet
 
 TABLE = pa.table({name: [f"{name} {k}" for k in range(100)] for name in ("id", "source", "text")})
 
-# Pyarrow's threads begin when they are first given something to do, and never end.
+# Pyarrow's threads start with their first task and never end.
 COUNTS_THREADS = """
 import os, sys
 import pyarrow
@@ -25,8 +25,8 @@ print(table.num_rows, len(set(os.listdir("/proc/self/task")) - before))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lists threads as Linux does")
-def test_pyarrows_threads_have_no_part_in_decoding_a_table():
-    """So none can release the file's bytes, which are Python's, after Python has begun to end."""
+def test_decoding_a_table_starts_no_pyarrow_threads():
+    """Such a thread could release the file's bytes, a Python object, while Python exits."""
     command = [sys.executable, "-c", COUNTS_THREADS]
     result = subprocess.run(command, input=encode_table(TABLE), capture_output=True, check=True)
     assert result.stdout.split() == [b"100", b"0"]

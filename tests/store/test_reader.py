@@ -44,7 +44,7 @@ def committed_rows() -> list[int]:
     return sorted(layout().first_row(r.stream, r.block) + k for r in records for k in range(r.rows))
 
 
-def test_a_store_says_what_it_holds(store):
+def test_a_store_has_its_keys_rows_and_metadata(store):
     assert store.complete
     assert store.keys == (
         ActivationKey(1, Site.resid_post),
@@ -62,7 +62,7 @@ def test_a_store_says_what_it_holds(store):
 @pytest.mark.parametrize(
     "rows", [0, [9, 0, 1, 2, 8], slice(2, 11), slice(None), slice(None, None, 3), slice(-5, None), []]
 )
-def test_rows_are_those_of_the_arrays(store, rows):
+def test_rows_equal_those_of_the_arrays(store, rows):
     everything = store.arrays[NAME][...].read().result()
     known = np.asarray(committed_rows())
     expected = np.arange(len(everything))[rows] if isinstance(rows, slice) else rows
@@ -77,7 +77,7 @@ def test_rows_are_those_of_the_arrays(store, rows):
         np.testing.assert_array_equal(getattr(beside, name), stored[np.asarray(expected, int)])
 
 
-def test_read_converts(store):
+def test_read_converts_to_the_given_dtype(store):
     values = store.read(None, Site.embed, [0, 1], dtype=np.float32)
     assert values.dtype == np.float32
     assert values.shape == (2, LENGTH, WIDTHS["embed"])
@@ -92,7 +92,7 @@ def test_a_mask_selects_from_the_stored_rows(store):
     np.testing.assert_array_equal(store.read(1, "resid_post", mask.tolist()), expected)
 
 
-def test_numpy_numbers_are_numbers(store):
+def test_numpy_numbers_are_accepted(store):
     row = np.int32(9)
     expected = store.read(3, "resid_post", 9)
     assert expected.shape == (LENGTH, WIDTHS[NAME])
@@ -124,19 +124,19 @@ def test_numpy_numbers_are_numbers(store):
         (lambda store: store.read_tokens([True, False]), r"shape \[2\] and dtype bool; .* a mask of the \d+ rows"),
     ],
 )
-def test_what_is_not_there_is_named(store, call, message):
+def test_missing_arrays_rows_and_documents_are_refused(store, call, message):
     with pytest.raises(StoreError, match=message):
         call(store)
 
 
-def test_no_store(tmp_path):
+def test_a_folder_without_a_store_is_refused(tmp_path):
     with pytest.raises(StoreInvalid, match="there is no activation store"):
         ActivationStore.open(str(tmp_path / "nothing"))
 
 
 @pytest.mark.parametrize("stream", range(NUM_STREAMS))
-def test_a_document_has_all_of_its_tokens_in_order(store, stream):
-    """Also one that is longer than a block."""
+def test_a_document_has_all_its_tokens_in_order(store, stream):
+    """Also if it is longer than a block."""
     for ordinal, length in enumerate(DOCUMENT_LENGTHS[stream]):
         number = ordinal * NUM_STREAMS + stream
         found = store.document(f"stream {stream} document {ordinal}")
@@ -154,8 +154,8 @@ def test_a_document_has_all_of_its_tokens_in_order(store, stream):
         np.testing.assert_array_equal(by_number.positions[np.diff(found.rows, prepend=-1) != 0], 0)
 
 
-def test_the_documents_example_of_one_document(store):
-    """Runs docs/reading.md's lines, and compares what they give with what was stored."""
+def test_the_example_for_one_document_in_the_docs_works(store):
+    """Runs the lines of docs/reading.md and compares their results with the stored values."""
     section = (Path(__file__).parents[2] / "docs" / "reading.md").read_text().split("## One document")[1].split("##")[0]
     lines = [line.strip().partition("  #")[0] for line in section.splitlines() if line.startswith("    ")]
     names = {"store": store}
@@ -170,7 +170,7 @@ def test_the_documents_example_of_one_document(store):
     np.testing.assert_array_equal(row[slots], activations)
 
 
-def test_an_id_that_two_documents_have_is_refused(tmp_path):
+def test_an_ambiguous_id_is_refused(tmp_path):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     block = next(blocks(0))
     table = block.table.set_column(1, "id", pa.array(["same"] * block.table.num_rows))
@@ -179,7 +179,7 @@ def test_an_id_that_two_documents_have_is_refused(tmp_path):
         ActivationStore.open(str(tmp_path)).document("same")
 
 
-def test_the_table_of_documents(store):
+def test_the_document_table_has_all_documents(store):
     table = store.documents
     assert table.column_names[:4] == ["stream", "block", "document", "id"]
     assert table.column_names[-1] == "url"
@@ -190,7 +190,7 @@ def test_the_table_of_documents(store):
     }
 
 
-def test_of_an_unfinished_store_the_committed_blocks_are_read(store_path):
+def test_committed_blocks_of_an_unfinished_store_are_read(store_path):
     writer = write_store(store_path, finish=False, max_rows=ROWS)
     unfinished = list(blocks(0))[1]
     pending = begin_block(writer, unfinished)
@@ -203,7 +203,7 @@ def test_of_an_unfinished_store_the_committed_blocks_are_read(store_path):
     assert sum(len(batch.tokens) for batch in store.batches((1, "resid_post"), 10)) == store.num_tokens
 
 
-def test_a_store_without_blocks(store_path):
+def test_a_store_without_blocks_is_read_as_empty(store_path):
     write_store(store_path, max_rows=0)
     store = ActivationStore.open(store_path)
     assert store.complete
@@ -233,7 +233,7 @@ def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
         (1, ["start a", "finish a", "start b", "finish b", "start c", "finish c"]),
     ],
 )
-def test_arrays_are_read_at_once_as_far_as_memory_allows(store, monkeypatch, bytes_ahead, expected):
+def test_arrays_are_read_concurrently_within_a_memory_limit(store, monkeypatch, bytes_ahead, expected):
     monkeypatch.setattr(stored_rows, "BYTES_AHEAD", bytes_ahead)
     rows, events = np.array([9, 0, 1]), []
 

@@ -1,4 +1,4 @@
-"""Commands that delete what a store's next run writes again."""
+"""The commands for repairing a store delete what its next run writes again."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from pipeline.store.generated.group_keys import group_key
 from pipeline.store.io.storage import Storage
 
 NUM_STREAMS = 2
-BLOCKS = {0: range(12), 1: (0, 1, 2, 4)}  # by stream, those that have a record
+BLOCKS = {0: range(12), 1: (0, 1, 2, 4)}  # by stream, the blocks with a record
 COMMITS = "rm {}/_commits/stream-0000"
 
 
@@ -55,13 +55,13 @@ def storage(tmp_path) -> Storage:
         (Remedy.restore, ["zarr.json"], []),
     ],
 )
-def test_what_is_named_is_what_has_to_go(storage, remedy, keys, commands):
+def test_commands_delete_the_objects_to_be_written_again(storage, remedy, keys, commands):
     first, *steps = repair_steps(storage, NUM_STREAMS, [Problem(key, "is wrong", remedy) for key in keys])
     assert first == remedy
     assert steps == [f"    {command.format(storage.path)}" for command in commands]
 
 
-def test_the_last_record_of_a_stream_is_computed_without_deleting_any(storage):
+def test_a_missing_last_record_needs_no_deletion(storage):
     steps = repair_steps(
         storage, NUM_STREAMS, [Problem("_commits/stream-00001", "the store was completed with 5 blocks")]
     )
@@ -81,13 +81,13 @@ def test_a_long_list_is_cut(storage):
         ("s3://bucket/store", "aws s3 rm", "aws s3 rm --recursive"),
     ],
 )
-def test_a_bucket_has_the_commands_of_its_own_tools(url, file, folder):
+def test_buckets_get_the_commands_of_their_tools(url, file, folder):
     problems = [Problem("_blocks/all.npy", "", Remedy.tabulate), Problem("stats/", "", Remedy.merge_again)]
     steps = list(repair_steps(Storage.open(url), NUM_STREAMS, problems))
     assert steps[1::2] == [f"    {file} {url}/_blocks/all.npy", f"    {folder} {url}/stats/"]
 
 
-def test_records_of_s3_are_deleted_in_a_loop_and_never_cut():
+def test_commands_for_records_on_s3_use_loops_and_are_never_cut():
     numbers = [*range(0, 60, 2), *range(100, 103)]
     commands = _numbered(Storage.open("s3://bucket/store"), "_commits/stream-00001/block-", numbers, ".json")
     assert len(commands) == 31

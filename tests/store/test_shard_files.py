@@ -19,7 +19,7 @@ ROWS = 8
 
 
 def block(layout: StoreLayout, spec: ArraySpec) -> np.ndarray:
-    """Numbers from end to end, but for a first row and a last two of padding; -0.0 is not padding."""
+    """Random values, with padding in the first and the last two rows. -0.0 is not padding."""
     dtype = ml_dtypes.bfloat16 if spec.dtype == "bfloat16" else spec.dtype
     values = np.random.default_rng(0).integers(1, 100, layout.shard_shape(spec)).astype(dtype)
     values[[0, -2, -1]] = spec.fill
@@ -28,7 +28,7 @@ def block(layout: StoreLayout, spec: ArraySpec) -> np.ndarray:
 
 
 @pytest.mark.parametrize("length", [64, 4096], ids=["chunks of whole rows", "chunks of parts of a row"])
-def test_the_same_bytes_as_tensorstore(tmp_path: Path, length: int) -> None:
+def test_shard_files_have_the_bytes_that_tensorstore_writes(tmp_path: Path, length: int) -> None:
     arrays = tuple(ArraySpec(dtype, dtype, 320) for dtype in ("bfloat16", "float32", "int8"))
     layout = StoreLayout(1, ROWS, length, arrays)
     opened = open_or_create(Storage.open(tmp_path / "tensorstore"), layout)
@@ -46,7 +46,7 @@ def test_the_same_bytes_as_tensorstore(tmp_path: Path, length: int) -> None:
 
 @pytest.fixture
 def shard(tmp_path: Path) -> tuple[Path, np.ndarray]:
-    """A shard of eight rows, a chunk of 2 x 6 x 5 values each two rows, and these values."""
+    """A shard of eight rows in chunks of 2 x 6 x 5 values, and these values."""
     values = np.random.default_rng(0).integers(1, 100, (ROWS, 6, 5)).astype(np.int16)
     ShardFiles(tmp_path, ThreadPoolExecutor(1)).write("shard", values, (2, 6, 5), fill=0).result()
     return tmp_path / "shard", values
@@ -100,7 +100,7 @@ def with_index_beyond_the_end(content: bytes) -> bytes:
     "damage",
     [absent, cut, empty, changed_at(0), changed_at(120), changed_at(-1), changed_at(-68), with_index_beyond_the_end],
 )
-def test_what_is_damaged_or_absent_is_left_to_tensorstore(shard, damage: Callable[[bytes], bytes | None]) -> None:
+def test_damaged_and_missing_shards_are_left_to_tensorstore(shard, damage: Callable[[bytes], bytes | None]) -> None:
     path, _ = shard
     content = damage(path.read_bytes())
     path.unlink()
@@ -109,7 +109,7 @@ def test_what_is_damaged_or_absent_is_left_to_tensorstore(shard, damage: Callabl
     assert not read_chunks(str(path), 4, 0, np.zeros((2, 6, 5), np.int16), (2, 6, 5))
 
 
-def test_a_chunk_of_fill_values_and_a_shard_of_other_chunks_are_left_to_tensorstore(tmp_path: Path) -> None:
+def test_empty_chunks_and_other_chunk_shapes_are_left_to_tensorstore(tmp_path: Path) -> None:
     values = np.ones((4, 6, 5), np.int16)
     values[2:] = 0
     ShardFiles(tmp_path, ThreadPoolExecutor(1)).write("shard", values, (2, 6, 5), fill=0).result()
@@ -119,8 +119,8 @@ def test_a_chunk_of_fill_values_and_a_shard_of_other_chunks_are_left_to_tensorst
     assert not read_chunks(path, 4, 0, out, (1, 6, 5))
 
 
-def test_a_block_of_fill_values_alone_is_no_object(tmp_path: Path) -> None:
-    """As TensorStore has it, which deletes the one that is there."""
+def test_a_block_of_fill_values_makes_no_object_and_deletes_an_existing_one(tmp_path: Path) -> None:
+    """As with TensorStore."""
     layout = StoreLayout(1, ROWS, 64, ())
     documents = SIDE_ARRAYS[-1]
     array = open_or_create(Storage.open(tmp_path), layout)[documents.name]
@@ -134,7 +134,7 @@ def test_a_block_of_fill_values_alone_is_no_object(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.parametrize("left_behind", [b"", b"x", b"left behind" * 100_000])
-def test_a_block_of_fill_values_alone_over_the_lock_file_of_a_killed_writer(
+def test_a_block_of_fill_values_removes_a_killed_writers_lock_file(
     tmp_path: Path, left_behind: bytes, is_there: bool
 ) -> None:
     files, key = ShardFiles(tmp_path, ThreadPoolExecutor(1)), "tokens/c/0/0"
@@ -149,7 +149,7 @@ def test_a_block_of_fill_values_alone_over_the_lock_file_of_a_killed_writer(
     assert (tmp_path / key).stat().st_size == 4 * (32 + 4) + 4 * 16 + 4
 
 
-def test_tensorstore_and_this_wait_for_each_other(tmp_path: Path) -> None:
+def test_tensorstore_and_shard_files_lock_each_other_out(tmp_path: Path) -> None:
     """A worker of an earlier version may write the same objects."""
     storage, files = Storage.open(tmp_path), ShardFiles(tmp_path, ThreadPoolExecutor(4))
     values, longer = np.ones((4, 500_000), np.int32), b"x" * 9_000_000
@@ -163,8 +163,8 @@ def test_tensorstore_and_this_wait_for_each_other(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["object"]
 
 
-def test_the_last_of_many_writers_of_one_object_leaves_it_whole(tmp_path: Path) -> None:
-    """Also where a killed process has left a longer file behind."""
+def test_many_writers_of_one_object_leave_it_whole(tmp_path: Path) -> None:
+    """Even if a killed process has left a longer file behind."""
     (tmp_path / "object.__lock").write_bytes(b"left behind" * 100_000)
     writers = [ShardFiles(tmp_path, ThreadPoolExecutor(4)) for _ in range(3)]
     blocks = [np.full((4, 50_000), number, np.int32) for number in range(1, 25)]
@@ -177,7 +177,7 @@ def test_the_last_of_many_writers_of_one_object_leaves_it_whole(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["object"]
 
 
-def test_what_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
+def test_an_object_stays_as_it_was_if_writing_fails(tmp_path: Path) -> None:
     files = ShardFiles(tmp_path, ThreadPoolExecutor(1))
     files.write("a/object", np.ones((2, 10), np.int32), (1, 10), 0).result()
     before = (tmp_path / "a" / "object").read_bytes()
@@ -191,7 +191,7 @@ def test_what_was_there_stays_when_writing_fails(tmp_path: Path) -> None:
 
 @contextmanager
 def largest_file(num_bytes: int) -> Iterator[None]:
-    """As if the disk were full: no file of this process may become larger."""
+    """Limits the size of this process's files, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""Merging statistics, against numpy over all tokens at once."""
+"""Merged statistics compared with numpy over all tokens."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ ROWS, T, D = 6, 20, 5
 
 
 def example(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Values [rows, T, D] far from zero, with a planted outlier, and which of the tokens are valid."""
+    """Values [rows, T, D] far from zero with an outlier, and the mask of valid tokens."""
     rng = np.random.default_rng(seed)
     values = rng.normal(300, 1, (ROWS, T, D)).astype(np.float32)
     values[2, 3, 1] = 1e5
@@ -20,7 +20,7 @@ def example(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def statistics(values: np.ndarray, valid: np.ndarray) -> Statistics:
-    """As the device gives them: of each row."""
+    """A block's statistics from row statistics, which the device computes."""
     used = valid[:, :, None]
     count = np.maximum(valid.sum(axis=1), 1)[:, None]
     mean = np.where(used, values, 0).sum(axis=1) / count
@@ -29,7 +29,7 @@ def statistics(values: np.ndarray, valid: np.ndarray) -> Statistics:
     return block_statistics(valid, *(part.astype(np.float32) for part in (mean, m2, norms)))
 
 
-def test_a_block_equals_numpy():
+def test_statistics_of_a_block_equal_numpys():
     values, valid = example(0)
     tokens = values[valid].astype(np.float64)
     found = statistics(values, valid)
@@ -41,7 +41,7 @@ def test_a_block_equals_numpy():
     assert found.norm_histogram.sum() == len(tokens)
 
 
-def test_merging_equals_numpy_whatever_the_order():
+def test_merged_statistics_equal_numpys_in_any_order():
     examples = [example(seed) for seed in range(4)]
     tokens = np.concatenate([values[valid] for values, valid in examples]).astype(np.float64)
     parts = [statistics(*each) for each in examples]
@@ -53,7 +53,7 @@ def test_merging_equals_numpy_whatever_the_order():
         assert np.array_equal(total.norm_histogram, sum(part.norm_histogram for part in parts))
 
 
-def test_tokens_merge_as_their_blocks_do():
+def test_statistics_of_tokens_merge_to_those_of_blocks():
     examples = [example(seed) for seed in range(3)]
     of_blocks = merge(statistics(*each) for each in examples)
     for batch in (7, 1000):
@@ -66,7 +66,7 @@ def test_tokens_merge_as_their_blocks_do():
     assert token_statistics(np.array([[1, 2], [np.inf, 0], [np.nan, 1]], np.float32)).not_finite == 2
 
 
-def test_quantiles_are_right_to_within_a_bin():
+def test_quantiles_are_right_within_a_bin():
     norms = np.random.default_rng(1).lognormal(2, 1.5, (1, 5000)).astype(np.float32)
     found = block_statistics(
         np.ones_like(norms, bool), np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32), norms
@@ -75,7 +75,7 @@ def test_quantiles_are_right_to_within_a_bin():
         assert found.norm_quantile(q) == pytest.approx(np.quantile(norms, q), rel=0.025)
 
 
-def test_no_tokens_and_norms_beyond_every_bin():
+def test_statistics_handle_no_tokens_and_extreme_norms():
     nothing = block_statistics(np.zeros((0, T), bool), *(np.zeros((0, n), np.float32) for n in (D, D, T)))
     assert (nothing.count, nothing.mean_norm, nothing.norm_quantile(0.5)) == (0, 0, 0)
     norms = np.array([[0, 1e-30, 1e30, np.inf, np.nan]], np.float32)

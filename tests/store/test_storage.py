@@ -17,7 +17,7 @@ from tests.store.example_store import layout
 from tests.store.fault_proxy import CONTENT_FAULTS
 
 
-def test_the_settings_reach_tensorstore():
+def test_settings_reach_tensorstore():
     storage = Storage.open("memory://settings", StorageOptions(3, 0.5, concurrency=7, copy_threads=2))
     spec = storage.context.spec.to_json()
     assert spec["gcs_request_retries"]["max_retries"] == 3
@@ -29,8 +29,8 @@ def test_the_settings_reach_tensorstore():
     assert Storage.open("memory://settings").read("key") == b"value"
 
 
-def test_the_delays_of_no_two_processes_are_the_same():
-    """Those that were refused at the same time must not return at the same time."""
+def test_processes_have_different_retry_delays():
+    """Requests refused at the same time must not be repeated at the same time."""
     specs = [StorageOptions(16, 2.0).context().spec.to_json()["gcs_request_retries"] for _ in range(64)]
     assert len({spec["initial_delay"] for spec in specs}) == len({spec["max_delay"] for spec in specs}) == 64
 
@@ -39,7 +39,7 @@ def test_the_delays_of_no_two_processes_are_the_same():
     "wrong",
     [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}, {"writes_per_s": 0}],
 )
-def test_what_is_out_of_range_is_refused(wrong):
+def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"store\.retries, retry_delay_s, concurrency, copy_threads or ramp_up"):
         Storage.open("memory://settings", StorageOptions(**wrong))
 
@@ -54,7 +54,7 @@ def test_only_writes_to_google_cloud_storage_are_limited(path):
     ("cores", "given", "threads"), [(2, None, "4"), (24, None, "24"), (112, None, "32"), (112, "7", "7")]
 )
 def test_requests_are_sent_by_as_many_threads_as_cores(cores, given, threads, monkeypatch):
-    """Unless the environment says otherwise."""
+    """Unless the environment sets a number."""
     monkeypatch.setattr("pipeline.store.io.storage.num_cores", lambda: cores)
     name = "TENSORSTORE_HTTP_THREADS"
     environment = {name: given} if given else {}
@@ -64,7 +64,7 @@ def test_requests_are_sent_by_as_many_threads_as_cores(cores, given, threads, mo
     assert environment["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] == "60"
 
 
-def test_more_objects_than_are_asked_for_at_once_are_read_in_order(tmp_path):
+def test_many_objects_are_read_in_order(tmp_path):
     storage = Storage.open(str(tmp_path))
     keys = [f"{i:04}" for i in range(1000)]
     for key in keys[::2]:
@@ -83,7 +83,7 @@ def contains_value(key: str, content: bytes | None) -> bytes:
     return content
 
 
-def test_what_seems_damaged_is_read_again_before_it_is_called_so(s3, no_delay):
+def test_an_object_that_seems_damaged_is_read_again(s3, no_delay):
     storage = Storage.open(f"{new_bucket('s3', s3.backend)}/store")
     keys = [f"key-{i}" for i in range(20)]
     for key in keys:
@@ -101,7 +101,7 @@ def test_what_seems_damaged_is_read_again_before_it_is_called_so(s3, no_delay):
     assert s3.requests["GET", "store/key-7"] == 5
 
 
-def test_a_mistake_in_the_program_is_not_taken_for_a_failure_of_the_store(tmp_path):
+def test_programming_errors_are_not_taken_for_storage_failures(tmp_path):
     (tmp_path / "file").write_text("")
     array = ts.open(
         {"driver": "zarr3", "kvstore": {"driver": "memory"}}, create=True, shape=[4], dtype=ts.int32
@@ -143,8 +143,8 @@ def iter_of_stop() -> Iterator[int]:
     yield 0
 
 
-def test_directories_are_on_the_disk_before_what_is_in_them_counts(tmp_path, monkeypatch):
-    """Every directory that is made, from the first one above the store, is synced into the one above it."""
+def test_directories_are_synced_before_their_content_counts(tmp_path, monkeypatch):
+    """The parent of every new directory is synced, including those above the store."""
     synced, made = [], []
     fsync, mkdir = os.fsync, os.mkdir
     monkeypatch.setattr("os.fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
@@ -158,7 +158,7 @@ def test_directories_are_on_the_disk_before_what_is_in_them_counts(tmp_path, mon
     files.write("tokens/c/12/0", np.ones((4, 8), np.int32), (1, 8), 0).result()
     files.write("embed/c/12/0/0", np.ones((4, 8, 2), np.int32), (1, 8, 2), 0).result()
     directories = {path for path in (root, *root.rglob("*")) if path.is_dir()} | {root.parent}
-    assert set(made) == set(map(str, directories))  # TensorStore makes none by itself
+    assert set(made) == set(map(str, directories))  # TensorStore makes no others
     for directory in directories:
         assert str(directory.parent) in synced, directory
 
@@ -166,8 +166,8 @@ def test_directories_are_on_the_disk_before_what_is_in_them_counts(tmp_path, mon
 @pytest.mark.parametrize(
     ("link", "target"), [("a/b", "/etc"), ("a/b/c", "/etc/passwd"), ("a", "elsewhere"), ("a/b/c", "none")]
 )
-def test_links_in_a_store_are_named(tmp_path, link, target):
-    (tmp_path / "link").symlink_to(tmp_path / "store")  # the store's own place may be one
+def test_links_in_a_store_are_refused(tmp_path, link, target):
+    (tmp_path / "link").symlink_to(tmp_path / "store")  # the store itself may be a link
     file = tmp_path / "store" / link
     file.parent.mkdir(parents=True)
     file.symlink_to(target)
@@ -177,7 +177,7 @@ def test_links_in_a_store_are_named(tmp_path, link, target):
             require_no_links(Storage.open(root).directory, ["zarr.json", "a/b/c"])
 
 
-def test_an_object_of_another_s3_service_has_a_name(monkeypatch):
+def test_objects_of_other_s3_services_have_s3_urls(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://localhost:9000")
     monkeypatch.setenv("AWS_REGION", "eu-west-1")
     storage = Storage.open("s3://bucket/some/store")

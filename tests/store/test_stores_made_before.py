@@ -1,7 +1,7 @@
-"""Stores of earlier programs go on working: opened, verified, extended.
+"""Stores of earlier versions still work: they are opened, verified and extended.
 
-stores_of_0_1_0.zip holds three small stores of the bundled model that version 0.1.0 made before records had digests and
-roots a target, and the text that they were made of.
+stores_of_0_1_0.zip holds their text and three small stores of the bundled model that version 0.1.0 made before records
+had digests and roots a target.
 """
 
 import json
@@ -35,7 +35,7 @@ def attributes(store: Path) -> dict:
 
 
 @pytest.mark.parametrize("name", ["finished", "int8", "zstd"])
-def test_it_is_sound_and_verify_says_what_it_cannot_check(stores, name):
+def test_a_store_is_sound_and_verify_notes_what_it_cannot_check(stores, name):
     notes: list[str] = []
     assert verify_store(str(stores / name), note=notes.append) == []
     assert ["have no digests" in notes[0], "has no digests" in notes[1]] == [True, True]
@@ -44,7 +44,7 @@ def test_it_is_sound_and_verify_says_what_it_cannot_check(stores, name):
     assert np.isfinite(store.read(2, "resid_post", store.rows).astype(np.float32)).all()
 
 
-def test_what_it_has_instead_of_digests_still_names_damage(stores):
+def test_damage_is_reported_without_digests(stores):
     first, second = sorted((stores / "finished/blocks.2.resid_post/c").iterdir())[:2]
     content = first.joinpath("0/0").read_bytes()
     assert content != second.joinpath("0/0").read_bytes()
@@ -52,7 +52,7 @@ def test_what_it_has_instead_of_digests_still_names_damage(stores):
     assert str(second.relative_to(stores / "finished") / "0/0") in {p.where for p in verify_store(f"{stores}/finished")}
 
 
-def test_it_is_extended(stores):
+def test_a_store_is_extended(stores):
     path = stores / "finished"
     before = ActivationStore.open(path)
     tokens, target = before.read_tokens(before.rows).tokens, 2 * before.num_tokens
@@ -69,8 +69,8 @@ def test_it_is_extended(stores):
 
 
 def test_features_without_an_index_are_read_and_extended(tmp_path, monkeypatch):
-    """feature_store.zip holds a store of features of a program that wrote neither statistics nor an index of them, and
-    what it was made of."""
+    """feature_store.zip holds a store of features without statistics and index, made by an earlier version, and its
+    inputs."""
     with zipfile.ZipFile(STORES.with_name("feature_store.zip")) as archive:
         archive.extractall(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""A store is made only where nothing else is: what is there is neither mixed with it nor replaced."""
+"""A store is created only at an empty path: foreign files are neither mixed with it nor replaced."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ FOREIGN = (
 @pytest.mark.parametrize(
     "create", [write_store, lambda path: merge_stores([path + "-source"], path)], ids=["run", "merge"]
 )
-def test_a_place_with_something_else_is_refused(tmp_path, names, create):
+def test_a_path_with_foreign_files_is_refused(tmp_path, names, create):
     path = tmp_path / "store"
     copy_store(f"{path}-source")
     make(path, names)
@@ -75,13 +75,13 @@ def test_a_place_with_something_else_is_refused(tmp_path, names, create):
     ],
     ids=lambda names: " ".join(names) or "nothing",
 )
-def test_what_an_interruption_or_a_file_system_leaves_is_not_in_the_way(tmp_path, names):
+def test_remains_of_interruptions_and_file_systems_are_allowed(tmp_path, names):
     make(tmp_path / "store", names)
     write_store(str(tmp_path / "store"))
     assert verify_store(str(tmp_path / "store")) == []
 
 
-def test_a_merge_that_was_interrupted_before_the_root_goes_on(tmp_path):
+def test_a_merge_interrupted_before_the_root_resumes(tmp_path):
     source, path = str(tmp_path / "source"), str(tmp_path / "store")
     copy_store(source)
     merge_stores([source], path)
@@ -91,7 +91,7 @@ def test_a_merge_that_was_interrupted_before_the_root_goes_on(tmp_path):
     assert verify_store(path + "2") == []
 
 
-def test_links_in_it_are_in_the_way_and_a_link_to_it_is_not(tmp_path):
+def test_links_in_the_path_are_refused_and_a_link_to_it_is_not(tmp_path):
     for name, target in (("tokens", "elsewhere"), ("a", "nowhere"), ("_commits", "elsewhere")):
         folder = tmp_path / f"store-{name}"
         (tmp_path / "elsewhere").mkdir(exist_ok=True)
@@ -104,12 +104,12 @@ def test_links_in_it_are_in_the_way_and_a_link_to_it_is_not(tmp_path):
     assert (tmp_path / "elsewhere" / "zarr.json").exists()
 
 
-def test_a_root_that_another_process_has_written_meanwhile(tmp_path):
+def test_a_root_written_by_another_process_meanwhile_is_reported(tmp_path):
     copy_store(str(tmp_path))
     assert not require_vacant(Storage.open(str(tmp_path)))
 
 
-def test_many_files_are_not_all_listed(tmp_path, monkeypatch):
+def test_checking_for_foreign_files_lists_few_directories(tmp_path, monkeypatch):
     make(tmp_path, [f"{i:02}/{j}" for i in range(20) for j in range(10)])
     looked_at = []
     scandir = os.scandir
@@ -119,11 +119,11 @@ def test_many_files_are_not_all_listed(tmp_path, monkeypatch):
     assert len(looked_at) <= 3
 
 
-def test_a_bucket(s3):
+def test_foreign_objects_in_a_bucket_are_refused(s3):
     bucket = new_bucket("s3", s3.backend)
     storage = Storage.open(bucket)
     storage.write("notes.txt", b"mine")
-    storage.write("store/", b"")  # as a console makes a folder
+    storage.write("store/", b"")  # a folder made in a web console
     with pytest.raises(StoreInvalid, match=r"is not a store: notes\.txt"):
         write_store(bucket)
     write_store(f"{bucket}/store")

@@ -1,4 +1,4 @@
-"""Shares, samples and levels of a verification: the shares of all ranks find what one run finds."""
+"""Shares, samples and levels of verification. The shares of all ranks find what a single run finds."""
 
 import random
 from collections.abc import Callable
@@ -22,12 +22,12 @@ from tests.store.damage_stores import Specimen, in_memory, make_specimen
 from tests.store.example_store import blocks, write_store
 
 EVERY_KIND = ("legacy", "bf16", "decode_unfinished")
-SHARD = "embed/c/1/0/0"  # of the example store: block 0 of stream 1
-RESID = "blocks.1.resid_post/c"  # of the others
+SHARD = "embed/c/1/0/0"  # in the example store: block 0 of stream 1
+RESID = "blocks.1.resid_post/c"  # in the other stores
 
 
 def found(path: str, **scope) -> set[tuple[str, str]]:
-    """What one verification finds, an error included."""
+    """The problems that one verification finds, or its error."""
     try:
         return {(problem.where, problem.what) for problem in verify_store(path, scope=Scope(**scope))}
     except PipelineError as error:
@@ -46,7 +46,7 @@ def make_specimen_once(kind: str, folder: Path) -> Specimen:
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_all_shares_together_find_what_one_run_finds(kind, folder):
-    """Also with more ranks than streams."""
+    """With more ranks than streams."""
     specimen = make_specimen_once(kind, folder)
     with in_memory(specimen.image) as path:
         assert [found(path, rank=rank, world=3) for rank in range(3)] == [set()] * 3
@@ -75,12 +75,12 @@ def copy(source: str, target: str) -> Callable[[Storage], None]:
 
 
 def edit_record(storage: Storage) -> None:
-    """With a checksum that is right."""
+    """Edits a record and updates its checksum."""
     key = commit_key(1, 0)
     storage.write(key, replace(CommitRecord.from_json(storage.read(key), key), rows=1).to_json())
 
 
-# What was done, where it is noticed (perhaps also elsewhere), and the first level that notices it.
+# The damage, the object that verify reports (perhaps among others), and the first level that does.
 DAMAGE = {
     "record": (flip(commit_key(1, 0)), commit_key(1, 0), Level.records),
     "deleted record": (delete(commit_key(1, 0)), f"{COMMITS_PREFIX}stream-00001", Level.records),
@@ -106,7 +106,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_levels(name, folder):
+def test_each_level_finds_its_damage(name, folder):
     damage, where, first = DAMAGE[name]
     with in_memory(make_specimen_once("bf16", folder).image) as path:
         damage(Storage.open(path))
@@ -115,14 +115,14 @@ def test_levels(name, folder):
             assert (where in places) == (level >= first), level
 
 
-def test_the_ranks_that_do_not_have_the_stream_do_not_name_its_damage(store_path):
+def test_only_the_rank_with_the_stream_reports_its_damage(store_path):
     write_store(store_path)
     flip(SHARD)(Storage.open(store_path))
     assert found(store_path, rank=0, world=2) == set()
     assert {where for where, _ in found(store_path, rank=1, world=2)} == {SHARD}
 
 
-def test_a_sample_is_the_same_at_every_run_and_finds_what_is_missing_anywhere(store_path):
+def test_a_sample_is_reproducible_and_finds_all_missing_objects(store_path):
     write_store(store_path)
     places = [(s, block.record.block) for s in range(2) for block in blocks(s)]
     counts = set()
@@ -147,8 +147,8 @@ def test_a_sampled_block_is_checked_as_a_whole(store_path):
     assert {where for where, _ in found(store_path, sample=0.5, seed=seeds[True])} == {SHARD}
 
 
-def test_keys_that_are_listed_in_parts(store_path, monkeypatch):
-    """As those of arrays with many store shards are."""
+def test_keys_listed_in_parts_give_the_same_problems(store_path, monkeypatch):
+    """Arrays with many store shards are listed in parts."""
     write_store(store_path)
     storage = Storage.open(store_path)
     others = ["embed/c/-1", "embed/c/notes", "embed/c/9/0/0", "embed/c/07/0/0"]

@@ -1,4 +1,4 @@
-"""The contract of the writing side, on every kind of storage."""
+"""Writing, finishing and extending stores, on local disk and in memory."""
 
 import json
 import os
@@ -44,7 +44,7 @@ from tests.store.example_store import (
 
 
 def objects(path: str) -> dict[str, bytes]:
-    """Every object of a store, the time of creation taken out."""
+    """Every object of a store, without the time of creation."""
     storage = Storage.open(path)
     keys = storage.list_keys()
     found = {key: storage.read(key) for key in sorted(keys)}
@@ -55,7 +55,7 @@ def objects(path: str) -> dict[str, bytes]:
 
 
 def open_and_read(path: str) -> StoreWriter:
-    """A writer that knows of the blocks that are committed now."""
+    """Opens a writer and reads the blocks committed so far."""
     writer = StoreWriter.open(path, metadata(), layout())
     writer.streams.all()
     return writer
@@ -79,7 +79,7 @@ def test_a_new_store_is_empty_and_not_complete(store_path):
     assert verify_store(store_path) == []
 
 
-def test_what_is_written_is_there(store_path):
+def test_stored_arrays_equal_the_written_ones(store_path):
     write_store(store_path)
     stored_arrays = ActivationStore.open(store_path).arrays
     for stream in range(NUM_STREAMS):
@@ -107,7 +107,7 @@ def test_a_finished_store_is_trimmed_to_its_last_row(store_path):
     assert attributes(store_path)["blocks"] == [len(list(blocks(stream))) for stream in range(NUM_STREAMS)]
 
 
-def test_each_block_of_each_array_is_one_object(store_path):
+def test_every_block_of_an_array_is_one_object(store_path):
     write_store(store_path)
     storage = Storage.open(store_path)
     shards = [layout().shard_index(s, b.record.block) for s in range(NUM_STREAMS) for b in blocks(s)]
@@ -126,7 +126,7 @@ def test_two_stores_have_the_same_bytes(tmp_path, compression):
 
 
 def test_an_interrupted_store_ends_with_the_same_bytes(tmp_path):
-    """Interrupted after every number of blocks, once with the next block's objects written but not committed."""
+    """Interrupted after any number of blocks, with the next block's objects written but not committed."""
     write_store(str(tmp_path / "whole"))
     expected = objects(str(tmp_path / "whole"))
     everything = [block for stream in range(NUM_STREAMS) for block in blocks(stream)]
@@ -158,7 +158,7 @@ def test_a_store_whose_creation_was_interrupted_is_healed(store_path):
     assert storage.list_keys()
 
 
-def test_several_blocks_of_a_stream_may_be_under_way(store_path):
+def test_several_blocks_of_a_stream_may_be_in_progress(store_path):
     writer = StoreWriter.open(store_path, metadata(), layout())
     expected = list(blocks(0))
     assert len(expected) >= 3
@@ -178,8 +178,8 @@ def test_several_blocks_of_a_stream_may_be_under_way(store_path):
     assert again.streams[0].last == writer.streams[0].last
 
 
-def test_a_record_that_another_writer_has_written_stays(store_path):
-    """The same content is fine, another is refused; so it is when a truncated block is to be extended."""
+def test_a_record_written_by_another_run_stays(store_path):
+    """The same content is accepted, other content is refused, also if a truncated block is to be extended."""
     first, *_ = blocks(0)
     [*_, cut] = blocks(0, max_rows=ROWS - 1)
     a, b, late = (open_and_read(store_path) for _ in range(3))
@@ -200,8 +200,8 @@ def test_a_record_that_another_writer_has_written_stays(store_path):
     assert d.streams.read_again(1).last == c.streams[1].last
 
 
-def test_a_stored_block_does_not_depend_on_the_memory_it_came_from(store_path):
-    """The caller fills its arrays again once a block is committed."""
+def test_changing_the_callers_arrays_after_a_commit_changes_nothing(store_path):
+    """The caller reuses its arrays once a block is committed."""
     writer = StoreWriter.open(store_path, metadata(), layout())
     block = next(blocks(0))
     commit_block(writer, block)
@@ -210,7 +210,7 @@ def test_a_stored_block_does_not_depend_on_the_memory_it_came_from(store_path):
     assert verify_store(store_path) == []
 
 
-def test_another_configuration_is_refused_and_named(store_path):
+def test_another_configuration_is_refused_by_key(store_path):
     write_store(store_path)
     before = objects(store_path)
     with pytest.raises(StoreMismatch) as caught:
@@ -220,7 +220,7 @@ def test_another_configuration_is_refused_and_named(store_path):
     assert objects(store_path) == before
 
 
-def test_extending_a_truncated_store_gives_the_store_that_was_never_truncated(tmp_path):
+def test_an_extended_store_equals_one_that_was_never_truncated(tmp_path):
     path, whole = str(tmp_path / "extended"), str(tmp_path / "whole")
     max_rows = ROWS + 2
     write_store(path, max_rows=max_rows)
@@ -235,7 +235,7 @@ def test_extending_a_truncated_store_gives_the_store_that_was_never_truncated(tm
 
 
 def test_a_store_whose_completion_was_interrupted_is_healed(store_path):
-    """Completed or reopened half-way, it is marked complete and its arrays are not trimmed."""
+    """An interrupted completion or reopening leaves it marked complete with untrimmed arrays."""
     copy_store(store_path, max_rows=ROWS + 2)
     names = [spec.name for spec in layout().all_arrays]
     set_rows(Storage.open(store_path), names, MAX_ROWS)
@@ -250,9 +250,9 @@ def test_a_store_whose_completion_was_interrupted_is_healed(store_path):
 
 @contextmanager
 def stopped_after(writes: int) -> Iterator[list[str]]:
-    """Lets `writes` objects be written or deleted one by one; the next raises, as if the process had been killed.
+    """Allows `writes` writes or deletions of objects; the next one raises, as if the process had been killed.
 
-    Gives the keys that were written.
+    Yields the keys that were written.
     """
     done: list[str] = []
 
@@ -280,7 +280,7 @@ NUM_ARRAYS = len(layout().all_arrays)
     ("call", "writes"),
     [("finish", writes) for writes in range(NUM_ARRAYS + 2)] + [("reopen", writes) for writes in range(NUM_ARRAYS + 1)],
 )
-def test_finish_and_reopen_interrupted_between_any_two_writes(store_path, call, writes, longer):
+def test_finish_and_reopen_may_be_interrupted_between_any_two_writes(store_path, call, writes, longer):
     """The consolidated records, the root and each array's zarr.json are written one after the other."""
     max_rows = ROWS + 2
     copy_store(store_path, finish=call == "reopen", max_rows=max_rows)
@@ -313,13 +313,13 @@ def damage_table(path: str, key: str) -> None:
 
 
 def write_shorter_table(path: str, key: str) -> None:
-    """As when two processes finish a store of which the slower one has seen less."""
+    """As if two processes finished the store and the slower one had seen fewer blocks."""
     table = BlockTable.decode(Storage.open(path).read(key))
     Storage.open(path).write(key, table[:-1].encode())
 
 
 @pytest.mark.parametrize("spoil", [delete_table, damage_table, write_shorter_table])
-def test_a_block_table_that_is_not_that_of_the_root_is_not_used(store_path, spoil):
+def test_a_block_table_that_does_not_match_the_root_is_not_used(store_path, spoil):
     copy_store(store_path)
     expected = objects(store_path)
     spoil(store_path, TABLE_KEY)
@@ -352,8 +352,8 @@ def test_the_block_table_of_another_stream_is_not_used(store_path):
     assert set(writer.streams[0].table.column("stream")) == {0}
 
 
-def test_a_run_believes_the_records_and_not_the_block_tables(store_path):
-    """Someone deleted records, as pipeline.verify says for repairing a store, and nothing else."""
+def test_a_run_trusts_the_records_and_not_the_block_tables(store_path):
+    """A user deleted only records, as pipeline.verify says for repairing a store."""
     copy_store(store_path)
     expected = objects(store_path)
     for block in list(blocks(0))[1:]:
@@ -365,7 +365,7 @@ def test_a_run_believes_the_records_and_not_the_block_tables(store_path):
     assert objects(store_path) == expected
 
 
-def test_while_a_store_is_extended_the_block_table_is_not_used(store_path):
+def test_the_block_table_is_not_used_while_a_store_is_extended(store_path):
     write_store(store_path, max_rows=ROWS)
     write_store(store_path, finish=False)
     assert Storage.open(store_path).read(TABLE_KEY) is not None
@@ -373,8 +373,8 @@ def test_while_a_store_is_extended_the_block_table_is_not_used(store_path):
     assert verify_store(store_path) == []
 
 
-def test_what_a_killed_longer_run_left_in_a_finished_store_is_named(store_path):
-    """Its second block was durable, but had no record, when a shorter run finished the store."""
+def test_objects_of_a_killed_longer_run_are_reported_in_a_finished_store(store_path):
+    """Its second block was written but not committed when a shorter run finished the store."""
     write_store(store_path, finish=False, max_rows=ROWS)
     writer = StoreWriter.open(store_path, metadata(), layout())
     write_blocks(writer, 0)
@@ -399,8 +399,8 @@ def test_what_a_killed_longer_run_left_in_a_finished_store_is_named(store_path):
     assert verify_store(store_path) == []
 
 
-def test_finishing_takes_nothing_from_a_worker_that_still_writes(store_path):
-    """As when one of two workers has a larger `run.max_tokens`."""
+def test_finishing_does_not_disturb_a_worker_that_still_writes(store_path):
+    """As if one of two workers had a larger `run.max_tokens`."""
     shorter, longer = (StoreWriter.open(store_path, metadata(), layout()) for _ in range(2))
     write_blocks(shorter, 0, max_rows=ROWS)
     write_blocks(longer, 1, max_rows=ROWS)
@@ -415,7 +415,7 @@ def test_finishing_takes_nothing_from_a_worker_that_still_writes(store_path):
     assert len(ActivationStore.open(store_path).rows) == ROWS + ROWS + block.record.rows
 
 
-def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_path):
+def test_a_truncated_block_leaves_the_store_while_it_is_rewritten(store_path):
     copy_store(store_path, max_rows=ROWS + 2)
     writer = StoreWriter.open(store_path, metadata(), layout())
     writer.reopen()
@@ -428,7 +428,7 @@ def test_while_a_truncated_block_is_written_again_it_is_not_in_the_store(store_p
 
 
 def test_two_writers_share_a_store(store_path):
-    """As two processes do: each its own streams, both reopen, either finishes."""
+    """Like two processes: each writes its own streams, both reopen and finish."""
     copy_store(store_path, max_rows=ROWS)
     writers = [open_and_read(store_path) for _ in range(2)]
     for stream, writer in enumerate(writers):
@@ -452,7 +452,7 @@ def test_two_writers_share_a_store(store_path):
         (1, 0, lambda arrays: None, "is committed, and was not truncated"),
     ],
 )
-def test_what_is_no_block_is_refused(tmp_path, stream, block, edit, message):
+def test_wrong_arrays_and_committed_blocks_are_refused(tmp_path, stream, block, edit, message):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     write_blocks(writer, 1)
     example = next(blocks(stream))
@@ -491,7 +491,7 @@ def test_metrics_that_cannot_be_written_are_a_store_error(tmp_path):
     assert verify_store(str(tmp_path)) == []
 
 
-def test_zarr_python_and_tensorstore_read_the_store_by_themselves(tmp_path):
+def test_zarr_python_and_tensorstore_read_the_store_without_the_package(tmp_path):
     path = str(tmp_path / "store")
     write_store(path)
     group = zarr.open_group(path, mode="r")
@@ -508,7 +508,7 @@ def test_zarr_python_and_tensorstore_read_the_store_by_themselves(tmp_path):
     assert group.attrs["activation_store"]["complete"] is True
 
 
-def test_an_unknown_kind_of_storage():
+def test_an_unknown_kind_of_storage_is_refused():
     with pytest.raises(StoreInvalid, match="unsupported URL scheme"):
         StoreWriter.open("nosuch://bucket/store", metadata(), layout())
 
@@ -521,22 +521,22 @@ def test_another_zarr_hierarchy_is_left_alone(tmp_path):
     assert (tmp_path / "zarr.json").read_bytes() == before
 
 
-def test_a_store_without_its_root_is_not_taken_for_a_new_one(tmp_path):
+def test_a_store_that_lost_its_root_is_refused(tmp_path):
     write_store(str(tmp_path))
     (tmp_path / "zarr.json").unlink()
     with pytest.raises(StoreInvalid, match=r"has commit records, but its zarr\.json is missing"):
         StoreWriter.open(str(tmp_path), metadata(), layout())
 
 
-def test_a_path_with_a_file_in_its_way(tmp_path):
+def test_a_path_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreInvalid, match=r"hoose a different store\.path"):
         StoreWriter.open(str(tmp_path / "file" / "store"), metadata(), layout())
 
 
 @pytest.mark.parametrize("part", ["", '"d":4'])
-def test_a_job_gives_tensorstore_no_deep_metadata(store_path, part):
-    """TensorStore parses and compares it by recursion: 200,000 levels end the process, 3,000 do not."""
+def test_deeply_nested_metadata_does_not_reach_tensorstore(store_path, part):
+    """TensorStore parses and compares it recursively: 200,000 levels crash the process, 3,000 do not."""
     write_store(store_path, finish=False)
     storage, key, deep = Storage.open(store_path), "embed/zarr.json", b"[" * 3000 + b"]" * 3000
     sound = storage.read(key)
@@ -571,7 +571,7 @@ def test_a_local_path_may_be_relative_or_in_the_home_directory(tmp_path, monkeyp
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_permission(tmp_path):
+def test_a_directory_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="Give this user the permission"):
         StoreWriter.open(str(tmp_path / "store"), metadata(), layout())
@@ -593,7 +593,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
     block, second = list(blocks(0))[:2]
     commit_block(writer, block)
     ballast = small_disk / "ballast"
-    subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)  # until nothing fits
+    subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)  # until the disk is full
     with pytest.raises(StoreError, match="Free space, then run the same command again"):
         commit_block(writer, second)
     assert verify_store(path) == []
@@ -604,7 +604,7 @@ def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
     assert ActivationStore.open(path).num_tokens == stored_tokens()
 
 
-def test_a_read_only_file_system(small_disk):
+def test_a_read_only_file_system_is_reported(small_disk):
     path = str(small_disk / "store")
     writer = StoreWriter.open(path, metadata(), layout())
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)

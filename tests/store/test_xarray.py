@@ -1,4 +1,4 @@
-"""A store opened by xarray and dask, as docs/reading.md says: nothing of the package is called but its Zarr dtype."""
+"""xarray and dask read a store as docs/reading.md says, using only the package's Zarr dtype."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def path(tmp_path_factory) -> str:
     return path
 
 
-def test_xarray_reads_what_the_store_holds_a_block_at_a_time(path):
+def test_xarray_reads_a_store_block_by_block(path):
     store = ActivationStore.open(path)
     opened = xarray.open_zarr(path, consolidated=False, chunks={"row": ROWS}, drop_variables=["embed"])
     assert opened.attrs["activation_store"]["complete"]

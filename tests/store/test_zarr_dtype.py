@@ -1,4 +1,4 @@
-"""Installing the package is all that zarr-python needs to read a store: nothing of ours is imported here."""
+"""zarr-python reads a store if the package is installed; it need not be imported."""
 
 import subprocess
 import sys
