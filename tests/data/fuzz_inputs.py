@@ -2,9 +2,9 @@
 
     python tests/data/fuzz_inputs.py --count 1000 [--seed 0] [--kind parquet] [--case 17]
 
-Each case is read as by a job: the source is opened, and every document is tokenised and put into blocks. This must end
-in blocks or in one error of exit code 2, within 10 s and 2 GiB, in a process that survives. Templates must
-give the same text in two processes with different hash seeds.
+A job's code reads each case: it opens the source, tokenises every document and packs it into blocks. This must end in
+blocks or in one error with exit code 2, within 10 s and 2 GiB, without ending the process. Templates must give the
+same text in two processes with different hash seeds.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Case(NamedTuple):
     is_wrong: bool
 
 
-# What is changed.
+# The inputs.
 
 _TEXTS = [f"w{i} w{i + 1} text number {i} é 日本" for i in range(40)]
 _GRID = {"input": [[0, 1], [2, 3]], "output": [[3, 2], [1, 0]]}
@@ -114,7 +114,7 @@ SEEDS: dict[str, Callable[[], bytes]] = {
 }
 
 
-# How it is changed.
+# The damage.
 
 _ODD_BYTES = [b"\x00", b"\xff", b"\xed\xa0\x80", b"\n", b'"', b"{", b"[" * 5000, b'{"a":' * 3000, b"1e999", b"9" * 5000]
 _ODD_VALUES = [
@@ -124,7 +124,7 @@ _ODD_VALUES = [
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """The content after one change, or up to four."""
+    """The content after one to four changes."""
     data = bytearray(content)
     for _ in range(rng.choice([1, 1, 1, 2, 4])):
         at, other = (rng.randrange(len(data) + 1) for _ in range(2))
@@ -168,7 +168,7 @@ def changed_json(value: object, rng: random.Random) -> object:
 
 
 def _place(root: dict, rng: random.Random) -> tuple[dict | list, object]:
-    """A key or index in the tree, and its container. Random steps lead there, lest a large vocabulary dominate."""
+    """A container in the tree and a key of it, found by random steps so that a large vocabulary does not dominate."""
     parent, key = root, ""
     while isinstance(parent[key], dict | list) and parent[key] and rng.random() < 0.8:
         parent = parent[key]
@@ -228,7 +228,7 @@ _METHODS = [
 
 
 def random_template(rng: random.Random) -> str:
-    """Random statements and expressions, few of which make sense."""
+    """Random statements and expressions, mostly invalid."""
 
     def expression(depth: int) -> str:
         if depth <= 0 or rng.random() < 0.2:
@@ -290,11 +290,11 @@ def changed(kind: str, rng: random.Random) -> bytes:
     return b"\n".join(map(_dumped, lines))
 
 
-# How it is read.
+# Reading.
 
 
 def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
-    """Reads the case as a job does. Returns everything that was read, as text. Raises what the job raises."""
+    """Reads the case as a job does. Returns everything read as text. Raises what the job raises."""
     from material import text_stream, word_tokenizer
 
     from pipeline.config.choices import OnError, SpecialTokens, Template
@@ -386,14 +386,14 @@ def run_case(seed: int, number: int, kind: str) -> dict[str, object]:
 
 
 class Worker:
-    """A process that reads cases. It is restarted if it does not survive one."""
+    """A process that reads cases, and is restarted if a case ends it."""
 
     def __init__(self, hash_seed: int) -> None:
         self._hash_seed = hash_seed
         self._process: subprocess.Popen | None = None
 
     def run(self, seed: int, number: int, kind: str) -> tuple[dict[str, object] | None, float]:
-        """The answer, or None if it came too late or the process ended; and the seconds that it took."""
+        """The answer, or None if it came too late or the process ended; and the seconds it took."""
         process = self._process or self._start()
         began = time.monotonic()
         process.stdin.write(json.dumps([seed, number, kind]).encode() + b"\n")

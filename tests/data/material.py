@@ -1,4 +1,4 @@
-"""Small real inputs: a word tokenizer, and parquet files in memory."""
+"""Small inputs: a word tokenizer, and parquet files in memory."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A budget's blocks read no further than `Demand` says, whatever is packed how, and wherever the budget begins."""
+"""The blocks of a budget need no more documents than `Demand` says, for any packing and start."""
 
 import re
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from pipeline.data.tokenised import TokenisedDocument
 
 
 class Documents:
-    """Of the given sizes; reading past `end` of them fails."""
+    """Documents of the given sizes. Reading past the first `end` fails."""
 
     num_shards = 1
     info_schema = pa.schema([])
@@ -58,7 +58,7 @@ def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, pac
         )
 
     def needed(start: Cursor, budget: int) -> int | None:
-        """How many documents meet the demand; None where all are too few."""
+        """The number of documents that meet the demand; None if all are too few."""
         demand = stream(None).demand(start, budget)
         for number in range(start.ordinal, len(sizes)):
             if demand.is_met:
@@ -70,7 +70,7 @@ def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, pac
     blocks = list(stream(end).blocks(token_budget=budget))
     for found, expected in zip(blocks, stream(None).blocks(token_budget=budget), strict=True):
         assert_same_block(found, expected)
-    left = budget  # a run that goes on from a later block finds that the same documents are enough
+    left = budget  # a run that resumes at a later block needs the same documents
     for before, block in pairwise(blocks):
         left -= before.num_tokens
         assert needed(block.start, left) == end
@@ -94,6 +94,6 @@ def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, pac
         ),
     ],
 )
-def test_what_is_said_when_the_data_ends_early(stored, budgets, message):
+def test_a_shortfall_is_reported_by_stream(stored, budgets, message):
     said = shortfall(stored, budgets)
     assert (said is None) if message is None else re.search(message, said)

@@ -20,7 +20,7 @@ from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
 
 TOKENIZER = word_tokenizer()
-LIMIT_S = 60  # for what takes a moment
+LIMIT_S = 60  # for what takes milliseconds
 
 
 def stream(source, number: int, num_streams: int) -> TokenStream:
@@ -33,14 +33,14 @@ def three_streams() -> list[TokenStream]:
     return [stream(source, number, 3) for number in range(3)]
 
 
-def test_one_block_of_each_stream_in_turn():
+def test_streams_take_turns_block_by_block():
     with closing(Feed(InTurn([StreamWork(one) for one in three_streams()]))) as feed:
         blocks = iter(feed.get, None)
         assert [(block.stream, block.index) for block in blocks] == [(0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2)]
         assert feed.get() is None
 
 
-def test_it_starts_where_the_work_says():
+def test_a_feed_starts_at_the_works_cursor():
     _, one, _ = three_streams()
     first, second, third = one.blocks()
     with closing(Feed(StreamWork(one, first.next, 1, token_budget=4))) as feed:
@@ -49,7 +49,7 @@ def test_it_starts_where_the_work_says():
     assert third.index == 2
 
 
-def test_no_work_ends_at_once():
+def test_a_feed_without_work_ends_at_once():
     with closing(Feed(InTurn([]))) as feed:
         assert feed.get() is None
 
@@ -60,7 +60,7 @@ def bad_third_row() -> TokenStream:
     return stream(ParquetSource(ParquetData(source="parquet", path="memory:///feed_bad")), 0, 1)
 
 
-def test_an_error_comes_in_its_place_with_the_threads_traceback():
+def test_an_error_is_raised_after_the_blocks_before_it_with_the_threads_traceback():
     with closing(Feed(StreamWork(bad_third_row()))) as feed:
         assert feed.get().index == 0
         for _ in range(2):
@@ -69,7 +69,7 @@ def test_an_error_comes_in_its_place_with_the_threads_traceback():
             assert "_produce" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
 
 
-def test_at_most_depth_blocks_are_made_ahead_and_waiting_is_measured():
+def test_at_most_depth_blocks_are_read_ahead_and_waits_are_measured():
     with closing(Feed(StreamWork(three_streams()[1]), depth=1)) as feed:
         while not feed._changed._waiters:  # the thread has made the second block, and waits
             time.sleep(0.001)
@@ -88,7 +88,7 @@ def test_close_ends_a_waiting_thread():
 
 
 class SlowSource:
-    """Documents without end, each after `wait`."""
+    """Endless documents, each after a call of `wait`."""
 
     shards = ("endless",)
     info_schema = pa.schema([])
@@ -111,7 +111,7 @@ def large_block(source) -> TokenStream:
     return text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1000, length=1000)
 
 
-def test_a_block_that_is_not_ready_in_time_is_waited_for_again():
+def test_after_a_timeout_the_block_can_be_waited_for_again():
     release = threading.Event()
     with closing(Feed(StreamWork(stream(SlowSource(release.wait), 0, 1)))) as feed:
         for _ in range(2):
@@ -122,7 +122,7 @@ def test_a_block_that_is_not_ready_in_time_is_waited_for_again():
         assert feed.get(timeout_s=10).index == 1
 
 
-def test_a_source_that_times_out_is_not_taken_for_a_block_to_come():
+def test_a_timeout_of_the_source_is_an_error():
     def fail():
         raise TimeoutError("the server is silent")
 
@@ -132,7 +132,7 @@ def test_a_source_that_times_out_is_not_taken_for_a_block_to_come():
                 feed.get(timeout_s=10)
 
 
-def test_close_ends_the_block_under_construction_after_the_next_document():
+def test_close_stops_reading_after_the_next_document():
     is_reading, release = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -154,14 +154,14 @@ def test_close_does_not_wait_for_a_source_that_hangs():
     release = threading.Event()
     feed = Feed(StreamWork(large_block(SlowSource(release.wait))))
     feed.close()
-    assert feed._thread.is_alive()  # so it was not waited for: the source goes on when it is told to
+    assert feed._thread.is_alive()  # close has not waited for it
     assert feed.get(timeout_s=0) is None
     release.set()
     feed._thread.join(LIMIT_S)
     assert not feed._thread.is_alive()
 
 
-def test_a_source_that_hangs_does_not_keep_the_process():
+def test_a_source_that_hangs_does_not_keep_the_process_alive():
     program = (
         "import time; from test_feed import Feed, SlowSource, StreamWork, large_block; "
         "feed = Feed(StreamWork(large_block(SlowSource(lambda: time.sleep(600))))); feed.close(); print('closed')"

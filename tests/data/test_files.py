@@ -23,7 +23,7 @@ def write(path) -> None:
 
 @pytest.fixture
 def links(tmp_path):
-    """Files elsewhere, to which a folder has links, as the Hub's cache has; and a linked folder."""
+    """A folder with links to files, as in the Hub's cache, and to a folder."""
     write(tmp_path / "blobs" / "0123")
     for name in ("b.txt", "a.txt"):
         (tmp_path / "folder" / name).parent.mkdir(exist_ok=True)
@@ -50,12 +50,12 @@ def test_an_existing_path_is_no_glob(tmp_path, folder):
     assert (file.name, file.read_bytes()) == ("a.txt", b"a.txt")
 
 
-def test_a_path_that_does_not_exist_is_named(tmp_path):
+def test_a_missing_path_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"there is no .*none\.txt. Set data.path"):
         find_files(str(tmp_path / "none.txt"), ".txt")
 
 
-def test_a_link_that_leads_nowhere_is_named_when_it_is_read(links):
+def test_a_broken_link_is_reported_when_it_is_read(links):
     (links / "a.txt").unlink()
     (links / "a.txt").symlink_to(links / "gone")
     first, _ = find_files(str(links / "*.txt"), ".txt")
@@ -76,7 +76,7 @@ def test_a_link_that_leads_nowhere_is_named_when_it_is_read(links):
         ("_d/e.txt", ["e.txt"]),
     ],
 )
-def test_hidden_names_are_left_out_unless_they_are_spelled_out(tmp_path, path, expected):
+def test_hidden_names_are_left_out_unless_written_in_full(tmp_path, path, expected):
     for name in ("a.txt", "_b.txt", ".c.txt", "_d/e.txt"):
         write(tmp_path / name)
     assert names(tmp_path / path) == expected
@@ -90,7 +90,7 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch, path):
 
 
 @pytest.mark.parametrize("path", ["{a,b}.txt", "{a,b}.*"])
-def test_braces_are_said_to_have_no_meaning(tmp_path, path):
+def test_messages_say_that_braces_are_not_supported(tmp_path, path):
     write(tmp_path / "a.txt")
     with pytest.raises(InputError, match=r"(there is no|has no .txt file).*Braces are not supported"):
         names(tmp_path / path)
@@ -113,7 +113,7 @@ def fail(monkeypatch):
     return fail
 
 
-def test_a_file_out_of_reach_may_be_tried_again(tmp_path, monkeypatch, fail):
+def test_a_file_that_cannot_be_reached_may_be_tried_again(tmp_path, monkeypatch, fail):
     write(tmp_path / "a.txt")
     (file,) = find_files(str(tmp_path), ".txt")
     monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
@@ -123,7 +123,7 @@ def test_a_file_out_of_reach_may_be_tried_again(tmp_path, monkeypatch, fail):
 
 
 @pytest.mark.parametrize("path", ["", "*.txt", "**/*.txt"])
-def test_a_place_out_of_reach_is_no_empty_one(tmp_path, monkeypatch, fail, path):
+def test_a_folder_that_cannot_be_reached_is_not_taken_for_an_empty_one(tmp_path, monkeypatch, fail, path):
     write(tmp_path / "a.txt")
     monkeypatch.setattr(LocalFileSystem, "ls", fail)
     with pytest.raises(PipelineError, match="cannot be read: no route to host.*try again") as caught:
@@ -133,7 +133,7 @@ def test_a_place_out_of_reach_is_no_empty_one(tmp_path, monkeypatch, fail, path)
 
 @pytest.fixture
 def special(tmp_path):
-    """A FIFO, a socket and a device, of which reading would not end."""
+    """A folder with a FIFO, a socket and a device; reading them would not end."""
     os.mkfifo(tmp_path / "fifo.txt")
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(tmp_path / "socket.txt"))
@@ -142,12 +142,12 @@ def special(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["fifo.txt", "socket.txt", "device.txt", "", "*.txt"])
-def test_what_is_no_file_is_refused_before_it_is_opened(special, path):
+def test_special_files_are_refused_before_they_are_opened(special, path):
     with pytest.raises(InputError, match=r".txt is a FIFO, a device or a socket, expected a file. Check data.path"):
         names(special / path)
 
 
-def test_what_is_left_out_may_be_no_file(special):
+def test_hidden_special_files_are_ignored(special):
     for name in ("fifo", "socket", "device"):
         (special / f"{name}.txt").rename(special / f"_{name}.txt")
     write(special / "a.txt")
@@ -156,7 +156,7 @@ def test_what_is_left_out_may_be_no_file(special):
 
 @pytest.mark.parametrize("file", ["mem", "status", "environ", "pagemap"])
 @pytest.mark.parametrize("path", ["/proc/self/{}", "/proc/self/{}*", "link", "link/{}"])
-def test_a_file_that_is_not_stored_is_refused(tmp_path, file, path):
+def test_files_of_proc_are_refused(tmp_path, file, path):
     (tmp_path / "link").symlink_to(f"/proc/self/{file}" if path == "link" else "/proc/self")
     with pytest.raises(InputError, match=f"{file if path != 'link' else 'link'} has the size 0 but is not empty") as e:
         names(tmp_path / path.format(file))
@@ -171,7 +171,7 @@ def test_an_empty_file_is_a_file(tmp_path):
 
 @pytest.fixture
 def unreadable():
-    """A folder with a file that this thread may not read, root's either."""
+    """A folder with a file that this thread may not read, even if it is root's."""
     libc = ctypes.CDLL(None)
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "a.txt")
@@ -196,6 +196,6 @@ def test_a_name_that_is_not_utf8_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/" + "a" * 5000, "/" + "a/" * 5000, "/etc/passwd/a.txt", "/a\0b", "", " "])
-def test_a_path_that_can_be_none_is_refused(path):
+def test_impossible_paths_are_refused(path):
     with pytest.raises(InputError):
         names(path)

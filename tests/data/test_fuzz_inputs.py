@@ -1,4 +1,4 @@
-"""Damaged inputs end in the blocks or in one error of exit code 2. `fuzz_inputs` says how; here are samples."""
+"""Damaged inputs end in blocks or in one error with exit code 2; see `fuzz_inputs`."""
 
 import fuzz_inputs
 import pytest
@@ -11,11 +11,11 @@ def assert_sound(count: int, seed: int) -> None:
     assert {case.code for case in cases} == {None, 2}
 
 
-def test_a_sample_of_damaged_inputs():
+def test_sampled_damage_ends_in_blocks_or_one_error():
     assert_sound(4 * len(fuzz_inputs.SEEDS), seed=0)
 
 
 @pytest.mark.slow
-def test_many_damaged_inputs():
-    """Four minutes: each kind has corners that few cases reach."""
+def test_thousands_of_damaged_inputs_end_in_blocks_or_one_error():
+    """Takes four minutes, since few cases reach some parts of each kind."""
     assert_sound(5000, seed=1)

@@ -50,7 +50,7 @@ def rows(tmp_path) -> str:
         ("{{ choices | tojson }}", [json.dumps(row["choices"]) for row in ROWS]),
     ],
 )
-def test_templates(rows, template, texts):
+def test_templates_render_rows(rows, template, texts):
     assert [document.text for document in source(data_files=rows, text=template).read(0, 0)] == texts
 
 
@@ -88,7 +88,7 @@ def test_formats_give_the_same_documents(tmp_path):
         assert [document.index for document in opened.read(0, 2)] == [2]
 
 
-def test_files_are_shards_and_the_place_does_not_matter(tmp_path):
+def test_files_are_shards_and_their_location_does_not_matter(tmp_path):
     opened = []
     for place in ("here", "there"):
         folder = tmp_path / place / "sub"
@@ -126,7 +126,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize(("row", "template", "reason"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_named_or_skipped(tmp_path, row, template, reason):
+def test_a_bad_row_is_reported_or_skipped(tmp_path, row, template, reason):
     good = {"text": "fine", "key": "k", "list": [1, 2, 3, 4]}
     path = write_json_lines(tmp_path / "rows.jsonl", [good, {"text": "b", "key": "k", "list": [1]} | row])
     settings = {"data_files": path, "text": template, "id_column": "key"}
@@ -183,7 +183,7 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
         ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows', which is neither a directory, nor"),
     ],
 )
-def test_what_is_refused_at_the_start(rows, settings, error, message, monkeypatch):
+def test_wrong_settings_are_refused_at_the_start(rows, settings, error, message, monkeypatch):
     folder = Path(rows).parent / "folder"
     folder.mkdir()
     (folder / "rows.jsonl.gz").touch()
@@ -192,7 +192,7 @@ def test_what_is_refused_at_the_start(rows, settings, error, message, monkeypatc
         source(**({"data_files": rows} | settings))
 
 
-def test_damage_inside_a_parquet_file_is_named(tmp_path):
+def test_damage_in_a_parquet_file_is_reported(tmp_path):
     path = tmp_path / "rows.parquet"
     write_parquet(str(path), {"text": [f"text number {number}" for number in range(6)]})
     damage_column(path, group=0)
@@ -209,14 +209,14 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
     assert source(path="~/folder").shards == ("rows.jsonl",)
 
 
-def test_a_hub_out_of_reach_may_be_tried_again(monkeypatch):
+def test_a_hub_that_cannot_be_reached_may_be_tried_again(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(PipelineError, match="nobody/nothing cannot be read: .*try again") as caught:
         source(path="nobody/nothing")
     assert caught.value.exit_code == 1
 
 
-def test_a_file_out_of_reach_may_be_tried_again(monkeypatch):
+def test_a_file_that_cannot_be_reached_may_be_tried_again(monkeypatch):
     def fail(self, path, **kwargs):
         raise PermissionError(13, "not today")
 
@@ -235,7 +235,7 @@ def test_templates_cannot_reach_python(rows):
         next(opened.read(0, 0))
 
 
-def test_a_lone_surrogate_spoils_only_its_own_document(rows):
+def test_a_lone_surrogate_skips_only_its_document(rows):
     opened = source(data_files=rows, text="w{{ n }}{{ '\\ud800' if n == 2 else '' }}")
     stream = text_stream(
         opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=3, length=4, on_error=OnError.skip
@@ -252,7 +252,7 @@ COMPRESSED = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 @pytest.mark.parametrize("on_error", OnError)
 @pytest.mark.parametrize("kind", COMPRESSED)
-def test_a_compressed_file_that_was_cut_or_damaged_is_named(tmp_path, kind, on_error):
+def test_a_truncated_or_damaged_compressed_file_is_reported(tmp_path, kind, on_error):
     whole = COMPRESSED[kind](b"".join(json.dumps({"text": f"{n} {n * n}"}).encode() + b"\n" for n in range(5000)))
     for number, content in enumerate([whole[:-9], whole[: len(whole) // 2], whole[:10], whole[:-4] + b"\xff" * 4]):
         path = tmp_path / f"{number}.json.{kind}"
@@ -279,14 +279,14 @@ def test_a_compressed_file_that_was_cut_or_damaged_is_named(tmp_path, kind, on_e
         ("csv", b""),
     ],
 )
-def test_a_file_of_no_sense_is_an_input_error(tmp_path, loader, content):
+def test_meaningless_files_are_refused(tmp_path, loader, content):
     (tmp_path / "bad.txt").write_bytes(content)
     with pytest.raises(PipelineError) as caught:
         list(source(path=loader, data_files=str(tmp_path / "bad.txt")).read(0, 0))
     assert caught.value.exit_code == 2
 
 
-def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
+def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
     os.mkfifo(tmp_path / "fifo.json")
     for settings in ({"data_files": str(tmp_path / "fifo.json")}, {"path": str(tmp_path)}):
         with pytest.raises(PipelineError, match="is a FIFO|Unable to find|doesn.t contain any data files") as caught:
@@ -295,7 +295,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path):
 
 
 @pytest.mark.parametrize("column", ["id", "note"])
-def test_a_lone_surrogate_beside_the_text_spoils_only_its_own_document(column):
+def test_a_lone_surrogate_in_another_column_skips_only_its_document(column):
     rows = [{"text": f"w{n}", "id": f"d{n}", "note": "x"} for n in range(3)]
     rows[1][column] = "a\ud800"
     lenient = [Document(r["id"], r["text"], "a", i, {"note": r["note"]}) for i, r in enumerate(rows)]
@@ -310,7 +310,7 @@ def test_a_lone_surrogate_beside_the_text_spoils_only_its_own_document(column):
 
 
 class Listed:
-    """A source of one shard, made of documents."""
+    """A source with one shard of the given documents."""
 
     shards = ("a",)
     info_schema = pa.schema([("note", pa.string())])

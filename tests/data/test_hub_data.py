@@ -1,4 +1,4 @@
-"""Data sets of the Hub: one commit per start, which the store records, and identity by content."""
+"""Data sets of the Hub: each start reads one commit, which the store records; content determines identity."""
 
 import hashlib
 import io
@@ -41,7 +41,7 @@ def parquet(word: str) -> bytes:
 
 HF = {"train.jsonl": text_rows("text"), "README.md": CARD}
 ARC = {"train.jsonl": tasks(1), "README.md": CARD}
-# By source: the options, the files, and the files with other content.
+# By source: options, files, and files with other content.
 SOURCES = {
     "hf": (["data=hf", "data.path=owner/data"], HF, {**HF, "train.jsonl": text_rows("other text")}),
     "arc": (["data=arc", "data.path=hf://datasets/owner/data"], ARC, {**ARC, "train.jsonl": tasks(2)}),
@@ -89,7 +89,7 @@ def first_document(job: Job) -> str:
     return next(job.source.read(0, 0)).text
 
 
-def test_an_edit_of_the_card_changes_nothing(kind: str, server: Hub, tmp_path: Path) -> None:
+def test_editing_the_card_does_not_change_the_data(kind: str, server: Hub, tmp_path: Path) -> None:
     options, files, _ = SOURCES[kind]
     commits = [server.push(REPO, files), server.push(REPO, {**files, "README.md": CARD + b"A better description.\n"})]
     ours, theirs = (job(tmp_path / "store", *options, data_revision(kind, commit)).metadata for commit in commits)
@@ -97,7 +97,7 @@ def test_an_edit_of_the_card_changes_nothing(kind: str, server: Hub, tmp_path: P
     assert [revision(ours), revision(theirs)] == commits
 
 
-def test_other_content_is_other_data(kind: str, server: Hub, tmp_path: Path) -> None:
+def test_other_content_changes_the_data(kind: str, server: Hub, tmp_path: Path) -> None:
     options, files, edited = SOURCES[kind]
     server.push(REPO, files)
     before = job(tmp_path / "store", *options).metadata
@@ -131,7 +131,7 @@ def test_a_store_is_resumed_from_a_copy_on_disk(server: Hub, tmp_path: Path) -> 
     assert first.differences(copy) == []
 
 
-def test_all_files_are_of_one_commit(kind: str, server: Hub, tmp_path: Path) -> None:
+def test_all_files_come_from_one_commit(kind: str, server: Hub, tmp_path: Path) -> None:
     options, files, edited = SOURCES[kind]
     commit = server.push(REPO, files)
     expected = first_document(job(tmp_path / "store", *options))
@@ -148,7 +148,7 @@ def test_all_files_are_of_one_commit(kind: str, server: Hub, tmp_path: Path) -> 
     assert revision(opened.metadata) == commit
 
 
-def test_the_cache_of_datasets_does_not_stand_in_for_the_hub(server: Hub, tmp_path: Path, monkeypatch) -> None:
+def test_the_cache_of_datasets_does_not_replace_the_hub(server: Hub, tmp_path: Path, monkeypatch) -> None:
     options, files, _ = SOURCES["arc"]
     server.push(REPO, files)
     made(job(tmp_path / "store", *options), tmp_path / "store")
@@ -159,7 +159,7 @@ def test_the_cache_of_datasets_does_not_stand_in_for_the_hub(server: Hub, tmp_pa
     assert caught.value.exit_code == 1
 
 
-EARLIER = {  # what counted in stores of earlier programs, by source
+EARLIER = {  # the identity in stores of earlier versions, by source
     "hf": lambda commit: ("files_sha256", f"train.jsonl {commit}"),
     "arc": lambda commit: ("tasks_sha256", f"train\nhf://datasets/owner/data@{commit}/train.jsonl"),
     "generate": lambda commit: ("files_sha256", f"train.jsonl {commit}"),
@@ -167,7 +167,7 @@ EARLIER = {  # what counted in stores of earlier programs, by source
 
 
 @pytest.mark.parametrize("kind", EARLIER, indirect=True)
-def test_a_store_that_was_made_by_commit_is_resumed_at_it(kind: str, server: Hub, tmp_path: Path) -> None:
+def test_a_store_identified_by_commit_is_resumed_at_it(kind: str, server: Hub, tmp_path: Path) -> None:
     options, files, edited = SOURCES[kind]
     commit = server.push(REPO, files)
     first = job(tmp_path / "store", *options)

@@ -1,4 +1,4 @@
-"""Long texts are tokenised in pieces, and that does not show."""
+"""Long texts are tokenised in pieces, with the ids of the whole."""
 
 import random
 
@@ -33,7 +33,7 @@ def bpe(normalizer, pre_tokenizer) -> Tokenizer:
         special_tokens=["<unk>"],
     )
     tokenizer.train_from_iterator([ENGLISH[i : i + 300] for i in range(0, 6000, 300)], trainer)
-    if pre_tokenizer is None:  # sentencepiece's own learn from words, too
+    if pre_tokenizer is None:  # SentencePiece models also learn from words
         tokenizer.pre_tokenizer = None
     return tokenizer
 
@@ -92,7 +92,7 @@ def test_pieces_have_the_ids_of_the_whole(kind):
 
 
 @pytest.mark.parametrize("text", ["a" * 9000, " " * 9000, "7" * 9000])
-def test_a_stretch_without_a_place_to_divide_is_refused_not_guessed(text):
+def test_an_indivisible_stretch_is_refused(text):
     tokenizer = bpe(*KINDS["llama3"])
     with pytest.raises(IndivisibleText, match="3000 characters from character 0 on without a place"):
         encode_in_pieces(lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids, text)
@@ -110,7 +110,7 @@ def test_long_documents_have_special_tokens_and_prefix_once():
     assert short.tolist() == [8, 0, 1, 2, 3, 4, 3, 9]
 
 
-def test_a_document_that_cannot_be_divided_is_skipped_alone(tmp_path):
+def test_only_the_indivisible_document_is_skipped(tmp_path):
     path = str(tmp_path / "a.parquet")
     write_parquet(path, {"text": ["w2", "w" * 9000, "w3"], "id": ["a", "b", "c"]})
     source = ParquetSource(ParquetData(source="parquet", path=path, on_error=OnError.skip))

@@ -20,12 +20,12 @@ from pipeline.data.packing import fill, pack, pad, windows
         (3, 0, "cut", [(0, 3)]),
     ],
 )
-def test_windows_are_of_length_four(num_tokens, first, long_documents, expected):
+def test_documents_are_divided_into_windows(num_tokens, first, long_documents, expected):
     assert windows(num_tokens, 4, LongDocuments(long_documents), first) == expected
 
 
-def test_pack_of_a_known_case():
-    """Two rows of 10: the full piece has the first row although it is fourth; the next piece would not fit."""
+def test_pack_places_pieces_by_best_fit():
+    """Two rows of 10. The fourth piece fills a row and takes the first one; the fifth does not fit."""
     placement = pack(np.array([3, 4, 3, 10, 1]), rows=2, length=10)
     assert placement.num_rows == 2
     assert placement.row.tolist() == [1, 1, 1, 0]
@@ -33,7 +33,7 @@ def test_pack_of_a_known_case():
     assert placement.segment.tolist() == [1, 2, 3, 1]
 
 
-def test_pad_of_a_known_case():
+def test_pad_places_one_piece_per_row():
     placement = pad(np.array([3, 4, 3]), rows=2)
     assert placement.num_rows == 2
     assert placement.row.tolist() == [0, 1]
@@ -41,7 +41,7 @@ def test_pad_of_a_known_case():
     assert placement.segment.tolist() == [1, 1]
 
 
-def test_fill_of_a_known_case():
+def test_fill_writes_tokens_segments_positions_and_documents():
     sizes = [2, 1, 4]
     tokens = [np.array([5, 6], np.int32), np.array([7], np.int32), np.array([1, 2, 3, 4], np.int32)]
     rows = fill(pack(np.array(sizes), 2, 4), tokens, np.array([10, 11, 12]), 4)
@@ -73,8 +73,8 @@ def test_pack_places_a_prefix_without_overlap_and_in_order(data, rows, length):
     assert sorted(zip(is_mixed, first, strict=True)) == list(zip(is_mixed, first, strict=True))
 
 
-def test_everything_that_fits_is_placed():
-    """A block is not closed early: pieces that fit a block exactly, in any order, are all placed."""
+def test_pieces_that_fit_a_block_exactly_are_all_placed():
+    """A block is not closed early."""
     sizes = np.array([6, 5, 5, 4, 10], np.int64)
     assert pack(sizes, rows=3, length=10).num_pieces == 5
 
@@ -101,7 +101,7 @@ def test_packing_keeps_up_with_a_million_tokens_per_second():
     sizes = rng.integers(20, 250, 400)
     tokens = [np.zeros(size, np.int32) for size in sizes]
     fastest = float("inf")
-    for _ in range(5):  # the machine may be busy: the fastest run is what the code can do
+    for _ in range(5):  # the fastest run counts, since the machine may be busy
         began = time.perf_counter()
         placement = pack(sizes, 64, 256)
         fill(placement, tokens[: placement.num_pieces], np.arange(placement.num_pieces), 256)

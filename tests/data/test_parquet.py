@@ -25,7 +25,7 @@ def write(path, **columns) -> None:
 
 
 def invalid_utf8(count: int) -> pa.Array:
-    """`count` strings of which the second is not UTF-8."""
+    """`count` strings; the second is not UTF-8."""
     values = pa.array([b"fine" if number != 1 else b"\xff\xfe" for number in range(count)], pa.binary())
     return pa.Array.from_buffers(pa.string(), count, values.buffers())
 
@@ -50,24 +50,24 @@ def folder(tmp_path):
         ("deep", ("c.parquet",)),
     ],
 )
-def test_files_of_a_path(folder, path, shards):
+def test_a_path_may_be_a_folder_a_file_or_a_glob(folder, path, shards):
     assert source(folder / path).shards == shards
 
 
-def test_documents(folder):
+def test_rows_become_documents(folder):
     assert list(source(folder).read(0, 1)) == [
         Document("2", "two", "a.parquet", 1, {"url": None}),
         Document("3", "three", "a.parquet", 2, {"url": "u3"}),
     ]
 
 
-def test_info_columns_are_fineweb_s_of_the_first_file(folder):
+def test_info_columns_are_those_of_fineweb_in_the_first_file(folder):
     assert source(folder / "b.parquet").info_schema == pa.schema([("url", pa.string()), ("token_count", pa.int64())])
     assert next(source(folder).read(2, 0)).info == {"url": None}
 
 
 @pytest.mark.parametrize("start", range(12))
-def test_reading_from_any_row(tmp_path, start):
+def test_reading_starts_at_any_row(tmp_path, start):
     write(tmp_path / "a.parquet", text=[f"t{number}" for number in range(11)], id=list(range(11)))
     found = list(source(tmp_path).read(0, start))
     assert [(document.index, document.id, document.text) for document in found] == [
@@ -76,8 +76,8 @@ def test_reading_from_any_row(tmp_path, start):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 9])
-def test_row_groups_as_shards_hold_the_same_documents(tmp_path, groups):
-    """Eleven rows in groups of three."""
+def test_row_groups_as_shards_give_the_same_documents(tmp_path, groups):
+    """Eleven rows, in groups of three."""
     write(tmp_path / "a.parquet", text=[f"t{number}" for number in range(11)], id=list(range(11)))
     whole, parts = source(tmp_path), source(tmp_path, row_groups_per_shard=groups)
     assert parts.shards == tuple(f"a.parquet[{first}:{min(first + groups, 4)}]" for first in range(0, 4, groups))
@@ -87,7 +87,7 @@ def test_row_groups_as_shards_hold_the_same_documents(tmp_path, groups):
     assert parts.fingerprint() != whole.fingerprint()
 
 
-def test_without_ids_they_are_made_of_file_and_row(folder):
+def test_ids_are_file_and_row_without_an_id_column(folder):
     assert [document.id for document in source(folder, id_column=None).read(0, 0)] == [
         "a.parquet#0",
         "a.parquet#1",
@@ -96,12 +96,12 @@ def test_without_ids_they_are_made_of_file_and_row(folder):
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
-def test_string_types(tmp_path, kind):
+def test_all_string_types_are_read(tmp_path, kind):
     write(tmp_path / "a.parquet", text=pa.array(["x", "é"]).cast(kind), id=["1", "2"])
     assert [document.text for document in source(tmp_path).read(0, 0)] == ["x", "é"]
 
 
-def test_the_fingerprint_does_not_depend_on_the_place(folder, tmp_path_factory):
+def test_the_fingerprint_does_not_depend_on_the_location(folder, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     fsspec.filesystem("file").copy(f"{folder}/", f"{elsewhere}/", recursive=True)
     assert source(elsewhere).fingerprint() == source(folder).fingerprint()
@@ -119,7 +119,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize(("columns", "reason"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_named_or_skipped(tmp_path, columns, reason):
+def test_a_bad_row_is_reported_or_skipped(tmp_path, columns, reason):
     write(tmp_path / "a.parquet", **({"id": ["1", "2", "3"]} | columns))
     with pytest.raises(InputError, match=rf"a.parquet row 1: {reason}.*data.on_error=skip"):
         list(source(tmp_path).read(0, 0))
@@ -160,7 +160,7 @@ def truncate(path) -> None:
 
 
 @pytest.mark.parametrize("row_groups_per_shard", [None, 1])
-def test_a_truncated_file_is_named(folder, row_groups_per_shard):
+def test_a_truncated_file_is_reported(folder, row_groups_per_shard):
     truncate(folder / "a.parquet")
     with pytest.raises(InputError, match=r"a.parquet, footer: not readable as parquet.*Download it again"):
         source(folder, row_groups_per_shard=row_groups_per_shard)
@@ -178,7 +178,7 @@ def test_a_truncated_file_is_skipped_with_one_record(folder, row_groups_per_shar
     assert opened.info_schema.names == ["url", "token_count"]
 
 
-def test_when_every_file_is_truncated_there_is_nothing_to_skip_to(tmp_path):
+def test_if_every_file_is_truncated_none_is_skipped(tmp_path):
     write(tmp_path / "a.parquet", text=["one"], id=["1"])
     truncate(tmp_path / "a.parquet")
     with pytest.raises(InputError, match=r"a.parquet, footer: not readable as parquet"):
@@ -186,13 +186,13 @@ def test_when_every_file_is_truncated_there_is_nothing_to_skip_to(tmp_path):
 
 
 def damaged_in_the_middle(folder) -> None:
-    """Nine rows in groups of three, of which the second is damaged, and a whole file after it."""
+    """Writes nine rows in groups of three, the second damaged, and another sound file."""
     write(folder / "a.parquet", text=[words([number + 2] * 2) for number in range(9)], id=list("012345678"))
     damage_column(folder / "a.parquet", group=1)
     write(folder / "b.parquet", text=[words([20])], id=["b"])
 
 
-def test_damage_inside_a_file_is_named_with_its_row(tmp_path):
+def test_damage_in_a_file_is_reported_with_its_row(tmp_path):
     damaged_in_the_middle(tmp_path)
     documents = source(tmp_path).read(0, 0)
     assert [next(documents).id for _ in range(3)] == ["0", "1", "2"]
@@ -201,7 +201,7 @@ def test_damage_inside_a_file_is_named_with_its_row(tmp_path):
 
 
 @pytest.mark.parametrize("start", range(4))
-def test_what_stands_before_the_damage_is_kept(tmp_path, start):
+def test_rows_before_the_damage_are_kept(tmp_path, start):
     damaged_in_the_middle(tmp_path)
     *documents, skipped = source(tmp_path, on_error=OnError.skip).read(0, start)
     assert [document.id for document in documents] == ["0", "1", "2"][start:]
@@ -209,7 +209,7 @@ def test_what_stands_before_the_damage_is_kept(tmp_path, start):
     assert skipped.reason.startswith("row 3: not readable as parquet: ")
 
 
-def test_row_groups_after_the_damage_are_source_shards_of_their_own(tmp_path):
+def test_row_groups_as_shards_are_read_after_the_damage(tmp_path):
     damaged_in_the_middle(tmp_path)
     opened = source(tmp_path, on_error=OnError.skip, row_groups_per_shard=1)
     assert [[getattr(item, "id", item.index) for item in opened.read(shard, 0)] for shard in range(4)] == [
@@ -236,14 +236,14 @@ def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
 
 
 class FailingFile(io.FileIO):
-    """Fails as remote storage does: with an OSError that has no number."""
+    """Fails like remote storage, with an OSError without errno."""
 
     def read(self, size: int = -1) -> bytes:
         raise OSError("Forbidden: not today")
 
 
 @pytest.mark.parametrize("on_error", OnError)
-def test_storage_that_fails_is_no_damage_and_may_be_tried_again(folder, monkeypatch, on_error):
+def test_failing_storage_is_not_damage_and_may_be_tried_again(folder, monkeypatch, on_error):
     opened = source(folder, on_error=on_error)
     monkeypatch.setattr(LocalFileSystem, "open", lambda self, path, mode: FailingFile(path, mode))
     with pytest.raises(PipelineError, match=r"a.parquet cannot be read: Forbidden: not today.*try again") as caught:
@@ -251,7 +251,7 @@ def test_storage_that_fails_is_no_damage_and_may_be_tried_again(folder, monkeypa
     assert caught.value.exit_code == 1
 
 
-def test_an_info_column_of_another_type_is_named(folder):
+def test_an_info_column_of_another_type_is_reported(folder):
     write(folder / "a.parquet", text=["one"], id=["1"], token_count=["many"])
     with pytest.raises(InputError, match="column 'token_count' is string, which cannot be converted to int64"):
         list(source(folder).read(0, 0))
@@ -263,7 +263,7 @@ def test_row_groups_per_shard_must_be_positive(folder):
 
 
 @pytest.mark.parametrize("path", ["nothing", "*.parquet", "."])
-def test_no_files(tmp_path, path):
+def test_a_path_without_parquet_files_is_refused(tmp_path, path):
     with pytest.raises(
         InputError, match=r"(has no \.parquet file|there is no .*nothing)\. Set data.path.*data=hf data.path=json"
     ):
@@ -271,14 +271,14 @@ def test_no_files(tmp_path, path):
 
 
 @pytest.mark.parametrize(("name", "loader"), [("notes.txt", "text"), ("rows.jsonl.gz", "json"), ("rows.csv", "csv")])
-def test_another_format_is_named_with_the_data_that_reads_it(tmp_path, name, loader):
+def test_the_refusal_of_another_format_names_the_data_that_reads_it(tmp_path, name, loader):
     (tmp_path / name).write_text("w2 w3")
     with pytest.raises(InputError, match=f"{name} is not a .parquet file.*data=hf data.path={loader} data.data_files="):
         source(tmp_path / name)
 
 
 class CountedFile(io.FileIO):
-    """Counts the bytes read from all of its kind."""
+    """Counts the bytes read from all such files."""
 
     num_bytes = 0
 
@@ -288,8 +288,8 @@ class CountedFile(io.FileIO):
         return data
 
 
-def test_resuming_reads_the_footer_and_what_follows(tmp_path, monkeypatch):
-    """A hundred rows of 10 kB in ten groups: from row 85 on that is two groups, and at most 64 KiB of footer."""
+def test_resuming_reads_only_the_footer_and_later_row_groups(tmp_path, monkeypatch):
+    """A hundred rows of 10 kB in ten groups: from row 85 on, two groups and at most 64 KiB of footer."""
     columns = {"text": [f"{number:04d}" * 2500 for number in range(100)], "id": range(100), "other": ["o" * 9000] * 100}
     pq.write_table(
         pa.table({name: list(values) for name, values in columns.items()}),
@@ -313,7 +313,7 @@ def test_doubled_columns_are_refused(tmp_path, name):
         ParquetSource(ParquetData(source="parquet", path=path))
 
 
-def test_rows_of_many_bytes_become_text_one_by_one(tmp_path, monkeypatch):
+def test_large_rows_are_converted_in_parts(tmp_path, monkeypatch):
     path = str(tmp_path / "a.parquet")
     texts = ["w2", "w3" * 50, "w4", "w5", "w6" * 40, "w7"]
     pq.write_table(pa.table({"text": texts, "id": [str(row) for row in range(6)]}), path)

@@ -1,4 +1,4 @@
-"""Reading ahead: while one row group is used the next is read, one at a time, and nobody waits for it in vain."""
+"""Reading ahead: while a row group is used, the next one is read. Closing a reader does not wait for it."""
 
 import io
 import subprocess
@@ -21,7 +21,7 @@ LIMIT_S = 60
 
 
 class WatchedFile(io.FileIO):
-    """Notes which row groups are read. `gates`: a row group's read waits for its event. `failing` cannot be read."""
+    """Records which row groups are read. Reading a group waits for its event in `gates`; `failing` cannot be read."""
 
     begins: list[int]
     seen: list[threading.Event]
@@ -67,7 +67,7 @@ def test_the_next_row_group_is_read_while_one_is_used(source: ParquetSource) -> 
         assert not any(event.is_set() for event in WatchedFile.seen[group + 2 :])
 
 
-def test_a_large_row_group_is_read_in_its_turn(source: ParquetSource, monkeypatch) -> None:
+def test_a_large_row_group_is_not_read_ahead(source: ParquetSource, monkeypatch) -> None:
     monkeypatch.setattr("pipeline.data.parquet_file._MAX_BYTES_AHEAD", 1)
     for row, document in enumerate(source.read(0, 0)):
         assert document.text == f"text {row}"
@@ -89,7 +89,7 @@ def test_an_error_is_raised_after_the_documents_before_it(source: ParquetSource)
         next(documents)
 
 
-def test_who_ends_reading_does_not_wait_for_what_is_read_ahead(source: ParquetSource) -> None:
+def test_closing_a_reader_does_not_wait_for_reading_ahead(source: ParquetSource) -> None:
     WatchedFile.gates = {1: threading.Event()}
     documents = source.read(0, 0)
     next(documents)
@@ -98,7 +98,7 @@ def test_who_ends_reading_does_not_wait_for_what_is_read_ahead(source: ParquetSo
     assert not WatchedFile.gates[1].is_set()
 
 
-# The second row group is read by a thread of pyarrow's, which is in Python's `read` when the main thread ends.
+# A thread of pyarrow is in Python's `read` when the main thread ends.
 ENDS_WHILE_READING = """
 import io, sys, threading, time
 from fsspec.implementations.local import LocalFileSystem
@@ -126,7 +126,7 @@ begun.wait()
 """
 
 
-def test_the_process_waits_for_what_is_read_ahead(tmp_path):
+def test_the_process_waits_for_reading_ahead_at_its_end(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(str(path), {"text": [f"text {k}" for k in range(8)], "id": list("abcdefgh")}, row_group_size=2)
     command = [sys.executable, "-c", ENDS_WHILE_READING, str(path)]

@@ -1,4 +1,4 @@
-"""The whole data path over real text, real tasks and a real tokenizer."""
+"""The whole data path with real text, real tasks and a real tokenizer."""
 
 import json
 from contextlib import closing
@@ -23,7 +23,7 @@ def tokenizer(shared):
     return load_tokenizer(str(shared / "tokenizers" / "qwen2"))
 
 
-def test_prose_comes_back_from_its_tokens(shared, tokenizer):
+def test_prose_is_recovered_from_its_tokens(shared, tokenizer):
     folder = shared / "data" / "prose"
     source = open_source(ParquetData(source="parquet", path=str(folder / "00[01]*.parquet")), tokenizer)
     work = [
@@ -56,7 +56,7 @@ def test_prose_comes_back_from_its_tokens(shared, tokenizer):
     ],
     ids=lambda settings: settings.get("encoder", "digits"),
 )
-def test_every_grid_of_every_task_comes_back_from_its_prompt(shared, tokenizer, settings):
+def test_every_grid_of_every_task_is_recovered_from_its_prompt(shared, tokenizer, settings):
     folder = shared / "data" / "arc_agi" / "training"
     source = open_source(ArcData(source="arc", path=str(folder), augmentations=2, **settings), tokenizer)
     documents = [document for shard in range(len(source.shards)) for document in source.read(shard, 0)]
@@ -76,7 +76,7 @@ def test_every_grid_of_every_task_comes_back_from_its_prompt(shared, tokenizer, 
         assert test.output is None or undo(test.output).tolist() == expected["output"]
 
 
-def test_prompts_come_back_from_their_tokens(shared, tokenizer):
+def test_prompts_are_recovered_from_their_tokens(shared, tokenizer):
     source = open_source(
         ArcData(source="arc", path=str(shared / "data" / "arc_agi" / "training"), tasks_per_shard=8), tokenizer
     )

@@ -1,4 +1,4 @@
-"""Which tokens `capture.positions` selects, and that every one of them gets its slot."""
+"""The tokens that `capture.positions` selects, and their slots."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def blocks(shards, capture: CaptureConfig, packing=Packing.pack, long_documents=
 
 
 def selected(blocks) -> dict[int, list[int]]:
-    """By document, the places in it (counted over its windows) of the selected tokens, in stored order."""
+    """By document, the indices of its selected tokens (counted over its windows), in stored order."""
     found, seen = {}, {}
     for block in blocks:
         for r in range(block.num_rows):
@@ -58,7 +58,7 @@ def selected(blocks) -> dict[int, list[int]]:
 
 
 def expected(name: str, ids: list[int]) -> list[int]:
-    """For documents that have no more than the slots of a row in any window; not for samples."""
+    """The selected indices, without a limit on slots. Not for samples."""
     windows = range(0, len(ids), LENGTH)
     return {
         "last": [len(ids) - 1],
@@ -74,7 +74,7 @@ documents = st.lists(st.lists(st.integers(2, 9), min_size=1, max_size=30), min_s
 @pytest.mark.parametrize("name", ["last", "every", "token", "regex"])
 @pytest.mark.parametrize("packing", Packing)
 @given(shard=documents)
-def test_every_selected_token_has_a_slot_and_what_has_none_is_counted(name, packing, shard):
+def test_every_selected_token_has_a_slot_or_is_counted(name, packing, shard):
     made = blocks([shard], SELECTIONS[name], packing)
     tables = [
         dict(zip(b.table["document"].to_pylist(), b.table["n_unselected"].to_pylist(), strict=True)) for b in made
@@ -91,7 +91,7 @@ def test_every_selected_token_has_a_slot_and_what_has_none_is_counted(name, pack
 
 
 @given(shard=documents)
-def test_a_sample_depends_on_neither_packing_nor_rows_unless_they_are_full(shard):
+def test_a_sample_does_not_depend_on_packing_unless_rows_are_full(shard):
     capture = replace(SELECTIONS["sample"], rate=0.2)  # at most 8 of 12
     assert slots_per_row(capture, LENGTH) == 8
     packed, padded = (blocks([shard], capture, packing) for packing in Packing)
@@ -99,7 +99,7 @@ def test_a_sample_depends_on_neither_packing_nor_rows_unless_they_are_full(shard
         assert selected(packed) == selected(padded)
 
 
-def test_a_sample_has_its_rate_and_its_seed():
+def test_a_sample_follows_its_rate_and_seed():
     shard = [[2] * 120 for _ in range(200)]
     capture = CaptureConfig(positions=Positions.sample, rate=0.1)
     found = [selected(blocks([shard], replace(capture, seed=seed))) for seed in (None, 0, 1)]
@@ -122,12 +122,12 @@ def test_a_full_row_keeps_the_sampled_tokens_with_the_lowest_numbers():
     assert block.selected.tolist() == [list(range(LENGTH))]
 
 
-def test_the_last_token_of_a_cut_document_is_the_last_that_is_kept():
+def test_the_last_token_of_a_cut_document_is_the_last_kept_one():
     made = blocks([[[2] * 30, [3] * 5]], SELECTIONS["last"], long_documents=LongDocuments.cut)
     assert selected(made) == {0: [LENGTH - 1], 1: [4]}
 
 
-def test_what_stands_beside_selected_tokens():
+def test_values_are_gathered_at_selected_slots():
     values = np.array([[5, 6, 7], [8, 9, 1]])
     chosen = np.array([[0, 2], [1, -1]], np.int32)
     assert at_selected(values, chosen, -3).tolist() == [[5, 7], [9, -3]]
@@ -145,7 +145,7 @@ def test_what_stands_beside_selected_tokens():
         ({"positions": Positions.sample, "rate": 0.99}, 256),
     ],
 )
-def test_slots_of_a_row(settings, slots):
+def test_slots_of_a_row_follow_the_settings(settings, slots):
     assert slots_per_row(CaptureConfig(**settings), 256) == slots
 
 
@@ -167,7 +167,7 @@ def test_slots_of_a_row(settings, slots):
         ({"positions": "regex", "regex": "no such"}, "capture.regex='no such' matches none of the 1000 tokens"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(settings, message):
+def test_contradictory_settings_are_refused(settings, message):
     settings["positions"] = Positions(settings.get("positions", "all"))
     with pytest.raises(ConfigError, match=message):
         open_selection(CaptureConfig(**settings), LENGTH, TOKENIZER)

@@ -35,7 +35,7 @@ def compose(name: str, *overrides: str):
 
 
 @pytest.mark.parametrize(("name", "config"), CLASSES.items())
-def test_a_file_states_only_what_differs_from_its_class(name, config):
+def test_a_config_file_states_only_what_differs_from_its_class(name, config):
     stated = yaml.safe_load((CONFIGS / "data" / f"{name}.yaml").read_text())
     del stated["defaults"]
     defaults = {field.name: field.default for field in fields(config)}
@@ -56,7 +56,7 @@ def test_only_augmentations_have_a_seed(name):
 @pytest.mark.parametrize(
     ("name", "kind"), [("fineweb", ParquetSource), ("fineweb_edu", ParquetSource), ("arc", ArcSource), ("hf", HfSource)]
 )
-def test_the_config_names_the_source(tmp_path, name, kind):
+def test_the_config_determines_the_source(tmp_path, name, kind):
     write_parquet(str(tmp_path / "a.parquet"), {"text": ["w2"], "id": ["1"]})
     (tmp_path / "a.json").write_text('{"train": [], "test": [{"input": [[1]]}]}')
     path = tmp_path / "a.json" if name == "arc" else tmp_path / "a.parquet"

@@ -1,4 +1,4 @@
-"""Exactly once: what a stream's blocks hold, however they were come by."""
+"""A stream's blocks contain every token exactly once, also if the stream is resumed or has a budget."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ TOKENIZER = word_tokenizer()
 
 @st.composite
 def cases(draw):
-    """A source's documents as token ids by file, and the settings of the source and of a stream over them."""
+    """Documents as token ids by file, and settings for the source and its streams."""
     sizes = draw(st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size=5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shards = [[rng.integers(2, VOCAB_SIZE, size).tolist() for size in shard] for shard in sizes]
@@ -54,7 +54,7 @@ def tokens_by_document(blocks: list[TokenBlock]) -> dict[int, list[int]]:
 
 
 @given(cases())
-def test_every_token_exactly_once_in_order_or_counted_as_cut(case):
+def test_every_token_is_stored_once_in_order_or_counted_as_cut(case):
     shards, settings = case
     length, cut = settings["length"], settings["long_documents"] is LongDocuments.cut
     expected = {f"{shard}-{row}": ids for shard, rows in enumerate(shards) for row, ids in enumerate(rows)}
@@ -75,7 +75,7 @@ def test_every_token_exactly_once_in_order_or_counted_as_cut(case):
 
 
 @given(cases())
-def test_rows_hold_what_the_contract_says(case):
+def test_rows_follow_the_contract(case):
     shards, settings = case
     length = settings["length"]
     for stream in streams(shards, settings):
@@ -140,7 +140,7 @@ def test_a_token_budget_keeps_the_first_rows(case, budget):
                 assert row["last_token"] - row["first_token"] == int(np.sum(block.documents == row["document"]))
 
 
-def test_batches_of_the_tokenizer_do_not_show(monkeypatch):
+def test_batches_of_the_tokenizer_do_not_change_blocks(monkeypatch):
     shards = [[[2 + (7 * row + i) % 900 for i in range(1 + row % 37)] for row in range(60)]]
     settings = {"num_streams": 1, "rows_per_block": 4, "length": 32}
     (stream,) = streams(shards, settings)
@@ -188,7 +188,7 @@ def bad_stream(on_error: OnError, vocab_size: int = 900) -> TokenStream:
     )
 
 
-def test_skipped_documents_are_recorded_once_with_the_block_they_precede():
+def test_skipped_documents_are_recorded_with_the_next_block():
     blocks = list(bad_stream(OnError.skip).blocks())
     assert [block.table["id"].to_pylist() for block in blocks] == [["d0"], ["d2", "d5"]]
     assert [[(skip.index, skip.reason) for skip in block.skipped] for block in blocks] == [
@@ -246,7 +246,7 @@ def test_an_id_outside_the_vocabulary_names_the_document():
 
 
 @pytest.mark.parametrize(("length", "long_documents"), [(5, LongDocuments.split), (4, LongDocuments.cut)])
-def test_a_cursor_of_other_settings_is_refused(length, long_documents):
+def test_a_cursor_made_with_other_settings_is_refused(length, long_documents):
     (stream,) = streams(
         [[[2] * 20]], {"num_streams": 1, "rows_per_block": 1, "length": length, "long_documents": long_documents}
     )
@@ -254,8 +254,8 @@ def test_a_cursor_of_other_settings_is_refused(length, long_documents):
         next(stream.blocks(Cursor(0, 0, 4, 0)))
 
 
-def test_blocks_are_made_one_by_one():
-    """A stream reads no further than it must: the bad row at the end does not reach the first blocks."""
+def test_blocks_are_made_lazily():
+    """So the bad row at the end does not affect the first blocks."""
     write_parquet(
         "memory:///lazy/a.parquet",
         {"text": pa.array([*[words([2, 3, 4])] * 2000, None], pa.string()), "id": [str(i) for i in range(2001)]},
@@ -267,7 +267,7 @@ def test_blocks_are_made_one_by_one():
 
 
 class TextSource:
-    """So many documents of one text, each with a string of its own."""
+    """`count` documents of one text, each in its own string."""
 
     shards = ("texts",)
     info_schema = pa.schema([])
@@ -292,7 +292,7 @@ class TextSource:
     ],
     ids=["texts", "tokens that are cut"],
 )
-def test_documents_wait_for_their_block_without_what_it_does_not_take(text, long_documents):
+def test_documents_waiting_for_their_block_keep_only_what_it_needs(text, long_documents):
     settings = {"rows_per_block": 256, "length": 64, "packing": Packing.pad, "long_documents": long_documents}
     few, many = (
         text_stream(TextSource(text, count), TOKENIZER, stream=0, num_streams=1, **settings) for count in (1, 120)

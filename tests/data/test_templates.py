@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""What templates may do: their text depends on their input alone, and their work is bounded."""
+"""Templates: their text depends only on their input, and their work is bounded."""
 
 import datetime
 import json
@@ -21,7 +21,7 @@ ROW = {
     "big": "ab" * 300_000,
 }
 
-# Renders as in jinja2's own sandbox.
+# Renders as in jinja2's sandbox.
 SOUND = [
     "{{ text }}|{{ text.strip().title() }}|{{ text|trim|upper }}|{{ n ** 2 // 2 % 5 }}|{{ -n }}|{{ 7 / 2 }}",
     "{% for i in l %}{{ loop.index }}/{{ loop.length }}/{{ loop.revindex }}{{ ',' if not loop.last }}{% else %}-{% endfor %}",
@@ -48,7 +48,7 @@ SOUND = [
 
 
 @pytest.mark.parametrize("source", SOUND)
-def test_sound_templates_render_as_ever(source):
+def test_sound_templates_render_as_in_jinja2(source):
     reference = ImmutableSandboxedEnvironment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(source)
@@ -96,7 +96,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("source", REFUSED)
-def test_what_is_refused_before_anything_is_rendered(source):
+def test_unsupported_templates_are_refused_before_rendering(source):
     with pytest.raises(jinja2.TemplateError, match=REFUSED[source]):
         TextTemplate(source)
 
@@ -153,12 +153,12 @@ NOT_RENDERED = {
 
 
 @pytest.mark.parametrize("source", NOT_RENDERED)
-def test_what_a_row_cannot_be_rendered_with(source):
+def test_rows_that_a_template_cannot_render_are_refused(source):
     with pytest.raises(RenderError, match=NOT_RENDERED[source]):
         TextTemplate(source)(ROW)
 
 
-def test_reasons_hold_no_address():
+def test_reasons_contain_no_memory_address():
     with pytest.raises(RenderError) as caught:
         TextTemplate("{{ l[l|map('upper')] }}")(ROW)
     assert "generator" in str(caught.value)
@@ -190,7 +190,7 @@ LLAMA_3 = """{%- if strftime_now is defined %}{%- set date = strftime_now("%d %b
         ("{{ none }}{{ messages[-1].role }}{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{% endfor %}", "Noneuser"),
     ],
 )  # fmt: skip
-def test_chat_templates_as_published(source, text):
+def test_published_chat_templates_render(source, text):
     assert ChatTemplate(source)(MESSAGES) == text
 
 
@@ -205,12 +205,12 @@ def test_chat_templates_as_published(source, text):
         (5, "it is a int, expected text"),
     ],
 )
-def test_chat_templates_that_are_refused(source, message):
+def test_unsupported_chat_templates_are_refused(source, message):
     with pytest.raises(jinja2.TemplateError, match=message):
         ChatTemplate(source)
 
 
 @pytest.mark.parametrize("source", ["{{ typo }}", "{{ messages[0].name }}", "{{ 'a' ~ typo }}", "{{ typo|upper }}"])
-def test_a_chat_template_prints_nothing_undefined(source):
+def test_undefined_values_in_a_chat_template_are_refused(source):
     with pytest.raises(RenderError, match="is undefined|has no attribute 'name'"):
         ChatTemplate(source)(MESSAGES)

@@ -1,4 +1,4 @@
-"""Prompts of at most so many tokens."""
+"""Prompts with a maximum number of tokens."""
 
 import pytest
 from material import memory_source, word_tokenizer
@@ -17,7 +17,7 @@ from pipeline.data.tokenised import TokenisedDocuments
         ({"bos": True, "prefix": "w8"}, 1, [([6], 6), ([7], 2)]),
     ],
 )
-def test_a_prompt_that_is_cut_keeps_what_stands_before_every_text(tokenizer, max_prompt, expected):
+def test_a_cut_prompt_keeps_prefix_and_special_tokens(tokenizer, max_prompt, expected):
     source = memory_source("/prompts", [[[2, 3, 4, 5, 6], [7]]])
     cut = {"max_prompt": max_prompt, "long_prompts": LongPrompts.cut}
     words = word_tokenizer(**tokenizer)

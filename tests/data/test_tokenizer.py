@@ -32,7 +32,7 @@ def ids(tokenizer, *texts: str) -> list[list[int]]:
     return [array.tolist() for array in tokenizer.encode(texts)]
 
 
-def test_truncation_and_padding_of_the_file_are_off(tmp_path):
+def test_truncation_and_padding_of_the_file_are_disabled(tmp_path):
     assert ids(save(tmp_path), "w2 w3 w4", "w5") == [[2, 3, 4], [5]]
 
 
@@ -46,7 +46,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path):
         ({"prefix": "w0", "suffix": "w9", "special_tokens": SpecialTokens.none}, [0, 2, 3, 9]),
     ],
 )
-def test_special_tokens(settings, expected):
+def test_special_tokens_prefix_and_suffix_are_added(settings, expected):
     assert ids(word_tokenizer(bos=True, **settings), "w2 w3") == [expected]
 
 
@@ -56,7 +56,7 @@ def test_a_prefix_must_be_one_token(text, count):
         word_tokenizer(prefix=text)
 
 
-def test_settings_and_file_identify_a_tokenizer(tmp_path):
+def test_settings_and_file_determine_the_identity(tmp_path):
     identities = [
         save(tmp_path).identity(),
         save(tmp_path, prefix="w2").identity(),
@@ -67,13 +67,13 @@ def test_settings_and_file_identify_a_tokenizer(tmp_path):
     assert save(tmp_path).identity() == identities[0]
 
 
-def test_remote_paths():
+def test_remote_files_are_read():
     with fsspec.open("memory:///tokenizers/words/tokenizer.json", "w") as file:
         file.write(word_library_tokenizer().to_str())
     assert ids(load_tokenizer("memory:///tokenizers/words"), "w7") == [[7]]
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"has no tokenizer.json"):
         load_tokenizer(str(tmp_path))
 
@@ -85,7 +85,7 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
     assert ids(load_tokenizer("~/words"), "w7") == [[7]]
 
 
-def test_storage_out_of_reach_may_be_tried_again(monkeypatch):
+def test_storage_that_cannot_be_reached_may_be_tried_again(monkeypatch):
     def fail(self, path, **kwargs):
         raise TimeoutError
 
@@ -96,7 +96,7 @@ def test_storage_out_of_reach_may_be_tried_again(monkeypatch):
     assert caught.value.exit_code == 1
 
 
-def test_a_hub_out_of_reach_may_be_tried_again(monkeypatch, tmp_path):
+def test_a_hub_that_cannot_be_reached_may_be_tried_again(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(PipelineError, match="nobody/nothing: tokenizer.json is not in the Hub's cache") as caught:
@@ -109,19 +109,19 @@ def test_an_unknown_protocol_is_refused():
         load_tokenizer("nope://words")
 
 
-def test_a_path_that_is_no_hub_id_is_named():
+def test_a_path_that_is_no_hub_id_is_refused():
     with pytest.raises(InputError, match="/no/such/directory is neither a directory nor a Hub id"):
         load_tokenizer("/no/such/directory")
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"model": {"type": "unheard of"}}'])
-def test_a_broken_file_is_named(tmp_path, content):
+def test_a_broken_file_is_refused(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(InputError, match=r"tokenizer.json is not a tokenizer"):
         load_tokenizer(str(tmp_path))
 
 
-def test_lone_surrogates_raise_and_name_the_place():
+def test_a_lone_surrogate_is_refused_with_its_position():
     with pytest.raises(UnicodeEncodeError, match="position 2"):
         word_tokenizer().encode(["w2", "w3\ud800"])
 
@@ -141,7 +141,7 @@ TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
     ],
     ids=["config", "token as object", "named templates", "file before config"],
 )
-def test_chat_templates(tmp_path, config, jinja):
+def test_chat_templates_are_found_and_rendered(tmp_path, config, jinja):
     tokenizer = save(tmp_path, config=config, jinja=jinja)
     assert tokenizer.render_chat(QUESTION, add_generation_prompt=True) == "w0<user>w2<assistant>"
     assert tokenizer.render_chat(QUESTION, add_generation_prompt=False) == "w0<user>w2"
@@ -156,7 +156,7 @@ def test_chat_templates(tmp_path, config, jinja):
         ("{{ messages.__class__.__mro__ }}", "fails: access to attribute '__class__'"),
     ],
 )
-def test_chat_templates_that_cannot_be_used(tmp_path, template, message):
+def test_unusable_chat_templates_are_refused(tmp_path, template, message):
     with pytest.raises(ConfigError, match=message):
         save(tmp_path, jinja=template).require_chat()
 
@@ -174,7 +174,7 @@ def test_chat_templates_that_cannot_be_used(tmp_path, template, message):
         ('{"chat_template": [{"name": "default", "template": 1}]}', "chat_template is .*expected"),
     ],
 )
-def test_odd_values_of_a_tokenizer_config_are_named(tmp_path, config, message):
+def test_wrong_values_in_a_tokenizer_config_are_refused(tmp_path, config, message):
     save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(config)
     with pytest.raises(InputError, match=message):
@@ -182,7 +182,7 @@ def test_odd_values_of_a_tokenizer_config_are_named(tmp_path, config, message):
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
-def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path, name):
+def test_a_fifo_is_refused_before_it_is_opened(tmp_path, name):
     save(tmp_path)
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
@@ -190,7 +190,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path, name):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_chat_template_that_is_not_utf8_is_named(tmp_path):
+def test_a_chat_template_that_is_not_utf8_is_refused(tmp_path):
     save(tmp_path)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(InputError, match="chat_template.jinja is not UTF-8"):
@@ -204,7 +204,7 @@ def test_a_tokenizer_that_drops_merges_at_random_is_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_a_text_that_the_library_refuses_is_an_error_of_its_document():
+def test_a_text_that_the_library_refuses_is_an_error():
     tokenizer = TextTokenizer(Tokenizer(WordLevel({"a": 0})), name="words", digest="0")
     with pytest.raises(ValueError, match="the tokenizer refuses the text: WordLevel error: Missing"):
         tokenizer.encode(["a", "b"])
@@ -214,7 +214,7 @@ TRICKY = "{{ 1 // (messages[0].content|length - 2) }}"
 
 
 @pytest.mark.parametrize("on_error", OnError)
-def test_a_chat_that_does_not_render_names_template_and_document_or_is_skipped(tmp_path, on_error):
+def test_a_chat_that_does_not_render_is_reported_or_skipped(tmp_path, on_error):
     source = memory_source("/chats", [[[2, 3], [4], [5, 6]]])
     chats = ChatSource(source, save(tmp_path, jinja=TRICKY), on_error)
     reason = "the chat template of tokenizer .* fails: integer division or modulo by zero"
@@ -228,7 +228,7 @@ def test_a_chat_that_does_not_render_names_template_and_document_or_is_skipped(t
     assert re.match(reason, skip.reason)
 
 
-def test_a_chat_with_doubled_special_tokens_is_refused(tmp_path):
+def test_a_chat_template_that_repeats_special_tokens_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"Set data.special_tokens=none"):
         save(tmp_path, jinja=TEMPLATE, bos=True).require_chat()
     save(tmp_path, jinja=TEMPLATE, bos=True, special_tokens=SpecialTokens.none).require_chat()
@@ -248,7 +248,7 @@ TEMPLATES = {
 
 @pytest.fixture(scope="module")
 def qwen2(shared):
-    """transformers' tokenizer and ours, from the same files."""
+    """transformers' tokenizer and ours from the same files."""
     transformers = pytest.importorskip("transformers")
     path = str(shared / "tokenizers" / "qwen2")
     return transformers.AutoTokenizer.from_pretrained(path), load_tokenizer(path)
@@ -256,7 +256,7 @@ def qwen2(shared):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("generation_prompt", [True, False])
-def test_chats_are_what_transformers_renders(qwen2, tmp_path, name, generation_prompt):
+def test_chats_are_rendered_as_by_transformers(qwen2, tmp_path, name, generation_prompt):
     reference, tokenizer = qwen2
     template = TEMPLATES[name] or reference.chat_template
     ours = save(tmp_path, jinja=template)
@@ -268,7 +268,7 @@ def test_chats_are_what_transformers_renders(qwen2, tmp_path, name, generation_p
         assert name != "qwen2" or tokenizer.render_chat(chat, add_generation_prompt=generation_prompt) == expected
 
 
-def test_ids_are_those_of_transformers(qwen2):
+def test_ids_equal_those_of_transformers(qwen2):
     reference, tokenizer = qwen2
     texts = ["Hello world", " é\u00a0日本\n\n", "a<|endoftext|>b", "0123456789"]
     assert ids(tokenizer, *texts) == reference(texts)["input_ids"]

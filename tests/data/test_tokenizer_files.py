@@ -1,4 +1,4 @@
-"""Damaged files of a tokenizer: refused in one message that names the file."""
+"""Damaged tokenizer files are refused in one message that names the file."""
 
 import json
 import os

@@ -36,12 +36,12 @@ def same(left: Task, right: Task) -> bool:
         ("rot270_flip", [[0, 3], [1, 4], [2, 5]]),
     ],
 )
-def test_geometries(geometry, expected):
+def test_geometries_transform_the_grid(geometry, expected):
     change = Augmentation(geometry, PLAIN_COLORS, ())
     assert change.apply_grid(GRID).tolist() == expected
 
 
-def test_colors_and_order_are_what_is_recorded():
+def test_recorded_colors_and_order_are_applied():
     change = Augmentation("identity", (1, 0, 2, 3, 4, 5, 6, 7, 8, 9), (2, 0, 3, 1))
     assert change.apply_grid(GRID).tolist() == [[1, 0, 2], [3, 4, 5]]
     shown = change.apply(TASK)
@@ -59,8 +59,8 @@ def test_every_version_can_be_undone(version):
     assert same(change.apply(TASK), TASK) == (version == 0)
 
 
-def test_a_version_depends_on_seed_task_and_number_alone():
-    # Written out, because it may never change: stores that exist were made with it.
+def test_a_version_depends_only_on_seed_task_and_number():
+    # May never change: existing stores depend on it.
     assert augmentation(0, "t", 1, 3, **EVERYTHING) == Augmentation(
         "rot270_flip", (7, 6, 5, 0, 9, 2, 4, 3, 8, 1), (2, 1, 0)
     )

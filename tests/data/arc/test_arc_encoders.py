@@ -52,7 +52,7 @@ def test_decoding_inverts_encoding(name, grid, frame, symbols, repeat):
         ),
     ],
 )
-def test_texts(settings, text):
+def test_encodings_give_the_expected_texts(settings, text):
     assert grid_encoder(ArcData(source="arc", path="", **settings)).encode(np.array([[0, 1], [2, 3]], np.int8)) == text
 
 
@@ -88,6 +88,6 @@ def test_other_texts_are_refused(encoder, text, message):
         ({"encoder": "repeated", "repeat": 0}, "data.repeat = 0, expected at least 1"),
     ],
 )
-def test_unusable_settings(settings, message):
+def test_unusable_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         grid_encoder(ArcData(source="arc", path="", **settings))

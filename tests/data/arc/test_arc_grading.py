@@ -1,4 +1,4 @@
-"""Grids in completions, and whether they are right."""
+"""Grading of grids in completions."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ ANSWER = grid_text(np.array([[1, 2], [3, 4]]))
     ],
 )
 @pytest.mark.parametrize("answer", [ANSWER, None])
-def test_grades(prompt, completion, predicted, answer):
+def test_grids_in_completions_are_graded(prompt, completion, predicted, answer):
     found = grade(Document("a#0", prompt, "a", 0, {}, answer), completion, grid_encoder(ArcData(path="")))
     assert found == {"predicted_grid": predicted, "correct": None if answer is None else predicted == ANSWER}
 

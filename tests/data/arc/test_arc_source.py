@@ -1,4 +1,4 @@
-"""ARC tasks from every place they may lie, as documents."""
+"""ARC tasks from all supported files and data sets as documents."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def folder(tmp_path) -> Path:
     return tmp_path / "tasks"
 
 
-def test_a_prompt_per_test_input(folder):
+def test_every_test_input_has_a_prompt(folder):
     assert [(document.id, document.text) for document in documents(source(folder))] == [
         ("a#0", "input:\n1\noutput:\n2\n\ninput:\n3\noutput:\n"),
         ("b#0", "input:\n56\noutput:\n7\n\ninput:\n8\noutput:\n"),
@@ -55,12 +55,12 @@ def test_a_prompt_per_test_input(folder):
     ]
 
 
-def test_the_solution_ends_the_prompt_where_it_is_known(folder):
+def test_a_known_solution_ends_the_prompt(folder):
     texts = [document.text for document in documents(source(folder, include_solution=True))]
     assert [text.rpartition("output:\n")[2] for text in texts] == ["4", "", ""]
 
 
-def test_answers_are_known_to_whom_the_solutions_are_and_augmented_like_the_prompts(folder):
+def test_known_answers_are_augmented_like_the_prompts(folder):
     found = documents(source(folder, augmentations=3, geometry=Geometry.none))
     colors = [document.info["colors"] for document in found]
     assert [document.answer for document in found] == [*(colors[k][4] for k in range(3)), *[None] * 6]
@@ -107,13 +107,13 @@ PLACES = {
 
 
 @pytest.mark.parametrize(("name", "content", "tasks"), PLACES.values(), ids=PLACES)
-def test_places(tmp_path, name, content, tasks):
+def test_files_of_every_format_are_read(tmp_path, name, content, tasks):
     found = documents(source(write(tmp_path / name, content)))
     assert list(dict.fromkeys(document.info["task"] for document in found)) == (tasks or ["x-1", "b", "7"])
     assert found[0].text == "input:\n1\noutput:\n2\n\ninput:\n3\noutput:\n"
 
 
-def test_solutions_beside_challenges(tmp_path):
+def test_solutions_are_read_from_another_file(tmp_path):
     challenges = write(tmp_path / "x_challenges.json", {"a": ONE, "b": TWO_TESTS})
     solutions = write(tmp_path / "x_solutions.json", {"a": [[[0]]], "b": [[[1]], [[2]]]})
     opened = source(challenges, solutions=str(solutions), include_solution=True)
@@ -122,7 +122,7 @@ def test_solutions_beside_challenges(tmp_path):
 
 
 @pytest.mark.parametrize("columns", ["examples", "train and test"])
-def test_data_sets(columns):
+def test_data_sets_are_read(columns):
     rows = [BARC | {"name": "p"}, BARC] if columns == "examples" else [ONE | {"id": "p"}, ONE]
     tasks = dataset_tasks(datasets.Dataset.from_list(rows), "hf://datasets/some/tasks", "0")
     loaded = [tasks.load(number) for number in range(tasks.size)]
@@ -152,7 +152,7 @@ BAD_TASKS = {
 
 
 @pytest.mark.parametrize(("content", "reason"), BAD_TASKS.values(), ids=BAD_TASKS)
-def test_a_bad_task_is_named_or_skipped(folder, content, reason):
+def test_a_bad_task_is_reported_or_skipped(folder, content, reason):
     write(folder / "ab.json", content)
     opened = source(folder, augmentations=2)
     with pytest.raises(InputError, match=rf"tasks/ab.json.*{reason}"):
@@ -165,7 +165,7 @@ def test_a_bad_task_is_named_or_skipped(folder, content, reason):
     assert [item.id for item in resumed] == ["b#0", "b#1", "b#0@1", "b#1@1"]
 
 
-def test_a_name_that_is_not_utf8_is_named_or_skipped(tmp_path):
+def test_a_name_that_is_not_utf8_is_reported_or_skipped(tmp_path):
     path = write(tmp_path / "x_challenges.json", {"a": ONE, "\ud800": ONE})
     with pytest.raises(InputError, match=r"task \\ud800: its name has a lone surrogate"):
         documents(source(path, augmentations=2))
@@ -183,7 +183,7 @@ def test_a_name_that_is_not_utf8_is_named_or_skipped(tmp_path):
         ("notes.txt", "", {"path": "."}, "has no .json file. Set data.path"),
     ],
 )
-def test_what_cannot_be_opened(tmp_path, name, content, settings, message, on_error):
+def test_files_without_tasks_are_refused(tmp_path, name, content, settings, message, on_error):
     write(tmp_path / name, content)
     with pytest.raises(InputError, match=message):
         source(tmp_path / settings.get("path", name), on_error=on_error)
@@ -198,12 +198,12 @@ def test_what_cannot_be_opened(tmp_path, name, content, settings, message, on_er
         ({"template": Template.chat}, "tokenizer words has no chat template"),
     ],
 )
-def test_settings_that_cannot_work(folder, settings, message):
+def test_settings_that_cannot_work_are_refused(folder, settings, message):
     with pytest.raises(ConfigError, match=message):
         source(folder, **settings)
 
 
-def test_a_solution_for_each_test_input(tmp_path):
+def test_a_missing_solution_is_refused(tmp_path):
     challenges = write(tmp_path / "x_challenges.json", {"b": TWO_TESTS})
     solutions = write(tmp_path / "x_solutions.json", {"b": [[[1]]]})
     with pytest.raises(InputError, match="task b: it has 2 test inputs and 1 solutions"):
@@ -217,7 +217,7 @@ def test_a_solution_for_each_test_input(tmp_path):
         (True, "[user]input:\n1\noutput:\n2\n\ninput:\n3[end]\n[assistant]output:\n4[end]\n"),
     ],
 )
-def test_chats(folder, include_solution, expected):
+def test_prompts_are_rendered_with_the_chat_template(folder, include_solution, expected):
     tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT)
     opened = source(folder, tokenizer=tokenizer, template=Template.chat, include_solution=include_solution)
     assert documents(opened)[0].text == expected
@@ -231,7 +231,7 @@ def test_chats(folder, include_solution, expected):
     "settings",
     [{}, {"encoder": "symbols+separated", "symbols": "inputoxyzw", "row_numbers": True}, {"code_block": True}],
 )
-def test_grids_come_back_from_prompts(folder, template, include_solution, settings):
+def test_grids_are_recovered_from_prompts(folder, template, include_solution, settings):
     tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT)
     opened = source(folder, tokenizer=tokenizer, template=template, include_solution=include_solution, **settings)
     example, test = decode_prompt(documents(opened)[1].text, grid_encoder(opened._config))
@@ -241,7 +241,7 @@ def test_grids_come_back_from_prompts(folder, template, include_solution, settin
     assert np.array_equal(solved, [[4]]) if include_solution else solved is None
 
 
-def test_a_hub_data_set_is_downloaded_whole(tmp_path, monkeypatch):
+def test_a_data_set_of_the_hub_is_read(tmp_path, monkeypatch):
     rows = json.dumps(BARC | {"seeds": ["x"]}) + "\n" + json.dumps(BARC) + "\n"
     with hub_for_this_process(tmp_path, monkeypatch) as server:
         server.push("datasets/some/tasks", {"train.jsonl": rows.encode()})

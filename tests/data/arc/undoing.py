@@ -1,4 +1,4 @@
-"""From prompts and augmented tasks back to the grids that they were made of."""
+"""Recovers the original grids from prompts and augmented tasks."""
 
 import re
 
@@ -15,7 +15,7 @@ _TURNS = {"rot90": 1, "rot180": 2, "rot270": 3}  # counterclockwise, before the 
 def decode_prompt(text: str, encoder: GridEncoder) -> list[Pair]:
     """The pairs of a prompt, plain or rendered by a chat template; the last is the test.
 
-    Raises ValueError when the labels or the grids are not those of a prompt.
+    Raises ValueError if labels or grids do not form a prompt.
     """
     grids: list[tuple[str, Grid]] = []
     labels = list(_LABEL.finditer(text))
@@ -39,14 +39,14 @@ def _has_grid(text: str, begin: int, encoder: GridEncoder) -> bool:
 
 
 def original_grid(change: Augmentation, grid: Grid) -> Grid:
-    """The grid that `change` shows as `grid`."""
+    """The grid that `change` turned into `grid`."""
     colored = np.argsort(change.colors)[grid]
     turned = np.fliplr(colored) if change.geometry.endswith("flip") else colored
     return np.rot90(turned, -_TURNS.get(change.geometry.removesuffix("_flip"), 0))
 
 
 def original_task(change: Augmentation, task: Task) -> Task:
-    """The task that `change` shows as `task`."""
+    """The task that `change` turned into `task`."""
 
     def original(pair: Pair) -> Pair:
         return Pair(
