@@ -1,4 +1,4 @@
-"""Addresses that users type: nonsense is refused by every command, and credentials are never shown."""
+"""Addresses that users type: every command refuses malformed ones, and credentials are never shown."""
 
 import os
 
@@ -70,7 +70,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_nonsense_and_makes_nothing(folder, command, capsys):
+def test_every_command_refuses_malformed_addresses_and_creates_nothing(folder, command, capsys):
     for path, message in (*NONSENSE, ("x" * 300, ""), ("x/" * 3000, "")):
         assert COMMANDS[command](path) == 2, path
         printed = capsys.readouterr()
@@ -90,7 +90,7 @@ def test_no_command_shows_credentials(folder, command, capsys):
 
 
 @pytest.mark.parametrize("main", [inspect.main, export.main])
-def test_a_setting_that_is_none_is_shown_without_them(main, capsys):
+def test_an_unknown_setting_is_shown_without_credentials(main, capsys):
     assert main(["store.path=a", f"tokenizer=https://user:{SECRET}@host/x?auth={SECRET}"]) == 2
     printed = capsys.readouterr().err
     assert "is not a setting" in printed
@@ -100,14 +100,14 @@ def test_a_setting_that_is_none_is_shown_without_them(main, capsys):
 @pytest.mark.parametrize(
     "path", ["", "~nosuchuser/x", "http://localhost:1/x", f"gs://b/x?auth={SECRET}", f"s3://{SECRET}@b"]
 )
-def test_the_configuration_refuses_it_before_anything_is_opened(path):
+def test_the_configuration_refuses_malformed_addresses_before_opening_anything(path):
     with pytest.raises(ConfigError, match=r"store\.path|the store's path") as caught:
         compose(["data.path=texts", f"store.path='{path}'"])
     assert SECRET not in str(caught.value)
 
 
 @pytest.mark.parametrize(("path", "message"), NONSENSE)
-def test_the_reader_refuses_it_too(path, message):
+def test_the_reader_refuses_malformed_addresses(path, message):
     with pytest.raises(StoreInvalid, match=message):
         ActivationStore.open(path)
 
@@ -120,7 +120,7 @@ def test_ordinary_paths_are_usable(path, tmp_path, monkeypatch):
     assert ActivationStore.open(path).complete
 
 
-def test_the_home_directory_and_urls(tmp_path, monkeypatch):
+def test_home_directories_and_urls_are_accepted(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_store("~/store")
     assert ActivationStore.open(f"file://{tmp_path}/store").complete

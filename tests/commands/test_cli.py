@@ -1,4 +1,4 @@
-"""Exit codes and messages of the command line, in processes of their own."""
+"""Exit codes and messages of the command line, in separate processes."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def base(text, store) -> list[str]:
     return [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=64", "store.shard_mib=0.25"]
 
 
-def test_two_workers_fill_one_store_without_talking_to_each_other(text, tmp_path, compilation_cache):
+def test_two_workers_without_communication_fill_one_store(text, tmp_path, compilation_cache):
     overrides = [*base(text, tmp_path / "store"), compilation_cache, "data.num_streams=2", "run.max_tokens=4000"]
     workers = [start(*overrides, "run.worker_count=2", f"run.worker_index={index}") for index in range(2)]
     for worker in workers:
@@ -45,7 +45,7 @@ def test_two_workers_fill_one_store_without_talking_to_each_other(text, tmp_path
 
 
 def damaged_model(tmp_path: Path, name: str) -> Path:
-    """A copy of the bundled checkpoint with one thing wrong."""
+    """A copy of the bundled checkpoint with one defect."""
     model = tmp_path / "model"
     shutil.copytree(TINY, model)
     weights = model / "model.safetensors"
@@ -91,7 +91,7 @@ from pipeline.extraction.job_run import join_and_run
 
 for overrides in json.loads(sys.argv[1]):
     sys.argv[1:] = overrides
-    os.environ.pop("HYDRA_FULL_ERROR", None)  # which the command sets
+    os.environ.pop("HYDRA_FULL_ERROR", None)  # set by the command
     try:
         main(join_and_run, "")
     except SystemExit as end:
@@ -102,7 +102,7 @@ for overrides in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def refused(text, tmp_path_factory) -> dict[str, tuple[Path, str]]:
-    """Of each command line that is wrong where its store would be, and what it said: one process has run them all."""
+    """The store's path and the messages of each wrong command line. One process runs them all."""
     folders = {name: tmp_path_factory.mktemp("refused") for name in (*DAMAGES, *WRONG_VALUES)}
     wrong = {name: f"model.path={damaged_model(folders[name], name)}" for name in DAMAGES}
     wrong |= {override: override for override in WRONG_VALUES}
@@ -114,7 +114,7 @@ def refused(text, tmp_path_factory) -> dict[str, tuple[Path, str]]:
     return {name: (folders[name] / "store", each) for name, each in zip(wrong, said, strict=True)}
 
 
-def test_a_damaged_model_ends_a_process_with_code_2_and_its_file_named(text, tmp_path):
+def test_a_process_with_a_damaged_model_exits_with_2_and_names_the_file(text, tmp_path):
     result = run(*base(text, tmp_path / "store"), f"model.path={damaged_model(tmp_path, 'missing weights')}")
     assert result.returncode == 2, result.stderr
     assert "safetensors" in result.stderr
@@ -123,7 +123,7 @@ def test_a_damaged_model_ends_a_process_with_code_2_and_its_file_named(text, tmp
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.items())
-def test_a_damaged_model_ends_with_code_2_and_its_file_named(refused, damage, message):
+def test_a_damaged_model_gives_exit_code_2_and_names_the_file(refused, damage, message):
     store, said = refused[damage]
     assert said.endswith("exit code 2\n"), said
     assert message in said
@@ -131,7 +131,7 @@ def test_a_damaged_model_ends_with_code_2_and_its_file_named(refused, damage, me
     assert not store.exists()
 
 
-def test_a_token_beyond_the_vocabulary_names_its_document(text, tmp_path):
+def test_a_token_outside_the_vocabulary_is_reported_with_its_document(text, tmp_path):
     model = damaged_model(tmp_path, "smaller vocabulary than the tokenizer's")
     result = run(*base(text, tmp_path / "store"), f"model.path={model}", "model.init=random")
     assert result.returncode == 2, result.stderr
@@ -140,7 +140,7 @@ def test_a_token_beyond_the_vocabulary_names_its_document(text, tmp_path):
 
 
 @pytest.mark.parametrize(("override", "message"), WRONG_VALUES.items())
-def test_a_wrong_value_ends_with_code_2_and_is_named(refused, override, message):
+def test_a_wrong_value_gives_exit_code_2_and_is_named(refused, override, message):
     _, said = refused[override]
     assert said.endswith("exit code 2\n"), said
     assert message in said
@@ -148,7 +148,7 @@ def test_a_wrong_value_ends_with_code_2_and_is_named(refused, override, message)
 
 
 @pytest.mark.parametrize("override", ["nonsense=1", "data.path=/no/such/place"])
-def test_a_wrong_value_ends_a_process_with_code_2_before_jax_looks_for_devices(text, tmp_path, override, monkeypatch):
+def test_a_wrong_value_ends_a_process_before_jax_looks_for_devices(text, tmp_path, override, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "none-such")
     result = run(*base(text, tmp_path / "store"), override)
     assert result.returncode == 2, result.stderr
@@ -156,8 +156,8 @@ def test_a_wrong_value_ends_a_process_with_code_2_before_jax_looks_for_devices(t
     assert "Traceback" not in result.stderr
 
 
-def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path, compilation_cache):
-    """A truncated file is named with code 2; the blocks before it stay, and a run that skips goes on from them."""
+def test_a_bad_file_ends_the_run_after_the_blocks_before_it(text, tmp_path, compilation_cache):
+    """A truncated file gives exit code 2. Blocks before it stay, and a run that skips it continues from them."""
     broken = tmp_path / "text"
     shutil.copytree(text, broken)
     whole = (broken / "001.parquet").read_bytes()
@@ -175,17 +175,17 @@ def test_a_bad_document_ends_the_run_after_what_came_before_it(text, tmp_path, c
     assert [skip["source"] for record in records for skip in record["skipped"]] == ["001.parquet"]
 
 
-def test_a_store_path_that_cannot_be_written_is_named(text, tmp_path):
+def test_a_store_path_that_cannot_be_written_is_refused(text, tmp_path):
     (tmp_path / "file").write_text("in the way")
     result = run(*base(text, tmp_path / "file" / "store"))
     assert result.returncode == 2, result.stderr
-    assert f"store.path is '{str(tmp_path)[:40]}" in result.stderr  # a long one is shortened
+    assert f"store.path is '{str(tmp_path)[:40]}" in result.stderr  # long paths are shortened
     assert "Traceback" not in result.stderr
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 12 MiB: of more blocks of 3 MiB than may be written at the same time."""
+    """A file system of 12 MiB, for more blocks of 3 MiB than may be written at the same time."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = (
@@ -200,7 +200,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_harms_nothing_and_the_run_resumes(text, tmp_path, small_disk, compilation_cache):
+def test_a_run_resumes_after_the_disk_was_full(text, tmp_path, small_disk, compilation_cache):
     job = [*base(text, small_disk / "store"), "capture.layers=all", "capture.sites=[resid_post,attn_out]"]
     result = run(*job, compilation_cache)
     assert result.returncode == 1, result.stderr
@@ -215,7 +215,7 @@ def test_a_full_disk_harms_nothing_and_the_run_resumes(text, tmp_path, small_dis
     assert_same_store(small_disk / "store", tmp_path / "reference")
 
 
-def test_the_help_lists_every_group():
+def test_the_printed_configuration_lists_every_group():
     result = run("--cfg", "job")
     assert result.returncode == 0
     for group in ("model:", "data:", "batch:", "capture:", "store:", "mesh:", "run:"):
@@ -223,7 +223,7 @@ def test_the_help_lists_every_group():
     assert ROOT.joinpath("configs").is_dir()
 
 
-def test_what_does_not_fit_into_a_device_is_a_message(caplog):
+def test_exhausted_device_memory_is_reported_with_a_remedy(caplog):
     def task(_config) -> None:
         jax.numpy.zeros(1 << 48).block_until_ready()  # 1 PiB
 

@@ -16,7 +16,7 @@ from tests.store.example_store import write_store
 
 
 @pytest.mark.parametrize("finish", [True, False])
-def test_nothing_is_left_of_a_local_store(tmp_path, finish, capsys):
+def test_a_local_store_is_deleted_completely(tmp_path, finish, capsys):
     path = tmp_path / "store"
     write_store(str(path), finish=finish)
     assert main([f"store.path={path}"]) == 2
@@ -29,7 +29,7 @@ def test_nothing_is_left_of_a_local_store(tmp_path, finish, capsys):
     assert "there is no activation store" in capsys.readouterr().err
 
 
-def test_what_lies_beside_a_store_stays(tmp_path, capsys):
+def test_other_files_next_to_a_store_stay(tmp_path, capsys):
     outer, inner, note = tmp_path, tmp_path / "inner", tmp_path / "note.txt"
     write_store(str(outer))
     write_store(str(inner))
@@ -43,7 +43,7 @@ def test_what_lies_beside_a_store_stays(tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_a_remote_store(gcs, capsys):
+def test_a_remote_store_is_deleted(gcs, capsys):
     path = f"{new_bucket('gs', gcs.backend)}/store"
     write_store(path)
     assert main([f"store.path={path}", "confirm=true"]) == 0
@@ -51,8 +51,8 @@ def test_a_remote_store(gcs, capsys):
     capsys.readouterr()
 
 
-def test_on_s3_nothing_else_of_the_bucket_is_deleted(s3, capsys):
-    """The emulator of GCS does not list by prefix."""
+def test_other_objects_of_an_s3_bucket_stay(s3, capsys):
+    """Only on S3, since the GCS emulator does not list by prefix."""
     bucket = new_bucket("s3", s3.backend)
     write_store(f"{bucket}/store")
     mine = ["store/tokens.txt", "store/tokens/mine", "store/_commits/notes.json", "store2/zarr.json"]
@@ -164,8 +164,8 @@ def test_crafted_names_of_arrays_are_refused_before_anything_is_deleted(tmp_path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_deletion_that_was_killed_anywhere_can_be_repeated(tmp_path, monkeypatch, capsys):
-    """Killed before the n-th file or folder is removed, for every n: the threads remove no more."""
+def test_a_deletion_killed_at_any_point_can_be_repeated(tmp_path, monkeypatch, capsys):
+    """Killed before it removes the n-th file or folder, for every n."""
 
     class Killed(BaseException):
         pass
@@ -212,7 +212,7 @@ def test_a_deletion_that_was_killed_anywhere_can_be_repeated(tmp_path, monkeypat
     capsys.readouterr()
 
 
-def test_a_store_that_a_worker_holds_stays(tmp_path, capsys):
+def test_a_store_with_claimed_streams_is_not_deleted(tmp_path, capsys):
     path = str(tmp_path / "store")
     write_store(path, finish=False)
     before = sorted(tmp_path.rglob("*"))
@@ -228,11 +228,11 @@ def test_a_store_that_a_worker_holds_stays(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=a", "x=1"]])
-def test_usage(arguments, capsys):
+def test_wrong_arguments_print_the_usage(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m pipeline.delete store.path=...")
 
 
-def test_a_setting_is_true_or_false(capsys):
+def test_settings_must_be_true_or_false(capsys):
     assert main(["store.path=a", "confirm=yes"]) == 2
     assert capsys.readouterr().err == "confirm=yes: expected true or false.\n"

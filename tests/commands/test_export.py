@@ -1,4 +1,4 @@
-"""`python -m pipeline.export`: the data set holds what the store does. SAELens trains on one in
+"""`python -m pipeline.export`: the data set has the store's tokens and activations. SAELens trains on one in
 scripts/examples/train_with_libraries.py."""
 
 import json
@@ -33,7 +33,7 @@ def store(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("context", [None, 5])
-def test_contexts_hold_the_stored_tokens_in_their_order(store, tmp_path, context, capsys):
+def test_contexts_contain_the_stored_tokens_in_order(store, tmp_path, context, capsys):
     given = [] if context is None else [f"export.context={context}"]
     assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", *given]) == 0
     opened = ActivationStore.open(store)
@@ -53,7 +53,7 @@ def test_contexts_hold_the_stored_tokens_in_their_order(store, tmp_path, context
         np.testing.assert_array_equal(found[hook][:].reshape(len(values), -1), values.astype(np.float32))
 
 
-def test_some_arrays_in_half_precision(store, tmp_path, capsys):
+def test_chosen_arrays_are_exported_in_half_precision(store, tmp_path, capsys):
     arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
     assert main([*arguments, "export.dtype=float16"]) == 0
     found = load_from_disk(tmp_path / "cache")
@@ -63,7 +63,7 @@ def test_some_arrays_in_half_precision(store, tmp_path, capsys):
     assert "is not empty" in capsys.readouterr().err
 
 
-def test_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
+def test_remains_of_a_killed_export_are_replaced(store, tmp_path, capsys):
     arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
     assert main(arguments) == 0
     expected = {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()}
@@ -86,7 +86,7 @@ def test_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
         )
 
 
-def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, capsys):
+def test_a_full_disk_is_reported_and_the_export_can_be_repeated(store, tmp_path, capsys):
     arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}"]
     with largest_file(2000):
         assert main(arguments) == 1
@@ -97,7 +97,7 @@ def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, cap
     assert main(arguments) == 0
 
 
-def test_places_that_cannot_be_written(store, tmp_path, monkeypatch, capsys):
+def test_paths_that_cannot_be_written_are_refused(store, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
@@ -111,7 +111,7 @@ def test_places_that_cannot_be_written(store, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("hook", [None, 5, "", "token_ids", "hook_embed", {"deep": [[]]}, ...])
-def test_edited_names_of_hooks_are_named(store, tmp_path, hook, capsys):
+def test_edited_hook_names_are_refused(store, tmp_path, hook, capsys):
     zarr_json = store / "blocks.3.resid_post" / "zarr.json"
     metadata = json.loads(zarr_json.read_text())
     metadata["attributes"] = {} if hook is ... else {"hook_name": hook}
@@ -120,7 +120,7 @@ def test_edited_names_of_hooks_are_named(store, tmp_path, hook, capsys):
     assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", names]) == 2
     assert "blocks.3.resid_post/zarr.json does not match the digest in the root" in capsys.readouterr().err
     root = json.loads((store / "zarr.json").read_text())
-    for name in ("array_digests", "sha256"):  # as in a store of an earlier program
+    for name in ("array_digests", "sha256"):  # as in a store of an earlier version
         del root["attributes"]["activation_store"][name]
     (store / "zarr.json").write_text(json.dumps(root))
     assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", names]) == 2
@@ -148,7 +148,7 @@ def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
         (["export.path=b", "export.arrays=embed,blocks.9.v"], "the store has no ['blocks.9.v']; it has"),
     ],
 )
-def test_settings_that_are_wrong(store, arguments, message, tmp_path, monkeypatch, capsys):
+def test_wrong_settings_are_refused(store, arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main([f"store.path={store}", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`python -m pipeline.export export.format=delphi`: the files hold the store's features, and delphi reads them."""
+"""`python -m pipeline.export export.format=delphi`: the files have the store's features, and delphi reads them."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ NAMES = [name for name, *_ in ENCODERS]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory) -> str:
-    """Features of two SAEs, and no activations."""
+    """A store of features of two SAEs, without activations."""
     return write(str(tmp_path_factory.mktemp("features")), keeps_activations=False)
 
 
@@ -30,12 +30,12 @@ def exported(store: str, path: Path, *arguments: str) -> Path:
 
 
 def stored(store: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """All token ids [n] in the order of their rows, and the values of all features [n, F]; 0 where none is stored."""
+    """All token ids [n] in row order, and the values of all features [n, F]; 0 if not stored."""
     opened = ActivationStore.open(store)
     valid = opened.read_tokens(opened.rows).segments > 0
     outputs = opened.read_outputs(opened.rows)
     index, value = (outputs[f"features.{name}.{part}"][valid] for part in ("index", "value"))
-    dense = np.zeros((len(index), WIDTH + 1), np.float32)  # one more for what is empty
+    dense = np.zeros((len(index), WIDTH + 1), np.float32)  # one more for empty slots
     np.put_along_axis(dense, index, value.astype(np.float32), axis=1)
     return opened.read_tokens(opened.rows).tokens[valid], dense[:, :WIDTH]
 
@@ -45,7 +45,7 @@ def edges(folder: Path) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(("context", "splits"), [(None, None), (5, 1), (3, 7), (1, WIDTH)])
-def test_the_files_hold_the_stored_features(store, tmp_path, context, splits, capsys):
+def test_the_files_contain_the_stored_features(store, tmp_path, context, splits, capsys):
     given = [f"export.context={context}"] if context else []
     given += [f"export.splits={splits}"] if splits else []
     exported(store, tmp_path / "latents", *given)
@@ -95,10 +95,10 @@ def test_locations_beyond_16_bits_get_32(store, tmp_path, monkeypatch, capsys):
     assert {load_file(file)["locations"].dtype for file in folder.glob("*.safetensors")} == {np.dtype(np.uint32)}
 
 
-def test_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
+def test_remains_of_a_killed_export_are_replaced(store, tmp_path, capsys):
     path = exported(store, tmp_path / "latents")
     expected = {file: file.read_bytes() for file in path.rglob("*.safetensors")}
-    (path / NAMES[0]).rename(tmp_path / "aside")  # killed while the folders were moved to their places
+    (path / NAMES[0]).rename(tmp_path / "aside")  # killed while moving the folders
     (path / UNFINISHED).mkdir()
     (tmp_path / "aside").rename(path / UNFINISHED / NAMES[0])
     exported(store, path)
@@ -113,7 +113,7 @@ def test_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
     assert all(file.exists() for file in expected)
 
 
-def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, capsys):
+def test_a_full_disk_is_reported_and_the_export_can_be_repeated(store, tmp_path, capsys):
     with largest_file(600):
         arguments = [f"store.path={store}", f"export.path={tmp_path / 'latents'}", "export.format=delphi"]
         assert main(arguments) == 1
@@ -133,20 +133,20 @@ def test_a_full_disk_is_named_and_leaves_nothing_in_the_way(store, tmp_path, cap
         (["export.format=saelens", "export.splits=2"], "is of export.format=delphi"),
     ],
 )
-def test_settings_that_are_wrong(store, arguments, message, tmp_path, capsys):
+def test_wrong_settings_are_refused(store, arguments, message, tmp_path, capsys):
     format_given = [] if arguments[0].startswith("export.format") else ["export.format=delphi"]
     assert main([f"store.path={store}", f"export.path={tmp_path / 'b'}", *format_given, *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
 
 
-def test_a_store_without_features(real_store, tmp_path, capsys):
+def test_a_store_without_features_is_refused(real_store, tmp_path, capsys):
     assert main([f"store.path={real_store}", f"export.path={tmp_path / 'b'}", "export.format=delphi"]) == 2
     assert "has no features" in capsys.readouterr().err
 
 
 def test_delphi_writes_the_same_files(store, tmp_path, capsys):
-    """From the same tokens and values, with its own cache."""
+    """Its cache gets the same tokens and values."""
     pytest.importorskip("delphi")
     import torch
     from delphi.latents import LatentCache
@@ -179,7 +179,7 @@ def test_delphi_reads_every_feature(store, tmp_path, selected, capsys):
     from delphi.latents import LatentDataset
 
     class Words:
-        """Stands for a tokenizer of the store's ids, which delphi needs to show them."""
+        """In place of a tokenizer for the store's ids, which delphi needs to show them."""
 
         def batch_decode(self, ids):
             return [str(int(token)) for token in ids]

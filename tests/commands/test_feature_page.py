@@ -1,4 +1,4 @@
-"""The page of features that `pipeline.inspect` writes: what it says is what is in the store."""
+"""The page of features that `pipeline.inspect` writes agrees with the store."""
 
 import re
 import shutil
@@ -43,13 +43,13 @@ def dense(store) -> np.ndarray:
     return values[..., :768]
 
 
-def test_the_most_and_the_least_frequent_are_chosen():
+def test_the_most_and_the_least_frequent_features_are_chosen():
     assert most_and_least_frequent(np.array([3, 0, 9, 9, 1, 0, 5]), 2) == (2, 3, 0, 4)
     assert most_and_least_frequent(np.array([3, 0, 9]), 2) == (2, 0)
     assert most_and_least_frequent(np.zeros(3, int), 2) == ()
 
 
-def test_a_features_numbers_are_those_of_the_arrays(store, dense):
+def test_a_features_numbers_agree_with_the_arrays(store, dense):
     sae = view_features(store, FeatureChoice(extremes=3))
     counts = (dense > 0).sum(axis=(0, 1))
     assert [view.feature for view in sae.features] == list(most_and_least_frequent(counts, 3))
@@ -62,7 +62,7 @@ def test_a_features_numbers_are_those_of_the_arrays(store, dense):
 
 
 @pytest.mark.parametrize("most", [None, 0], ids=["all firings", "the strongest"])
-def test_contexts_are_of_the_rows_with_the_strongest_firings(store, dense, monkeypatch, most):
+def test_contexts_come_from_the_rows_with_the_strongest_firings(store, dense, monkeypatch, most):
     if most is not None:
         monkeypatch.setattr("pipeline.inspection.features.MAX_FIRINGS", most)
     text = store.read_tokens(slice(None))
@@ -89,7 +89,7 @@ def test_contexts_are_of_the_rows_with_the_strongest_firings(store, dense, monke
     assert cut  # some contexts are cut where their window begins or ends
 
 
-def test_the_page_is_whole_and_loads_nothing(encoded_store, store, tmp_path, capsys):
+def test_the_page_is_complete_and_loads_nothing(encoded_store, store, tmp_path, capsys):
     file = tmp_path / "features.html"
     arguments = [f"store.path={encoded_store}", f"inspect.features_html={file}", "inspect.features=[12,99]"]
     assert main([*arguments, "inspect.contexts=3", "inspect.tokens=512"]) == 0
@@ -110,7 +110,7 @@ def test_the_page_is_whole_and_loads_nothing(encoded_store, store, tmp_path, cap
             assert shown.replace("\n", "↵") in page.text
 
 
-def test_how_many_features_fire_is_printed(encoded_store, store, dense, capsys):
+def test_the_numbers_of_firing_features_are_printed(encoded_store, store, dense, capsys):
     assert main([f"store.path={encoded_store}", "inspect.tokens=512"]) == 0
     frequency = (dense > 0).sum(axis=(0, 1)) / store.num_tokens
     counts = [(frequency == 0).sum(), (frequency > 0.01).sum(), (frequency > 0.1).sum()]
@@ -118,7 +118,7 @@ def test_how_many_features_fire_is_printed(encoded_store, store, dense, capsys):
     assert re.search(" +".join([KEY, "768", r"16\.0", r"8\d\.\d%", *map(str, counts)]), capsys.readouterr().out)
 
 
-def test_a_feature_that_never_fires(store):
+def test_the_page_shows_a_feature_that_never_fires(store):
     sae = view_features(store, FeatureChoice(features=(12, 99)))
     count = sae.statistics.count.copy()
     count[12] = 0
@@ -140,7 +140,7 @@ def test_a_feature_with_too_many_firings_has_no_histogram(encoded_store, tmp_pat
     assert "There is no histogram" in page.text
 
 
-def test_settings():
+def test_settings_are_parsed():
     given = ["store.path=s", "inspect.features_html=p", "inspect.sae=a.b", "inspect.features=[3, 4]"]
     settings = parse(Settings, [*given, "inspect.extremes=2", "inspect.contexts=5"])
     assert (settings.sae, settings.features, settings.extremes, settings.contexts) == ("a.b", (3, 4), 2, 5)
@@ -156,14 +156,14 @@ def test_settings():
         (["inspect.sae=blocks.2.resid_post"], "inspect.sae=blocks.2.resid_post: the store has features of blocks.4"),
     ],
 )
-def test_choices_that_the_store_does_not_have(encoded_store, tmp_path, arguments, message, capsys):
+def test_features_that_the_store_lacks_are_refused(encoded_store, tmp_path, arguments, message, capsys):
     page = f"inspect.features_html={tmp_path / 'p'}"
     assert main([f"store.path={encoded_store}", page, "inspect.tokens=512", *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "p").exists()
 
 
-def test_stores_that_have_no_page_of_features(real_store, encoded_store, tmp_path, capsys):
+def test_stores_without_an_index_by_feature_are_refused(real_store, encoded_store, tmp_path, capsys):
     page = f"inspect.features_html={tmp_path / 'p'}"
     two = write(str(tmp_path / "two"), keeps_activations=True)
     cases = [
@@ -177,7 +177,7 @@ def test_stores_that_have_no_page_of_features(real_store, encoded_store, tmp_pat
         assert message in capsys.readouterr().err
 
 
-def test_an_index_that_contradicts_the_arrays_is_named(encoded_store, tmp_path, capsys):
+def test_an_index_that_contradicts_the_arrays_is_reported(encoded_store, tmp_path, capsys):
     copy = shutil.copytree(encoded_store, tmp_path / "store")
     array = ActivationStore.open(copy).arrays[f"features.{KEY}.index"]
     array.write(np.zeros(array.shape, np.int32)).result()
@@ -197,7 +197,7 @@ def test_a_browser_shows_the_page(encoded_store, tmp_path, capsys):
             assert tab.requests() == [file.as_uri()]
             shown, needed = tab.evaluate("[innerWidth, document.documentElement.scrollWidth]")
             assert shown == width
-            assert needed <= width  # nothing to scroll sideways to
+            assert needed <= width  # no horizontal scrolling
             assert tab.evaluate("document.querySelectorAll('.context').length") > 50
             tab.screenshot(tmp_path / f"{width}.png")
             assert (tmp_path / f"{width}.png").stat().st_size > 50_000

@@ -45,7 +45,7 @@ def files(path: Path) -> dict[str, bytes]:
     return found | {"zarr.json": json.dumps(root).encode()}
 
 
-def test_what_workers_left_is_completed_as_a_run_would_have(tmp_path):
+def test_an_unfinished_store_is_completed_as_by_a_run(tmp_path):
     write_store(str(tmp_path / "run"))
     write_store(str(tmp_path / "left"), finish=False)
     command = [sys.executable, "-m", "pipeline.finalize", f"store.path={tmp_path / 'left'}"]
@@ -61,7 +61,7 @@ def test_what_workers_left_is_completed_as_a_run_would_have(tmp_path):
     assert outputs[0].endswith(f"{tmp_path / 'left'}: complete\n")
 
 
-def test_what_was_kept_while_decoding_is_deleted(tmp_path):
+def test_activations_kept_while_decoding_are_deleted(tmp_path):
     storage = Storage.open(tmp_path)
     capture = metadata().capture | {"when": "decode"}
     writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout())
@@ -73,7 +73,7 @@ def test_what_was_kept_while_decoding_is_deleted(tmp_path):
     assert storage.list_keys(GENERATED_PREFIX) == []
 
 
-def test_several_at_once(tmp_path):
+def test_several_commands_may_run_at_once(tmp_path):
     write_store(str(tmp_path), finish=False)
     with ThreadPoolExecutor() as pool:
         codes = list(pool.map(main, [[f"store.path={tmp_path}"]] * 4))
@@ -82,7 +82,7 @@ def test_several_at_once(tmp_path):
     assert verify_store(str(tmp_path)) == []
 
 
-def test_a_stream_that_has_not_ended_is_named_unless_forced(tmp_path, capsys):
+def test_an_unfinished_stream_is_reported_unless_forced(tmp_path, capsys):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     write_blocks(writer, 0)
     first = next(blocks(1))
@@ -106,7 +106,7 @@ def test_a_truncated_block_ends_its_stream(tmp_path, capsys):
 
 @pytest.mark.parametrize(("missing", "code"), [(0, 0), (-LENGTH + 1, 0), (-LENGTH, 0), (1, 1)])
 def test_a_share_of_max_tokens_that_ends_with_a_block_ends_its_stream(tmp_path, missing, code):
-    """`missing` tokens to the share of stream 0."""
+    """The share of stream 0 has `missing` more tokens than are stored."""
     stored = next(blocks(0)).record.tokens
     config = {"run": {"max_tokens": 2 * (stored + missing)}}
     writer = StoreWriter.open(str(tmp_path), metadata(config=config), layout())
@@ -117,24 +117,24 @@ def test_a_share_of_max_tokens_that_ends_with_a_block_ends_its_stream(tmp_path, 
     assert main([f"store.path={tmp_path}"]) == code
 
 
-def test_no_store(tmp_path, capsys):
+def test_a_missing_store_is_refused(tmp_path, capsys):
     assert main([f"store.path={tmp_path}/nothing"]) == 2
     assert "there is no activation store" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=/a", "x=1"]])
-def test_usage(arguments, capsys):
+def test_wrong_arguments_print_the_usage(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m pipeline.finalize store.path=...")
 
 
-def test_a_setting_is_true_or_false(capsys):
+def test_settings_must_be_true_or_false(capsys):
     assert main(["store.path=/a", "force=yes"]) == 2
     assert capsys.readouterr().err == "force=yes: expected true or false.\n"
 
 
 @pytest.mark.parametrize(("number", "named"), [(1, "stream 1"), (COMPLETION, "the completion of the store")])
-def test_a_store_that_a_worker_still_holds_is_left_to_it(tmp_path, capsys, number, named):
+def test_a_store_with_claimed_streams_is_not_completed(tmp_path, capsys, number, named):
     path = str(tmp_path / "store")
     write_store(path, finish=False)
     claims = Claims(path, lease_s=60)

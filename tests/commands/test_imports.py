@@ -1,4 +1,4 @@
-"""What a run imports: only what it uses, and quickly. (pandas, where it is installed, is imported by pyarrow.)"""
+"""A run imports only what it uses, and quickly. (pyarrow imports pandas if it is installed.)"""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ def python(program: str) -> str:
     ).stdout
 
 
-def test_a_run_on_local_files_imports_nothing_heavy_that_it_does_not_use(tmp_path):
+def test_a_run_on_local_files_imports_no_unused_heavy_packages(tmp_path):
     overrides = [f"data.path={write_text(tmp_path / 'text', files=1, documents=5)}", f"store.path={tmp_path / 'store'}"]
     program = f"""
 from pipeline.config import composing
@@ -28,7 +28,7 @@ run(composing.compose({[*overrides, "data=fineweb", "run.progress=false"]}))
 
 
 def test_importing_the_entry_point_is_quick():
-    """In CPU time, the best of three, and against the packages that a run cannot do without: machines differ."""
+    """The best CPU time of three, relative to the packages that every run needs, since machines differ."""
     program = "import time, {}; print(time.process_time())"
 
     def seconds(modules: str) -> float:

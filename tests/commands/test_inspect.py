@@ -1,4 +1,4 @@
-"""`python -m pipeline.inspect`: what it says is what is in the store."""
+"""`python -m pipeline.inspect` describes the store correctly."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ from tests.store.example_store import DOCUMENT_LENGTHS, ROWS, WIDTHS, stored_tok
 
 
 class Page(HTMLParser):
-    """Collects text and tags, and fails on what is not closed."""
+    """Collects text and tags, and fails if a tag is not closed."""
 
     VOID = ("meta", "br")
 
@@ -49,7 +49,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_summary_counts_what_is_stored(tmp_path, capsys):
+def test_the_summary_agrees_with_the_store(tmp_path, capsys):
     write_store(str(tmp_path))
     assert main([f"store.path={tmp_path}"]) == 0
     printed = capsys.readouterr().out
@@ -63,7 +63,7 @@ def test_the_summary_counts_what_is_stored(tmp_path, capsys):
     assert set(summary.document_tokens.tolist()) == {n for lengths in DOCUMENT_LENGTHS for n in lengths}
 
 
-def test_the_sample_is_numpys(tmp_path):
+def test_the_sample_agrees_with_numpy(tmp_path):
     write_store(str(tmp_path))
     store = ActivationStore.open(tmp_path)
     sample = take_sample(store, 10**6, seed=0)
@@ -80,13 +80,13 @@ def test_the_sample_is_numpys(tmp_path):
     assert again.rows.tolist() == take_sample(store, 8 * 5, seed=1).rows.tolist() != other.rows.tolist()
 
 
-def test_few_selected_tokens_do_not_make_a_sample_of_all_rows(tmp_path, monkeypatch):
+def test_the_sample_has_a_maximum_number_of_rows(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.inspection.sample.MAX_TEXT_SLOTS", 3 * 8)
     write_store(str(tmp_path))
     assert len(take_sample(ActivationStore.open(tmp_path), 10**6, seed=0).rows) == 3
 
 
-def test_the_page_is_whole_and_loads_nothing(real_store, tmp_path, capsys):
+def test_the_page_is_complete_and_loads_nothing(real_store, tmp_path, capsys):
     file = tmp_path / "page.html"
     assert main([f"store.path={real_store}", f"inspect.html={file}", "inspect.tokens=4096"]) == 0
     text = file.read_text()
@@ -110,7 +110,7 @@ def test_the_page_is_whole_and_loads_nothing(real_store, tmp_path, capsys):
     capsys.readouterr()
 
 
-def test_the_charts_as_a_png(real_store, tmp_path, capsys):
+def test_the_charts_are_written_as_a_png(real_store, tmp_path, capsys):
     file = tmp_path / "charts.png"
     assert main([f"store.path={real_store}", f"inspect.png={file}", "inspect.tokens=4096"]) == 0
     assert f"{file}: " in capsys.readouterr().out
@@ -131,12 +131,12 @@ print("matplotlib" in sys.modules)"""
     assert done.stdout.endswith("\nFalse\n"), done.stderr
 
 
-def test_a_tokenizer_that_was_asked_for_must_be_there(real_store, tmp_path, capsys):
+def test_a_missing_tokenizer_is_refused(real_store, tmp_path, capsys):
     assert main([f"store.path={real_store}", f"inspect.html={tmp_path / 'p'}", f"inspect.tokenizer={tmp_path}"]) == 2
     assert "tokenizer.json" in capsys.readouterr().err
 
 
-def test_a_store_of_another_tokenizer_is_shown_as_ids(tmp_path, capsys):
+def test_a_store_of_an_unknown_tokenizer_is_shown_as_ids(tmp_path, capsys):
     write_store(str(tmp_path / "store"))
     file = tmp_path / "page.html"
     assert main([f"store.path={tmp_path / 'store'}", f"inspect.html={file}"]) == 0
@@ -147,7 +147,7 @@ def test_a_store_of_another_tokenizer_is_shown_as_ids(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("max_rows", [0, ROWS])
-def test_unfinished_and_empty_stores(tmp_path, capsys, max_rows):
+def test_unfinished_and_empty_stores_are_shown(tmp_path, capsys, max_rows):
     write_store(str(tmp_path / "store"), finish=False, max_rows=max_rows)
     file = tmp_path / "page.html"
     assert main([f"store.path={tmp_path / 'store'}", f"inspect.html={file}"]) == 0
@@ -169,25 +169,25 @@ def test_values_that_are_not_finite_are_counted(tmp_path):
     assert np.isfinite(view.valid_norms).all()
 
 
-def test_a_damaged_log_is_named(tmp_path, capsys):
+def test_a_damaged_log_is_reported(tmp_path, capsys):
     write_store(str(tmp_path))
     Storage.open(str(tmp_path)).write("_metrics/run.jsonl", b'{"tokens": 1')
     assert main([f"store.path={tmp_path}"]) == 2
     assert "_metrics/run.jsonl" in capsys.readouterr().err
 
 
-def test_no_store(tmp_path, capsys):
+def test_a_missing_store_is_refused(tmp_path, capsys):
     assert main([f"store.path={tmp_path}"]) == 2
     assert "there is no activation store" in capsys.readouterr().err
 
 
-def test_the_command_line(real_store):
+def test_the_command_runs_in_a_process(real_store):
     done = run(f"store.path={real_store}", "inspect.tokens=512", module="pipeline.inspect")
     assert done.returncode == 0, done.stderr
     assert "blocks.2.resid_post" in done.stdout
 
 
-def test_settings():
+def test_settings_are_parsed():
     given = ["store.path='/a b'", "inspect.html=p", "inspect.tokens=5", "inspect.seed=0", "inspect.tokenizer=t"]
     assert parse(Settings, given) == Settings("/a b", "p", None, 5, 0, "t")
 
@@ -203,12 +203,12 @@ def test_settings():
         (["store.path=a", "inspect.tokens=1e3"], "inspect.tokens=1e3"),
     ],
 )
-def test_settings_that_are_wrong(arguments, message):
+def test_wrong_settings_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         parse(Settings, arguments)
 
 
-def test_a_remote_store(gcs, tmp_path, capsys):
+def test_a_remote_store_is_shown(gcs, tmp_path, capsys):
     path = f"{new_bucket('gs', gcs.backend)}/store"
     write_store(path)
     assert main([f"store.path={path}", f"inspect.html={tmp_path / 'page.html'}"]) == 0

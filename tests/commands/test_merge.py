@@ -1,4 +1,4 @@
-"""Stores that were filled apart become the store that one run would have made."""
+"""Stores filled by different workers are merged into the store of a single run."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def write_streams(path: Path | str, streams: Sequence[int], **changes) -> StoreW
 
 @pytest.fixture
 def halves(tmp_path) -> list[str]:
-    """A store of each of the two streams, as arguments."""
+    """A store per stream, as arguments."""
     for stream in range(2):
         write_streams(tmp_path / str(stream), [stream])
     return [f"from={tmp_path / str(stream)}" for stream in range(2)]
@@ -44,7 +44,7 @@ def whole(tmp_path) -> Path:
     return tmp_path / "whole"
 
 
-def test_two_workers_jobs_become_that_of_one_with_the_same_statistics(tmp_path, capsys):
+def test_stores_of_two_workers_merge_into_that_of_one(tmp_path, capsys):
     text = write_text(tmp_path / "text", files=2, documents=25)
     job = [f"data.path={text}", "data.num_streams=2", "batch.rows=4", "batch.length=128", "capture.layers=[1]"]
     job += ["store.shard_mib=0.25", "run.progress=false", "capture.dtype=int8", "capture.positions=last"]
@@ -62,7 +62,7 @@ def test_two_workers_jobs_become_that_of_one_with_the_same_statistics(tmp_path, 
     capsys.readouterr()
 
 
-def test_an_interrupted_merge_goes_on_and_may_be_repeated(tmp_path, halves, whole, capsys):
+def test_an_interrupted_merge_resumes_and_may_be_repeated(tmp_path, halves, whole, capsys):
     copied = []
 
     def interrupt(done: int, total: int) -> None:
@@ -82,8 +82,8 @@ def test_an_interrupted_merge_goes_on_and_may_be_repeated(tmp_path, halves, whol
     capsys.readouterr()
 
 
-def test_blocks_that_are_taken_from_several_stores_in_turn(tmp_path, whole, monkeypatch):
-    """The first block of each stream from one, the others from another, a few records at a time."""
+def test_blocks_of_a_stream_may_come_from_several_stores(tmp_path, whole, monkeypatch):
+    """Each stream's first block comes from one store, the others from another. Records are read a few at a time."""
     monkeypatch.setattr("pipeline.store.write.merging._RECORDS_AT_ONCE", 2)
     write_store(str(tmp_path / "first"), finish=False, max_rows=ROWS)
     store = merge_stores([str(tmp_path / "first"), str(whole)], str(tmp_path / "merged"))
@@ -105,7 +105,7 @@ def test_blocks_are_committed_in_order_although_several_are_copied_at_once(tmp_p
 
 
 @pytest.mark.parametrize("done_before", [1, 3])
-def test_blocks_that_another_run_commits_during_a_merge_are_taken_as_they_are(tmp_path, halves, whole, done_before):
+def test_blocks_committed_by_another_run_during_a_merge_are_kept(tmp_path, halves, whole, done_before):
     merged, sources = tmp_path / "merged", [half.removeprefix("from=") for half in halves]
 
     def merge_too(done: int, _total: int) -> None:
@@ -118,12 +118,12 @@ def test_blocks_that_another_run_commits_during_a_merge_are_taken_as_they_are(tm
 
 
 @pytest.mark.parametrize(("shard_mib", "copies"), [(512, 4), (64, 16), (1, 32)])
-def test_the_copies_at_once_fit_into_the_memory_for_them(shard_mib, copies):
+def test_concurrent_copies_are_limited_by_memory(shard_mib, copies):
     wide = ArraySpec("embed", "float32", width=shard_mib * MIB // (4 * ROWS * LENGTH))
     assert _num_copies(replace(layout(), arrays=(wide,))) == copies
 
 
-def test_one_store_after_the_other_into_the_first(tmp_path, halves, whole, capsys):
+def test_stores_may_be_merged_one_by_one(tmp_path, halves, whole, capsys):
     target = f"store.path={tmp_path / '0'}"
     assert main([halves[0], target]) == 0
     assert "not completed: streams 1 are unfinished" in capsys.readouterr().out
@@ -131,7 +131,7 @@ def test_one_store_after_the_other_into_the_first(tmp_path, halves, whole, capsy
     assert_same_store(tmp_path / "0", whole)
 
 
-def test_a_complete_store_takes_up_more_blocks(tmp_path, whole, capsys):
+def test_a_complete_store_can_be_extended_by_a_merge(tmp_path, whole, capsys):
     write_store(str(tmp_path / "part"), max_rows=ROWS)
     assert main([f"from={whole}", f"store.path={tmp_path / 'part'}"]) == 0
     assert_same_store(tmp_path / "part", whole)
@@ -149,7 +149,7 @@ def test_objects_that_a_killed_job_left_are_replaced_or_deleted(tmp_path, halves
     capsys.readouterr()
 
 
-def test_to_and_from_object_storage(tmp_path, halves, whole, gcs, capsys):
+def test_stores_are_merged_to_and_from_object_storage(tmp_path, halves, whole, gcs, capsys):
     remote = f"{new_bucket('gs', gcs.backend)}/store"
     assert main([*halves, f"store.path={remote}"]) == 0
     assert main([f"from={remote}", f"store.path={tmp_path / 'back'}"]) == 0
@@ -183,7 +183,7 @@ def no_store(path: Path) -> str:
 
 @pytest.mark.parametrize("make_other", [other_configuration, other_block, other_chunks, no_store])
 @pytest.mark.parametrize("as_target", [False, True])
-def test_what_does_not_fit_is_refused_before_anything_is_copied(tmp_path, halves, make_other, as_target):
+def test_stores_that_do_not_match_are_refused_before_copying(tmp_path, halves, make_other, as_target):
     message = make_other(tmp_path / "other")
     if as_target and make_other is no_store:
         return
@@ -196,7 +196,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_copied(tmp_path, halves
     assert sorted(target.rglob("*")) == before
 
 
-def test_a_store_without_its_root_is_left_as_it_is(tmp_path, halves, whole):
+def test_a_target_that_lost_its_root_is_not_changed(tmp_path, halves, whole):
     (whole / "zarr.json").unlink()
     before = {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()}
     with pytest.raises(StoreInvalid, match=r"zarr\.json is missing"):
@@ -204,7 +204,7 @@ def test_a_store_without_its_root_is_left_as_it_is(tmp_path, halves, whole):
     assert {file: file.read_bytes() for file in whole.rglob("*") if file.is_file()} == before
 
 
-def test_the_errors_of_int8_are_those_of_the_source_that_has_them(tmp_path, halves):
+def test_errors_of_int8_are_taken_from_the_source_that_has_them(tmp_path, halves):
     sources = [half.removeprefix("from=") for half in halves]
     StoreWriter.open_existing(sources[1]).record_weights_error({"embed": 0.01})
     StoreWriter.open_existing(sources[0]).record_cache_error({"final_norm": 0.02})
@@ -222,9 +222,7 @@ def test_the_errors_of_int8_are_those_of_the_source_that_has_them(tmp_path, halv
         ("_documents/stream-00001/block-000000.parquet", b"PAR1", "is not the file of its commit record"),
     ],
 )
-def test_a_block_whose_objects_a_source_has_lost_is_not_committed(
-    tmp_path, halves, whole, capsys, key, content, message
-):
+def test_a_block_with_missing_objects_is_not_committed(tmp_path, halves, whole, capsys, key, content, message):
     file, merged = tmp_path / "1" / key, f"store.path={tmp_path / 'merged'}"
     before = file.read_bytes()
     file.unlink()
@@ -238,7 +236,7 @@ def test_a_block_whose_objects_a_source_has_lost_is_not_committed(
     assert_same_store(tmp_path / "merged", whole)
 
 
-def test_damage_is_found(tmp_path, halves, capsys):
+def test_damage_is_reported(tmp_path, halves, capsys):
     (tmp_path / "1" / "embed" / "c" / "1" / "0" / "0").write_bytes(b"damaged")
     assert main([*halves, f"store.path={tmp_path / 'merged'}"]) == 1
     assert "embed/c/1/0/0" in capsys.readouterr().out
@@ -247,6 +245,6 @@ def test_damage_is_found(tmp_path, halves, capsys):
 @pytest.mark.parametrize(
     "arguments", [[], ["from=/a"], ["store.path=/a"], ["from=", "store.path=/a"], ["from=/a", "x=1"]]
 )
-def test_usage(arguments, capsys):
+def test_wrong_arguments_print_the_usage(arguments, capsys):
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m pipeline.merge from=...")

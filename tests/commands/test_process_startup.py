@@ -1,4 +1,4 @@
-"""Signals before a job's own handlers, and standard streams that are closed: in processes of their own."""
+"""Signals before a job installs its handlers, and closed standard streams, in separate processes."""
 
 import json
 import random
@@ -19,7 +19,7 @@ from pipeline.core.errors import ConfigError, PipelineError
 from tests.jobs import ROOT, command, committed, free_port, has_loaded, run, wait_until, write_text
 
 COMMANDS = ["run", "plan", "verify", "finalize", "merge", "inspect", "export", "delete"]
-# The process sends itself a signal when it is about to import anything but this package and the standard library.
+# The process sends itself a signal before its first import outside this package and the standard library.
 SIGNAL_AT_FIRST_IMPORT = """
 import os, runpy, sys
 
@@ -31,7 +31,7 @@ class Finder:
 sys.meta_path.insert(0, Finder())
 runpy.run_module(sys.argv[1], run_name="__main__")
 """
-# Commands one after the other, each with standard streams of its own, as Python makes them.
+# Runs commands one after the other, each with new standard streams, as Python makes them.
 COMMANDS_WITHOUT_STREAMS = """
 import json, os, runpy, sys
 from pathlib import Path
@@ -65,7 +65,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
 
 
 def signalled(number: signal.Signals, when: Callable[[int], bool], *arguments: str) -> subprocess.CompletedProcess:
-    """The job, sent a signal when `when` holds for its process id."""
+    """Runs the job and sends it a signal once `when` is true for its process id."""
     process = subprocess.Popen(
         command(*arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -94,7 +94,7 @@ def test_a_signal_during_imports_is_an_interruption(overrides, tmp_path, number,
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("name", [*COMMANDS, "push"])
-def test_every_command_heeds_signals_before_it_imports_anything_else(name, number):
+def test_every_command_handles_signals_before_other_imports(name, number):
     arguments = ["-c", SIGNAL_AT_FIRST_IMPORT, f"pipeline.{name}", str(int(number))]
     result = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -102,7 +102,7 @@ def test_every_command_heeds_signals_before_it_imports_anything_else(name, numbe
     assert_interrupted(result, number)
 
 
-def test_every_command_outlives_its_standard_streams(overrides, tmp_path):
+def test_every_command_runs_without_standard_streams(overrides, tmp_path):
     """In one process, since each command's imports take seconds."""
     store, copy = f"store.path={tmp_path}/store", f"store.path={tmp_path}/STREAMS"
     arguments = {
@@ -127,7 +127,7 @@ def test_every_command_outlives_its_standard_streams(overrides, tmp_path):
     assert not left & {"closed", "without readers"}
 
 
-def test_a_signal_is_heeded_while_the_other_processes_are_waited_for(overrides, tmp_path):
+def test_a_signal_is_handled_while_other_processes_are_awaited(overrides, tmp_path):
     """JAX waits outside Python, for as long as distributed.join_timeout_s."""
     port = free_port()
 
@@ -140,7 +140,7 @@ def test_a_signal_is_heeded_while_the_other_processes_are_waited_for(overrides, 
     assert_interrupted(result, signal.SIGTERM)
 
 
-def test_processes_that_do_not_come_together_are_a_message(overrides, tmp_path):
+def test_processes_that_do_not_all_join_are_reported(overrides, tmp_path):
     """JAX would abort the process with a stack trace of C++."""
     place = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
     place += ["distributed.process_id=1", "distributed.join_timeout_s=1"]
@@ -150,7 +150,7 @@ def test_processes_that_do_not_come_together_are_a_message(overrides, tmp_path):
     assert "Check that all were started and can reach localhost:" in result.stderr
 
 
-def test_a_coordinators_port_that_is_taken_is_a_message():
+def test_a_coordinators_port_in_use_is_reported():
     """JAX would end with a segmentation fault."""
     with socket.create_server(("localhost", 0)) as server:
         options = DistributedConfig(f"localhost:{server.getsockname()[1]}", num_processes=1, process_id=0)
@@ -160,7 +160,7 @@ def test_a_coordinators_port_that_is_taken_is_a_message():
             joining.initialise(options)
 
 
-def test_processes_that_have_not_joined_are_a_message(monkeypatch):
+def test_processes_that_have_not_joined_are_reported(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)  # as on a slice whose cluster JAX does not detect
     with pytest.raises(ConfigError, match=r"belong to 2 processes, which have not joined. Set distributed.coordinator"):
         devices.topology(RunOptions())
@@ -168,8 +168,8 @@ def test_processes_that_have_not_joined_are_a_message(monkeypatch):
 
 @pytest.mark.slow
 def test_a_signal_at_any_moment_of_the_start_is_an_interruption(overrides, tmp_path):
-    """Forty moments, from the first lines of the program to the first steps: where a single one is missed, whoever
-    starts the job again takes an interruption for a failure."""
+    """Forty moments from the first lines of the program to the first steps. If a signal is missed at one of them, a
+    launcher takes the interruption for a failure."""
     rng = random.Random(0)
     text = write_text(tmp_path / "text", files=4, documents=400)
     for k in range(40):
@@ -184,13 +184,13 @@ SLOW = [pytest.param(redirection, marks=pytest.mark.slow) for redirection in ("2
 
 
 @pytest.mark.parametrize("redirection", ["<&- >&- 2>&-", *SLOW])
-def test_a_job_outlives_its_standard_streams(overrides, tmp_path, redirection):
+def test_a_job_runs_without_standard_streams(overrides, tmp_path, redirection):
     shell = f"{shlex.join(command(*overrides, f'store.path={tmp_path}/store'))} {redirection}"
     assert subprocess.run(["sh", "-c", shell], cwd=ROOT, timeout=60).returncode == 0
     assert committed(tmp_path / "store") > 0
 
 
-def test_a_job_outlives_the_reader_of_its_messages(overrides, tmp_path):
+def test_a_job_continues_without_the_reader_of_its_messages(overrides, tmp_path):
     job = command(*overrides, f"store.path={tmp_path / 'store'}")
     process = subprocess.Popen(job, cwd=ROOT, stderr=subprocess.PIPE)
     process.stderr.close()

@@ -1,4 +1,4 @@
-"""`python -m pipeline.push`: what is on the Hub afterwards, after interruptions, faults and extensions."""
+"""`python -m pipeline.push`: the store on the Hub after interruptions, faults and extensions."""
 
 import time
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ TOKEN = "hf_nobody-may-see-this"
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
-    """The Hub, on this machine, with a storage for files of 512 bytes and more."""
+    """A local Hub that redirects files of 512 bytes and more to a storage."""
     clock = SimpleNamespace(sleep=lambda _: None, time=time.time)
     monkeypatch.setattr("pipeline.core.retries.time", clock)
     monkeypatch.setattr("huggingface_hub.utils._http.time", clock)
@@ -49,7 +49,7 @@ def uploads(server: Hub) -> set[str]:
     return {request for request in server.requests if request.startswith("PUT")}
 
 
-def test_a_push_through_faults(server, tmp_path, monkeypatch, capsys):
+def test_a_push_survives_faults(server, tmp_path, monkeypatch, capsys):
     write_store(str(tmp_path / "store"))
     with FaultProxy(server.address).serving() as proxy:
         proxy.reset(0.25, seed=0, kinds=FAULTS)
@@ -67,7 +67,7 @@ def test_a_push_through_faults(server, tmp_path, monkeypatch, capsys):
     assert "| `embed` | 27 x 8 x 4 | bfloat16 | 0.00 |" in readme
 
 
-def test_what_an_interruption_leaves_is_unfinished_and_the_rest_follows(server, capsys):
+def test_an_interrupted_push_leaves_an_unfinished_store_and_resumes(server, capsys):
     write_store("memory://interrupted")
     commits = []
 
@@ -94,7 +94,7 @@ def test_what_an_interruption_leaves_is_unfinished_and_the_rest_follows(server, 
     assert ", 0 of them new" in capsys.readouterr().out
 
 
-def test_an_extended_store_replaces_what_changed(server, tmp_path, capsys):
+def test_pushing_an_extended_store_uploads_only_changes(server, tmp_path, capsys):
     store = tmp_path / "store"
     write_store(str(store), max_rows=6)
     assert push(store, "revision=first/part") == 0
@@ -126,7 +126,7 @@ def test_an_extended_store_replaces_what_changed(server, tmp_path, capsys):
     assert "has more of this store: 2 blocks, e.g. _commits/stream-00000/block-000002.json" in capsys.readouterr().err
 
 
-def test_what_interruptions_of_an_extension_leave_is_undamaged(server, tmp_path, monkeypatch):
+def test_an_interrupted_push_of_an_extension_leaves_an_undamaged_store(server, tmp_path, monkeypatch):
     store = tmp_path / "store"
     write_store(str(store), max_rows=6)
     assert push(store) == 0
@@ -148,7 +148,7 @@ def test_what_interruptions_of_an_extension_leave_is_undamaged(server, tmp_path,
         assert push(store) == 0
         assert pushed_objects(server) == contents(store)
     assert len(num_rows) > 2
-    assert num_rows[0] == 8  # the truncated blocks are gone, and the others are there
+    assert num_rows[0] == 8  # without the truncated blocks
     assert num_rows == sorted(num_rows)
 
 
@@ -168,7 +168,7 @@ def test_objects_that_are_uploaded_together_have_a_bounded_size(monkeypatch):
     assert 4 < len(groups) < 20
 
 
-def test_refusals(server, tmp_path, monkeypatch, capsys, caplog):
+def test_pushes_that_cannot_be_made_are_refused(server, tmp_path, monkeypatch, capsys, caplog):
     copy_store(str(tmp_path / "store"))
     copy_store(str(tmp_path / "unfinished"), finish=False)
     copy_store(str(tmp_path / "other"), dtype="float16")
@@ -195,7 +195,7 @@ def test_refusals(server, tmp_path, monkeypatch, capsys, caplog):
     assert "the Hub refuses the push" in refusal("store", "repo=owner/another")
 
 
-def test_somebody_elses_commit_ends_a_push(server, tmp_path, capsys):
+def test_a_concurrent_commit_ends_a_push(server, tmp_path, capsys):
     copy_store(str(tmp_path / "store"))
 
     def commit_before(request: str) -> None:
@@ -210,7 +210,7 @@ def test_somebody_elses_commit_ends_a_push(server, tmp_path, capsys):
     assert server.head(REPO)["LICENSE"] == b"mine"
 
 
-def test_a_commit_whose_answers_are_all_lost_was_made(server, tmp_path, monkeypatch):
+def test_a_commit_with_lost_responses_is_recognised(server, tmp_path, monkeypatch):
     copy_store(str(tmp_path / "store"))
     monkeypatch.setattr(pushing, "FILES_PER_COMMIT", 100)
     server.loses_commits = True
@@ -218,7 +218,7 @@ def test_a_commit_whose_answers_are_all_lost_was_made(server, tmp_path, monkeypa
     assert pushed_objects(server) == contents(tmp_path / "store")
 
 
-def test_a_storage_that_stays_down_ends_a_push_that_goes_on_later(server, tmp_path, capsys):
+def test_a_push_ended_by_an_outage_can_be_resumed(server, tmp_path, capsys):
     copy_store(str(tmp_path / "store"))
 
     def refuse_uploads(request: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the commands that work on a store: values are taken exactly as typed, and --help explains them."""
+"""Settings of the commands for stores: values are used exactly as typed, and --help explains the settings."""
 
 from dataclasses import dataclass, fields
 
@@ -33,7 +33,7 @@ class Settings:
 @pytest.mark.parametrize(
     "value", ["1e5", "~x", "0x10", "null", "true", "a=b", "a b", "[1,2]", "${x}", "007", "a'b", "-1"]
 )
-def test_a_text_stays_as_it_was_typed(value):
+def test_a_text_is_used_as_typed(value):
     assert parse(Settings, [f"store.path={value}", f"from={value}"]) == Settings(value, (value,))
 
 
@@ -42,7 +42,7 @@ def test_quotes_around_a_value_are_removed(typed):
     assert parse(Settings, [f"store.path={typed}"]).path == "/a b"
 
 
-def test_every_sort_of_value():
+def test_every_kind_of_setting_is_parsed():
     given = ["from=b", "store.path=x", "from=a", "force=true", "number.count=12", "arrays=p,q", "dtype=b"]
     assert parse(Settings, given) == Settings("x", ("b", "a"), True, 12, ("p", "q"), "b")
     assert parse(Settings, ["store.path=x"]) == Settings("x", (), False, 7, (), "a")
@@ -59,21 +59,21 @@ def test_every_sort_of_value():
         ("dtype=c", "dtype=c: expected a or b."),
     ],
 )
-def test_a_value_that_is_not_allowed(argument, message):
+def test_a_wrong_value_is_refused(argument, message):
     with pytest.raises(ConfigError, match=message) as caught:
         parse(Settings, ["store.path=x", argument])
     assert not isinstance(caught.value, UsageError)
 
 
 @pytest.mark.parametrize("argument", ["store.path=y", "force=true force=true", "force=", "force", "x=1", "=", "--x"])
-def test_a_setting_that_is_unknown_or_empty_or_given_twice(argument):
+def test_unknown_empty_and_repeated_settings_are_usage_errors(argument):
     with pytest.raises(UsageError):
         parse(Settings, ["store.path=x", *argument.split()])
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["store.path=nowhere", "--help"]])
-def test_help_has_the_docstring_and_every_setting(name, arguments, capsys):
+def test_the_help_has_the_docstring_and_every_setting(name, arguments, capsys):
     command = COMMANDS[name]
     assert command.main(arguments) == 0
     printed = capsys.readouterr().out
@@ -86,7 +86,7 @@ def test_help_has_the_docstring_and_every_setting(name, arguments, capsys):
 
 
 @pytest.mark.parametrize("name", ["run", "plan"])
-def test_help_of_the_commands_that_hydra_composes(name):
+def test_the_help_of_run_and_plan_explains_keys_and_exit_codes(name):
     done = run("--help", module=f"pipeline.{name}")
     assert done.returncode == 0, done.stderr
     assert "Exit codes: 0" in done.stdout

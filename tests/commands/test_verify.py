@@ -14,7 +14,7 @@ from tests.store.example_store import blocks, commit_block, layout, metadata, wr
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_sound_store(tmp_path):
+def test_a_sound_store_is_reported_as_sound(tmp_path):
     write_store(str(tmp_path))
     command = [sys.executable, "-m", "pipeline.verify", f"store.path={tmp_path}"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -23,7 +23,7 @@ def test_a_sound_store(tmp_path):
     assert "block" in result.stderr
 
 
-def test_a_damaged_store(tmp_path, capsys):
+def test_damage_is_reported_with_commands_that_repair_it(tmp_path, capsys):
     write_store(str(tmp_path))
     (tmp_path / "embed" / "c" / "0" / "0" / "0").unlink()
     (tmp_path / "_commits" / "stream-00001" / "block-000001.json").write_text("{}")
@@ -36,7 +36,7 @@ def test_a_damaged_store(tmp_path, capsys):
     assert not any("pipeline.verify" in line for line in printed)
     damaged = printed.index("embed/c/0/0/0: is missing, although the block is committed")
     assert any(line.startswith(f"{tmp_path}: ") and line.endswith(" problems.") for line in printed[damaged:])
-    # Block 0 of stream 0 on, and block 1 of stream 1 on. Typed in a shell, then the job again: the store is sound.
+    # From block 0 of stream 0 and from block 1 of stream 1. After these commands and another run, the store is sound.
     commands = [line for line in printed if line.startswith("    ")]
     assert commands == [
         f"    rm {tmp_path}/_commits/stream-00000/block-{{000000..000003}}.json",
@@ -48,7 +48,7 @@ def test_a_damaged_store(tmp_path, capsys):
     assert main([f"store.path={tmp_path}"]) == 0
 
 
-def test_what_to_do_depends_on_what_is_wrong(tmp_path, capsys):
+def test_the_advice_depends_on_the_damage(tmp_path, capsys):
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     block = next(blocks(0))
     block.arrays["embed"][0, 0, 0] = np.inf
@@ -59,13 +59,13 @@ def test_what_to_do_depends_on_what_is_wrong(tmp_path, capsys):
     assert "commit records" not in last
 
 
-def test_a_damaged_root(tmp_path, capsys):
+def test_a_damaged_root_is_reported(tmp_path, capsys):
     (tmp_path / "zarr.json").write_text("{")
     assert main([f"store.path={tmp_path}"]) == 1
     assert "zarr.json" in capsys.readouterr().out
 
 
-def test_no_store(tmp_path, capsys):
+def test_a_missing_store_is_refused(tmp_path, capsys):
     assert main([f"store.path={tmp_path}/nothing"]) == 2
     assert "there is no activation store" in capsys.readouterr().err
 
@@ -82,7 +82,7 @@ def test_no_store(tmp_path, capsys):
         (["-v"], "'-v' is not a setting of this command."),
     ],
 )
-def test_usage(arguments, problem, capsys):
+def test_wrong_arguments_print_the_usage(arguments, problem, capsys):
     assert main(arguments) == 2
     settings = "store.path=... [verify.rank=0] [verify.world=1] [verify.sample=1.0] [verify.seed=0] [verify.level=all]"
     assert capsys.readouterr().err == f"usage: python -m pipeline.verify {settings}\n{problem}\n"
@@ -98,12 +98,12 @@ def test_usage(arguments, problem, capsys):
         ("verify.level=some", "verify.level=some: expected records or objects or checksums or all."),
     ],
 )
-def test_settings_that_are_not_allowed(argument, problem, capsys):
+def test_wrong_settings_are_refused(argument, problem, capsys):
     assert main(["store.path=/x", argument]) == 2
     assert capsys.readouterr().err == f"{problem}\n"
 
 
-def test_a_part_of_a_sound_store(tmp_path, capsys):
+def test_a_partial_check_prints_what_it_left_out(tmp_path, capsys):
     write_store(str(tmp_path))
     part = ["verify.rank=1", "verify.world=2", "verify.sample=0.5", "verify.level=checksums"]
     assert main([f"store.path={tmp_path}", *part]) == 0
