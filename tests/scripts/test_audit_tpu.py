@@ -1,4 +1,4 @@
-"""The audit of compiled programs: what it counts in an HLO text, and one small program that libtpu compiles."""
+"""The audit of compiled programs: counts in an HLO text, and a small program compiled by libtpu."""
 
 import copy
 import importlib.util
@@ -14,11 +14,11 @@ from scripts.audit.hlo import parse
 
 # A loop over five layers: a slice of stacked weights, a gather that is fused with an addition, a kernel; then a copy.
 PROGRAM = Path(__file__).with_name("audited_program.txt").read_text()
-MATRIX = 4 * 2048 * 2048  # bytes; so large is what the loop passes on
-WEIGHTS = 2 * 256 * 512  # of one layer
+MATRIX = 4 * 2048 * 2048  # bytes, carried by the loop
+WEIGHTS = 2 * 256 * 512  # bytes per layer
 
 
-def test_a_program_is_counted() -> None:
+def test_an_hlo_text_is_counted() -> None:
     analysis = analyse(PROGRAM)
     assert not analysis.is_of_one_iteration
     assert analysis.cycles == 5 * (100 + 1000) + 10
@@ -50,7 +50,7 @@ TRIPS = {
 
 
 @pytest.mark.parametrize(("old", "new", "trips"), TRIPS.values(), ids=TRIPS.keys())
-def test_trip_counts(old: str, new: str, trips: int) -> None:
+def test_trip_counts_are_derived_from_the_loop(old: str, new: str, trips: int) -> None:
     assert not old or old in PROGRAM
     assert [loop.trips for loop in analyse(PROGRAM.replace(old, new)).loops] == [trips]
 
@@ -64,7 +64,7 @@ def test_trip_counts(old: str, new: str, trips: int) -> None:
         ("constant(5)", "parameter(1)"),
     ],
 )
-def test_what_counts_otherwise_is_of_unknown_length(old: str, new: str) -> None:
+def test_other_loops_have_an_unknown_length(old: str, new: str) -> None:
     assert old in PROGRAM
     assert analyse(PROGRAM.replace(old, new)).is_of_one_iteration
 
@@ -79,7 +79,7 @@ RECEIVED = {
 
 
 @pytest.mark.parametrize("kind", RECEIVED)
-def test_bytes_received(kind: str) -> None:
+def test_received_bytes_follow_the_kind_of_collective(kind: str) -> None:
     """The operand has a quarter of the bytes of WEIGHTS; four devices exchange."""
     collectives = analyse(PROGRAM.replace("all-gather(", f"{kind}(")).collectives
     assert collectives == {kind: Collectives(5, 5 * RECEIVED[kind])}
@@ -106,7 +106,7 @@ def test_an_asynchronous_collective_has_its_operand_in_its_result() -> None:
         ("source_target_pairs={{0,1},{1,0}}", 2),
     ],
 )
-def test_group_sizes(notation: str, size: int) -> None:
+def test_group_sizes_are_parsed(notation: str, size: int) -> None:
     assert group_size(f", channel_id=1, {notation}, dimensions={{0}}") == size
 
 
@@ -198,8 +198,8 @@ TRAFFIC = {
 
 
 @pytest.mark.parametrize(("instruction", "num_bytes"), TRAFFIC.values(), ids=TRAFFIC.keys())
-def test_hbm_traffic(instruction: str, num_bytes: int) -> None:
-    """Reads and writes together. An array is 64 rows."""
+def test_hbm_traffic_follows_the_instruction(instruction: str, num_bytes: int) -> None:
+    """Reads and writes. The array has 64 rows."""
     assert analyse(FUSED.replace("INSTRUCTION", f"ROOT %r = {instruction}")).hbm_bytes == num_bytes
 
 
@@ -208,7 +208,7 @@ SMALL = "0.5B, 2 layers, fsdp, 2x512 v5e-4"
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
 def test_a_compiled_program_agrees_with_arithmetic(tmp_path: Path) -> None:
-    """Two layers of Qwen2.5-0.5B, whose matrices four chips share: each receives three quarters of them."""
+    """Two layers of Qwen2.5-0.5B, divided over four chips: each receives three quarters of the matrices."""
     programs = audit(SMALL, tmp_path)
     assert list(programs) == [f"{SMALL}: step"]
     program = programs[f"{SMALL}: step"]

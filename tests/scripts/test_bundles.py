@@ -1,4 +1,4 @@
-"""Bundles as libtpu writes them: depths as `>`, loops from `LB`; those that are empty or only branch have no marks."""
+"""Bundles in libtpu's dumps: `>` marks the depth, `LB` begins a loop; empty bundles and branches have no marks."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ LAST = "   0x9   :  { %s7 = smov 0 }\n"
 
 
 def loop(trips: int | str, depth: int = 1, inner: str = "") -> str:
-    """Four bundles and those of `inner`."""
+    """A loop of four bundles and those of `inner`."""
     marks = ">" * depth
     return (
         f"   0x1 LB: {marks} {{ %s5 = sadd.s32 1, %s4 }}\n   0x2   :  {{}} /* End region 2 */\n{inner}"
@@ -32,7 +32,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize(("text", "bundles"), TEXTS.values(), ids=TEXTS.keys())
-def test_bundles_count_as_often_as_their_loops_run(text: str, bundles: int) -> None:
+def test_bundles_are_counted_as_often_as_their_loops_run(text: str, bundles: int) -> None:
     assert count_bundles(KEY + text) == bundles
 
 
@@ -43,7 +43,7 @@ def dump(directory: Path, instruction: str, text: str) -> None:
     (folder / f"0000-{instruction}-schedule-analysis_final_bundles.txt").write_text(loop(99))
 
 
-def test_a_program_counts_its_instructions_and_those_that_equal_them(tmp_path: Path) -> None:
+def test_deduplicated_instructions_are_counted(tmp_path: Path) -> None:
     """The audited program runs `layer` and `kernel.4` five times, and `turned` once."""
     text = Path(__file__).with_name("audited_program.txt").read_text()
     dump(tmp_path, "layer", FIRST + LAST)

@@ -29,7 +29,7 @@ def stand_in() -> Iterator[tuple[StandIn, str]]:
 
 @pytest.fixture
 def server(stand_in: tuple[StandIn, str]) -> str:
-    """Its URL, with no objects."""
+    """The URL of the server without objects."""
     state, url = stand_in
     state.objects = Objects()
     state.set_behaviour(Behaviour(latency_s=0))
@@ -38,7 +38,7 @@ def server(stand_in: tuple[StandIn, str]) -> str:
 
 @pytest.fixture
 def path(gcs, server, monkeypatch) -> str:
-    """A place for a store. The proxy leaves conditions to the stand-in."""
+    """The URL for a new store. The proxy leaves conditions to the stand-in."""
     monkeypatch.setattr(gcs, "backend", server.removeprefix("http://"))
     gcs.reset(conditions=False)
     return f"gs://bucket-{uuid.uuid4().hex}/store"
@@ -55,7 +55,7 @@ def upload(url: str, name: str, content: bytes = b"content", condition: str = ""
     return request(url, "POST", f"/upload/storage/v1/b/bucket/o?uploadType=media&name={name}{condition}", content)
 
 
-def test_of_several_writers_one_creates_an_object(path):
+def test_of_simultaneous_writers_of_a_new_object_one_succeeds(path):
     stores = [Storage.open(path) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         wrote = list(pool.map(lambda i: stores[i].write_if_absent("key", bytes([i])), range(8)))
@@ -74,8 +74,8 @@ def test_writes_and_deletions_are_conditional_on_the_generation(path):
     assert storage.read("key") == b"2"
     assert storage.write_if_unchanged("key", None, second) is not None
     assert storage.read("key") is None
-    storage.write("key", None)  # deleting what is absent is no error
-    Claims(path, lease_s=60).close()  # which needs storage that honours conditions
+    storage.write("key", None)  # deleting a missing object is no error
+    Claims(path, lease_s=60).close()  # needs storage that honours conditions
 
 
 @pytest.mark.parametrize("num_keys", [0, 1, PAGE_KEYS, PAGE_KEYS + 1, 2 * PAGE_KEYS + 345])
@@ -90,7 +90,7 @@ def test_listings_come_in_pages(path, server, stand_in, num_keys):
     assert control(server)["counters"]["list"] == max(1, -(-num_keys // PAGE_KEYS))
 
 
-def test_ranges_of_an_object(path, server):
+def test_ranges_of_an_object_are_read(path, server):
     upload(server, "name", bytes(range(100)))
     expected = {"0-9": range(10), "90-": range(90, 100), "-5": range(95, 100), "95-200": range(95, 100)}
     for wanted, values in expected.items():
@@ -108,8 +108,8 @@ def test_ranges_of_an_object(path, server):
     assert array[3:5, 60:].read().result().tolist() == [[7] * 4] * 2
 
 
-def test_refused_requests_are_sent_again(path, server):
-    """An outage that is shorter than the retries is not noticed; a longer one is an error that names the object."""
+def test_refused_requests_are_repeated(path, server):
+    """An outage shorter than the retries goes unnoticed; a longer one raises an error that names the object."""
     storage = Storage.open(path, StorageOptions(retries=8, retry_delay_s=0.1))
     control(server, refuse_s=0.3)
     storage.write("key", b"content")
@@ -121,7 +121,7 @@ def test_refused_requests_are_sent_again(path, server):
     assert storage.read("key") == b"content"
 
 
-def test_a_rate_refuses_what_exceeds_it(server):
+def test_requests_above_the_rate_are_refused(server):
     control(server, requests_per_s=1e-9, log_arrivals=True)
     statuses = Counter(upload(server, f"name-{i}")[0] for i in range(5))
     assert statuses == {200: 1, 429: 4}
@@ -132,8 +132,8 @@ def test_a_rate_refuses_what_exceeds_it(server):
     assert [upload(server, f"name-{i}")[0] for i in range(5)] == [200] * 5
 
 
-def test_requests_wait_at_the_same_time(server):
-    """100 requests of 0.2 s each, 50 at a time: 20 s if one waited for the other."""
+def test_requests_wait_concurrently(server):
+    """100 requests of 0.2 s, 50 at a time, would take 20 s one after the other."""
     control(server, latency_s=0.2)
     began = time.monotonic()
     with ThreadPoolExecutor(50) as pool:
@@ -163,7 +163,7 @@ def test_a_failed_condition_is_answered_by_412(server, condition, status):
     assert content == (b"2" if status == 200 else b"1")
 
 
-def test_metadata_names_size_and_generation(server):
+def test_metadata_has_size_and_generation(server):
     generation = json.loads(upload(server, "name", b"12345")[1])["generation"]
     status, content = request(server, "GET", "/storage/v1/b/bucket/o/name")
     resource = json.loads(content)

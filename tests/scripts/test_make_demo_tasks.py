@@ -19,7 +19,7 @@ def tasks(tmp_path_factory) -> dict[str, str]:
     return make(tmp_path_factory.mktemp("tasks"))
 
 
-def test_there_are_as_many_tasks_as_asked_of_many_kinds(tasks):
+def test_the_script_writes_tasks_of_many_kinds(tasks):
     assert len(tasks) == 120
     kinds = Counter(name.split("-")[0] for name in tasks)
     assert len(kinds) >= 20
@@ -58,6 +58,6 @@ def test_outputs_follow_from_inputs(tasks, kind, expected):
     assert [pair["output"] for pair in pairs] == [expected(pair["input"]) for pair in pairs]
 
 
-def test_the_seed_decides(tasks, tmp_path):
+def test_the_seed_determines_the_tasks(tasks, tmp_path):
     assert make(tmp_path / "same", "--seed", "0") == tasks
     assert make(tmp_path / "other", "--seed", "1", "--tasks", "120") != tasks

@@ -8,7 +8,7 @@ from pipeline.models.registry import open_model
 from scripts.bench.published_shapes import write_shapes
 from tests.jobs import ROOT
 
-PARAMETERS_IN_BILLIONS = {  # of the models' cards, without the head where it is tied
+PARAMETERS_IN_BILLIONS = {  # from the models' cards, without untied heads
     "Qwen2.5-0.5B": 0.49,
     "Qwen2.5-7B": 7.07,
     "Llama-3-8B": 7.50,
@@ -21,7 +21,7 @@ PARAMETERS_IN_BILLIONS = {  # of the models' cards, without the head where it is
 }
 
 
-def test_the_table_in_the_documentation_is_what_the_command_in_it_prints() -> None:
+def test_the_table_in_the_documentation_matches_its_command() -> None:
     text = (ROOT / "docs" / "performance.md").read_text()
     [command] = re.findall(r"`python ([^`]*predict_tpu[^`]*)`", text)
     done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -31,8 +31,8 @@ def test_the_table_in_the_documentation_is_what_the_command_in_it_prints() -> No
     assert [line for line in printed if line not in text.splitlines()] == []
 
 
-def test_shapes_are_those_that_were_published(tmp_path) -> None:
-    """Nothing above the last layer is counted: for untied heads the card says more."""
+def test_shapes_match_the_published_models(tmp_path) -> None:
+    """Untied heads are not counted, so cards of such models have a larger number."""
     write_shapes(tmp_path)
     found = {}
     for name in PARAMETERS_IN_BILLIONS:

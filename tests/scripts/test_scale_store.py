@@ -1,4 +1,4 @@
-"""The stores of `make bench-scale`, and how many requests the bookkeeping of small ones takes."""
+"""The stores of `make bench-scale`, and the number of requests for the bookkeeping of small ones."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from scripts.bench.scale_growth import MEASURED
 from scripts.bench.scale_store import PLACE, State, StoreShape, arrays, make_store, record, statistics, table
 from tests.jobs import ROOT
 
-# Requests, whatever the number of blocks, in 10 streams. Tighten these where a change saves requests.
+# Requests for 10 streams, for any number of blocks. Lower them when a change saves requests.
 BOUNDS = {
     "start": 30,
     "extend": 50,
@@ -24,7 +24,7 @@ BOUNDS = {
     "open": 13,
     "open unfinished": 45,
     "document": 6,
-    "document id": 26,  # two for each index, and the document by its number
+    "document id": 26,  # two per index, and the document by its number
 }
 
 
@@ -47,7 +47,7 @@ def test_a_synthetic_store_has_the_objects_that_the_writer_writes(state, tmp_pat
     keys = job.storage.list_keys()
     assert [key.removeprefix(f"{PLACE}/") for key in synthetic.keys_from("")] == keys
     assert [key for key in keys if synthetic.content(f"{PLACE}/{key}") != job.storage.read(key)] == ["zarr.json"]
-    copy = Storage.open(f"memory://copy-{state}")  # of the root, the time of creation and the path differ
+    copy = Storage.open(f"memory://copy-{state}")  # the roots differ in path and time of creation
     for key in keys:
         copy.write(key, synthetic.content(f"{PLACE}/{key}"))
     assert verify_store(copy) == []
@@ -65,7 +65,7 @@ def test_a_synthetic_store_has_no_other_objects(tmp_path, monkeypatch):
 
 
 def test_the_bookkeeping_of_a_growing_store_takes_no_more_requests(tmp_path):
-    """In a process of its own: TensorStore keeps the first address of Google Cloud Storage that it is given."""
+    """In another process, since TensorStore keeps the first address of Google Cloud Storage."""
     command = [sys.executable, "-m", "scripts.bench.scale_growth"]
     done = subprocess.run(
         command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300

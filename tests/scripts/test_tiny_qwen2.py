@@ -1,4 +1,4 @@
-"""The bundled checkpoint: small, standard, and trained."""
+"""The bundled checkpoint is small, standard and trained."""
 
 import json
 import subprocess
@@ -32,13 +32,13 @@ def test_the_folder_is_small_and_complete():
     assert sum(files.values()) < 5_000_000
 
 
-def test_the_readme_says_how_good_the_model_is():
+def test_the_readme_gives_the_models_loss():
     text = (MODEL / "README.md").read_text()
     assert "Held-out text" in text
     assert "untrained" in text
 
 
-def test_the_tokenizer_gives_the_text_back_and_cuts_numbers_into_digits():
+def test_the_tokenizer_is_lossless_and_splits_numbers_into_digits():
     tokenizer = load_tokenizer(str(MODEL))
     for text in (TEXT, "naïve 日本語 🙂\n\n\t def f(x): return x", "0123456789"):
         assert tokenizer.decode(tokenizer.encode([text])[0]) == text

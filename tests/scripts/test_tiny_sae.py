@@ -1,4 +1,4 @@
-"""The bundled SAE: small, in a format that others read, and trained."""
+"""The bundled SAE is small, trained, and in a format that other libraries read."""
 
 import json
 import subprocess
@@ -25,13 +25,13 @@ def test_the_folder_is_small_and_complete():
     assert sum(files.values()) < 2_000_000
 
 
-def test_it_is_of_the_demos_layer():
+def test_the_sae_belongs_to_the_demos_layer():
     sae = open_sae(str(SAE))
     assert (sae.spec.activation, sae.spec.d_in, sae.hook_name) == (Activation.topk, 128, "blocks.4.hook_resid_post")
     np.testing.assert_allclose(np.linalg.norm(sae.read("w_dec"), axis=1), 1, atol=1e-5)
 
 
-def test_the_recorded_figures():
+def test_the_readme_gives_the_measured_figures():
     """Measured by the training script on documents that neither the model nor the SAE has learned."""
     config = json.loads((SAE / "cfg.json").read_text())
     measured = config["metadata"]
@@ -42,7 +42,7 @@ def test_the_recorded_figures():
     assert f"with {measured['l0']:g} of {config['d_sae']} features per token" in readme
 
 
-def test_it_explains_what_the_main_job_stores(encoded_store):
+def test_the_sae_explains_the_jobs_activations(encoded_store):
     store, tensors = ActivationStore.open(encoded_store), load_file(SAE / "sae_weights.safetensors")
     (batch,) = store.batches([KEY], store.num_tokens, features=True)
     x, features = batch.activations[KEY], batch.features[KEY]

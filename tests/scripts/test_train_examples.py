@@ -1,4 +1,4 @@
-"""The examples work: trainings on a store or a stream really train, and the first ten minutes end with a probe that is
+"""The examples work: training on a store or a stream lowers the loss, and the probe of the first ten minutes is
 right."""
 
 import importlib.util
@@ -26,7 +26,7 @@ def falls(losses: list[float]) -> bool:
     return np.mean(losses[-10:]) < 0.5 * np.mean(losses[:5])
 
 
-def test_a_sparse_autoencoder_in_torch(real_store):
+def test_a_sparse_autoencoder_trains_in_torch(real_store):
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)  # small steps: with more, threads mostly wait for each other
     losses = load("train_sae_torch").train(real_store, "blocks.2.resid_post", 200, batch_size=128)
@@ -34,34 +34,34 @@ def test_a_sparse_autoencoder_in_torch(real_store):
     assert falls(losses)
 
 
-def test_a_crosscoder_in_jax(real_store):
+def test_a_crosscoder_trains_in_jax(real_store):
     losses, explained = load("train_crosscoder_jax").train([real_store], "resid_post", 200, batch_size=128)
     assert len(losses) == 200
     assert falls(losses)
     assert min(explained.values()) > 0.5
 
 
-def test_the_command_line(real_store):
+def test_the_crosscoder_script_runs(real_store):
     command = [sys.executable, SCRIPTS / "train_crosscoder_jax.py", real_store, "--steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[-1].startswith("step     2 loss ")
 
 
-def test_the_first_ten_minutes():
+def test_the_first_ten_minutes_end_with_a_good_probe():
     assert load("first_ten_minutes").main("${assets:tiny-qwen2}", 3, 250) > 0.75
 
 
-def test_a_probe_on_arc(tmp_path):
+def test_the_probe_on_arc_works(tmp_path):
     plot = tmp_path / "probe.png"
     assert load("probe_arc").main(None, "${assets:tiny-qwen2}", 512, plot) > 0.2
     assert plot.stat().st_size > 10_000
 
 
-def test_a_sparse_autoencoder_on_a_stream():
+def test_a_sparse_autoencoder_trains_on_a_stream():
     assert load("train_sae_on_stream").main(100) > 0.65
 
 
-def test_a_sparse_autoencoder_on_two_processes():
+def test_a_sparse_autoencoder_trains_on_two_processes():
     command = [sys.executable, SCRIPTS / "train_sae_on_hosts.py", "--steps", "40", "--processes", "2"]
     command += ["--coordinator", f"localhost:{free_port()}"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}

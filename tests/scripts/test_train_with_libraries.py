@@ -1,4 +1,4 @@
-"""The libraries that people train SAEs with train on streams, stores and exports. `make test-saes` runs this."""
+"""Libraries for training SAEs train on streams, stores and exports. For `make test-saes`."""
 
 import os
 import re
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_each_library_trains_on_what_it_is_given():
+def test_every_library_trains_on_streams_and_stores():
     """The script raises unless the losses fall."""
     done = subprocess.run(
         [PYTHON, "scripts/examples/train_with_libraries.py"], cwd=ROOT, capture_output=True, text=True, timeout=1200
