@@ -29,7 +29,7 @@ class Recorded:
         return self.path / "buckets" / url.removeprefix("gs://")
 
     def exit_code_object(self) -> Path:
-        """Where the exit code of the job that was uploaded last is."""
+        """The object for the exit code of the last uploaded job."""
         return self.object(f"{JOB}/exit-codes/{self.object(f'{JOB}/run-id').read_text().strip()}")
 
     def start(self, *command: str | Path, **environment: str) -> subprocess.Popen:
@@ -48,7 +48,7 @@ class Recorded:
         return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
     def commands(self) -> list[str]:
-        """The recorded calls, without names of this machine and ids of jobs."""
+        """The recorded calls, with host names and job ids replaced."""
         file = self.path / "commands"
         text = file.read_text() if file.exists() else ""
         text = text.replace(f"{self.path}/build", "BUILD").replace(f"/{os.uname().nodename}.log", "/HOST.log")

@@ -1,4 +1,4 @@
-"""`launch/tpu.sh babysit` through the states of a queued resource, and what startup.sh does with exit codes."""
+"""`launch/tpu.sh babysit` in the states of a queued resource."""
 
 import pytest
 
@@ -9,7 +9,7 @@ CREATE, DELETE = "queued-resources create", "queued-resources delete"
 
 @pytest.fixture
 def uploaded(recorded: Recorded) -> Recorded:
-    """A job that `create` has uploaded and asked a slice for; the record is empty again."""
+    """A job that `create` has uploaded and requested a slice for. The recorded calls are deleted."""
     assert recorded.run("launch/tpu.sh", "create").returncode == 0
     (recorded.path / "commands").unlink()
     return recorded
@@ -20,7 +20,7 @@ def changes(recorded: Recorded) -> list[str]:
     return [verb for command in recorded.commands() for verb in (CREATE, DELETE) if verb in command]
 
 
-def test_a_slice_that_is_lost_is_asked_for_again_until_the_job_has_finished(uploaded: Recorded):
+def test_a_lost_slice_is_requested_again_until_the_job_has_finished(uploaded: Recorded):
     asked_again = [DELETE, CREATE]
     story = [
         ("WAITING_FOR_RESOURCES", []),
@@ -46,14 +46,14 @@ def test_a_slice_that_is_lost_is_asked_for_again_until_the_job_has_finished(uplo
     assert "no route to host" in result.stderr
 
 
-def test_a_job_that_ends_with_2_is_not_started_again(uploaded: Recorded):
+def test_a_job_with_exit_code_2_is_not_restarted(uploaded: Recorded):
     uploaded.answer("request", "ACTIVE", "ACTIVE exit-code 2", "ABSENT")
     uploaded.answer("slice", "READY", "READY")
     assert uploaded.run("launch/tpu.sh", "babysit").returncode == 2
     assert changes(uploaded) == [DELETE]
 
 
-def test_a_slice_is_asked_for_as_it_was_the_first_time(recorded: Recorded):
+def test_a_slice_is_requested_again_with_the_same_command(recorded: Recorded):
     assert recorded.run("launch/tpu.sh", "create").returncode == 0
     recorded.answer("request", "FAILED", "ACTIVE exit-code 0", "ABSENT")
     recorded.answer("slice", "READY")

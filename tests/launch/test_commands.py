@@ -1,4 +1,4 @@
-"""Every command of the launch scripts, compared with lists that were read: tests/launch/expected/*.txt."""
+"""The commands of the launch scripts, compared with reviewed lists: tests/launch/expected/*.txt."""
 
 import os
 import shlex
@@ -41,7 +41,7 @@ def test_shellcheck_finds_nothing():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_commands_are_those_that_were_reviewed(recorded: Recorded, name: str):
+def test_commands_equal_the_reviewed_ones(recorded: Recorded, name: str):
     recorded.answer("request", "ACTIVE")
     recorded.answer("slice", "READY")
     result = recorded.run(*CALLS[name])
@@ -62,7 +62,7 @@ def test_a_dry_run_prints_the_same_commands_and_executes_none(recorded: Recorded
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_an_option_after_the_command_is_no_override_of_the_job(recorded: Recorded, name: str):
+def test_options_after_the_command_are_refused(recorded: Recorded, name: str):
     script, *arguments = CALLS[name]
     result = recorded.run(script, *arguments, "--dry-run")
     assert result.returncode != 0
@@ -90,7 +90,7 @@ def test_a_request_names_the_kind_of_tpu_and_of_capacity(
 
 
 @pytest.mark.parametrize("wrong", [{"TPU": "v3-8"}, {"CAPACITY": "cheap"}])
-def test_settings_that_mean_nothing_are_refused(recorded, tmp_path, wrong):
+def test_wrong_settings_are_refused(recorded, tmp_path, wrong):
     result = recorded.run("launch/tpu.sh", "create", TPU_ENV=settings(tmp_path, **wrong))
     assert result.returncode == 2
     assert "expected" in result.stderr
@@ -98,14 +98,14 @@ def test_settings_that_mean_nothing_are_refused(recorded, tmp_path, wrong):
 
 
 def settings(tmp_path: Path, **changes: str) -> str:
-    """The example's settings with some changed, as a file."""
+    """A file with the example's settings, some of them changed."""
     file = tmp_path / "tpu.env"
     lines = [f"{name}={value}\n" for name, value in changes.items()]
     file.write_text((ROOT / "launch/tpu.env.example").read_text() + "".join(lines))
     return str(file)
 
 
-def test_the_overrides_reach_the_bucket_whole_after_the_launchers_own(recorded: Recorded):
+def test_overrides_reach_the_bucket_unchanged_after_the_launchers(recorded: Recorded):
     overrides = ["data.text='{{ title }}: {{ text }}'", "capture.layers=[1, 3]", r'data.path="/my \"texts\""']
     assert recorded.run("launch/tpu.sh", "create", *overrides).returncode == 0
     lines = recorded.object(f"{JOB}/files/overrides").read_text().splitlines()
@@ -113,7 +113,7 @@ def test_the_overrides_reach_the_bucket_whole_after_the_launchers_own(recorded: 
     assert lines[-3:] == overrides
 
 
-def test_each_upload_has_an_id_of_its_own(recorded: Recorded):
+def test_every_upload_has_a_new_id(recorded: Recorded):
     ids = set()
     for command in ("create", "run", "run"):
         assert recorded.run("launch/tpu.sh", command).returncode == 0
@@ -123,7 +123,7 @@ def test_each_upload_has_an_id_of_its_own(recorded: Recorded):
 
 @pytest.fixture
 def jobset(recorded: Recorded) -> dict:
-    """What `gke.sh create` gives to kubectl."""
+    """The JobSet that `gke.sh create` passes to kubectl."""
     overrides = ["data.text='{{ title }}: {{ text }}'", r'data.path="/my \"texts\" & more"']
     assert recorded.run("launch/gke.sh", "create", *overrides).returncode == 0
     made = yaml.safe_load((recorded.path / "build/qwen-fineweb.yaml").read_text())
@@ -139,7 +139,7 @@ def pod(jobset: dict) -> dict:
     return job(jobset)["template"]["spec"]
 
 
-def test_a_jobset_asks_for_the_slice_of_the_settings(jobset):
+def test_a_jobset_requests_the_slice_in_the_settings(jobset):
     assert "@" not in str(jobset)
     assert (job(jobset)["completions"], job(jobset)["parallelism"]) == (16, 16)
     assert pod(jobset)["nodeSelector"] == {
@@ -150,7 +150,7 @@ def test_a_jobset_asks_for_the_slice_of_the_settings(jobset):
 
 @pytest.mark.parametrize(("code", "action"), [(2, "FailJob"), (42, "Ignore"), (1, None), (137, None)])
 def test_a_jobset_replaces_pods_that_exit_with_42_and_fails_at_2(jobset, code, action):
-    """None: counted against a back-off limit of 0, so the job fails for another reason, and the JobSet restarts it."""
+    """None: the failure counts against a back-off limit of 0, so the job fails and the JobSet restarts it."""
     rules = [rule for rule in job(jobset)["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     actions = [rule["action"] for rule in rules if code in rule["onExitCodes"]["values"]]
     assert actions == ([action] if action else [])
@@ -165,7 +165,7 @@ def test_a_jobset_replaces_pods_that_exit_with_42_and_fails_at_2(jobset, code, a
     ("code", "restarts", "requeued"),
     [(0, 0, False), (2, 0, False), (42, 0, True), (42, 99, True), (1, 0, True), (1, 20, False)],
 )
-def test_slurm_queues_again_what_was_interrupted_or_failed(recorded: Recorded, code, restarts, requeued):
+def test_slurm_requeues_interrupted_and_failed_jobs(recorded: Recorded, code, restarts, requeued):
     recorded.answer("job", code)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
     result = recorded.run("launch/slurm.sbatch", "store.path=/shared/store", **slurm)
@@ -174,8 +174,8 @@ def test_slurm_queues_again_what_was_interrupted_or_failed(recorded: Recorded, c
     assert result.returncode == (0 if requeued else code)
 
 
-def test_slurm_does_not_queue_again_where_one_process_exits_with_2_and_the_others_are_aborted(tmp_path):
-    """srun here runs the command of two tasks for real, and returns the highest code, as Slurm's does."""
+def test_slurm_does_not_requeue_if_a_process_exits_with_2_and_others_are_aborted(tmp_path):
+    """This srun runs the command for two tasks and returns the highest exit code, as Slurm's does."""
     (tmp_path / "srun").write_text(
         '#!/bin/bash\nshift 4\ncode=0\nfor PROCESS in 2 134; do PROCESS=$PROCESS "$@" || code=$?; done\nexit $code\n'
     )
@@ -220,7 +220,7 @@ def test_the_pods_of_the_indexed_job_verify_all_shares():
         settings = parse(verify.Settings, arguments)
         shares.append((settings.rank, settings.world))
     assert shares == [(rank, spec["completions"]) for rank in range(spec["completions"])]
-    # What Kubernetes demands of these two together.
+    # Kubernetes requires this combination.
     assert (spec["completionMode"], spec["template"]["spec"]["restartPolicy"]) == ("Indexed", "Never")
     actions = {rule["onExitCodes"]["values"][0]: rule["action"] for rule in spec["podFailurePolicy"]["rules"][:2]}
     assert actions == {2: "FailJob", 42: "Ignore"}

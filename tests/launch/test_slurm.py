@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 SIZE = ("--nodes=1", "--gpus-per-node=2", "--ntasks-per-node=2", "--cpus-per-task=1")
-HELD = (0, 2)  # of the first process, which has committed four blocks before
+HELD = (0, 2)  # a block of the first process, committed after four others
 STREAMS = 3
 
 
@@ -58,7 +58,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
 
 @pytest.fixture(scope="module")
 def reference(overrides, tmp_path_factory) -> Path:
-    """The store of one process that nothing disturbed."""
+    """The store of one undisturbed process."""
     path = tmp_path_factory.mktemp("reference") / "store"
     run_here(*overrides, f"store.path={path}")
     return path
@@ -73,7 +73,7 @@ def requeue(slurm: OneNodeSlurm, job: SlurmJob) -> None:
 
 
 def preempt(slurm: OneNodeSlurm, job: SlurmJob) -> None:
-    """What Slurm sends before a job's time is up, and before it is preempted: to the processes, not to the script."""
+    """Sends SIGTERM to the processes, not to the script, as Slurm does before a time limit or preemption."""
     slurm.call("scancel", "--signal=TERM", job.number)
 
 
@@ -88,8 +88,8 @@ def kill_one(slurm: OneNodeSlurm, job: SlurmJob) -> None:
 
 
 @pytest.mark.parametrize(("disturb", "says"), [(requeue, None), (preempt, 42), (kill_one, 137)])
-def test_a_disturbed_job_is_queued_again_and_resumes(slurm, overrides, reference, tmp_path, disturb, says):
-    """A job that `scontrol` queues again is ended together with its script, which then says nothing."""
+def test_a_disturbed_job_is_requeued_and_resumes(slurm, overrides, reference, tmp_path, disturb, says):
+    """`scontrol requeue` also ends the script, which then prints nothing."""
     store, log = tmp_path / "store", tmp_path / "log"
     with commits_held(store, [HELD], *overrides):
         job = submit(slurm, log, *overrides, f"store.path={store}")
@@ -104,7 +104,7 @@ def test_a_disturbed_job_is_queued_again_and_resumes(slurm, overrides, reference
     assert_same_store(store, reference)
 
 
-def test_a_wrong_configuration_is_not_queued_again(slurm, overrides, tmp_path):
+def test_a_wrong_configuration_is_not_requeued(slurm, overrides, tmp_path):
     log = tmp_path / "log"
     job = submit(slurm, log, *overrides, f"store.path={tmp_path / 'store'}", "capture.layers=[99]")
     assert job.wait() == 2, log.read_text()

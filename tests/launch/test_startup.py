@@ -1,4 +1,4 @@
-"""launch/startup.sh on a worker: with a recorded job whose exit codes are given, and once, slowly, the real one."""
+"""launch/startup.sh on a worker, with a recorded job that returns given exit codes, and slowly with the real job."""
 
 import shutil
 import signal
@@ -17,7 +17,7 @@ from tests.launch.conftest import HERE, JOB, Recorded
 
 @pytest.fixture
 def worker(recorded: Recorded, tmp_path) -> Recorded:
-    """A worker with a virtual environment whose Python is recorded, and the startup script of an uploaded job."""
+    """A worker with an uploaded job and a virtual environment whose Python is recorded."""
     assert recorded.run("launch/tpu.sh", "create", "capture.layers=[1, 3]").returncode == 0
     (recorded.path / "commands").unlink()
     python = tmp_path / "work/venv/bin/python"
@@ -64,7 +64,7 @@ def test_exit_codes_restart_the_job_or_end_it(worker: Recorded, codes, runs, end
     assert list(worker.object(f"{JOB}/logs").glob("*.log"))
 
 
-def test_the_commands_of_a_worker_are_those_that_were_reviewed(worker: Recorded):
+def test_the_commands_of_a_worker_equal_the_reviewed_ones(worker: Recorded):
     worker.answer("job", 0)
     worker.run(startup(worker))
     assert worker.commands() == (HERE / "expected/startup.txt").read_text().splitlines()
@@ -72,21 +72,21 @@ def test_the_commands_of_a_worker_are_those_that_were_reviewed(worker: Recorded)
 
 
 @pytest.mark.parametrize("code", ["0", "2"])
-def test_what_another_worker_has_found_ends_this_one(worker: Recorded, code):
+def test_the_exit_code_of_another_worker_ends_this_one(worker: Recorded, code):
     worker.exit_code_object().parent.mkdir()
     worker.exit_code_object().write_text(f"{code}\n")
     assert worker.run(startup(worker)).returncode == int(code)
     assert jobs(worker) == []
 
 
-def test_an_installation_that_fails_is_tried_again(worker: Recorded):
+def test_a_failed_installation_is_repeated(worker: Recorded):
     worker.answer("install", 1, 0, 2, 0, 0)
     worker.answer("job", 0)
     assert worker.run(startup(worker)).returncode == 0
     assert len(jobs(worker)) == 1
 
 
-def test_a_token_is_in_the_environment_and_nowhere_else(worker: Recorded):
+def test_a_token_is_only_in_the_environment(worker: Recorded):
     worker.answer("job", 0)
     script = startup(worker)
     script.write_text(script.read_text().replace("HF_TOKEN_SECRET=''", "HF_TOKEN_SECRET=my-secret"))
@@ -105,7 +105,7 @@ def wait_for(file: Path) -> None:
     file.unlink()
 
 
-def test_sigterm_reaches_the_job_and_is_not_an_end(worker: Recorded):
+def test_sigterm_reaches_the_job_and_leaves_no_exit_code(worker: Recorded):
     worker.answer("job", "wait", 0)
     process = worker.start(startup(worker))
     wait_for(worker.path / "waiting")
@@ -126,7 +126,7 @@ def test_a_second_start_ends_the_first(worker: Recorded):
     assert verdict(worker) == "0"
 
 
-def test_the_exit_code_of_a_job_is_not_taken_for_that_of_the_next(worker: Recorded):
+def test_the_exit_code_of_a_job_does_not_end_the_next(worker: Recorded):
     worker.answer("job", "released 0", 2)
     first = worker.start(startup(worker))
     wait_for(worker.path / "waiting")
@@ -167,7 +167,7 @@ def test_the_wheel_has_every_file_of_the_package(tmp_path):
 
 @pytest.mark.slow
 def test_a_clean_machine_ends_with_a_finished_store(recorded: Recorded, tmp_path):
-    """Minutes, and a package index: the real wheel and the pinned packages in a new environment, the real job."""
+    """Takes minutes and needs a package index: runs the job in a new environment with the built wheel."""
     text = write_text(tmp_path / "text", files=2, documents=100)
     store = tmp_path / "store"
     overrides = [f"data.path={text}", f"store.path={store}", f"run.compilation_cache={tmp_path / 'cache'}"]
