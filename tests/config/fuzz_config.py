@@ -1,4 +1,4 @@
-"""Gives nonsense to every key of the configuration's schema. Each case must end in a plan or in one clear error.
+"""Gives odd values to every key of the configuration's schema. Each case must end in a plan or in one clear error.
 
     HF_HUB_OFFLINE=1 python -m tests.config.fuzz_config --cases 1000 --seed 0
 
@@ -69,7 +69,7 @@ VALUES = [NUMBERS, TEXTS, PLACES, SHAPES, REFERENCES]
 @dataclass(frozen=True)
 class Key:
     name: str
-    group: str  # the choice of data that has it
+    group: str  # a choice of data with this key
     kind: Any
 
 

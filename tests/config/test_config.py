@@ -37,7 +37,7 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(key, url):
 @pytest.mark.parametrize(
     "path", ["hf://datasets/owner/name@refs%2Fpr%2F1/data", "gs://bucket/a b", "/home/me@work/key=3/a.parquet"]
 )
-def test_other_paths_are_taken_as_they_are(path):
+def test_other_paths_are_used_unchanged(path):
     assert compose(["data=fineweb", f'data.path="{path}"']).data.path == path
 
 
@@ -56,7 +56,7 @@ def test_the_readme_names_every_character_that_needs_quotes():
     assert all(survives(f"/a{character}b", "'" if character == '"' else '"') for character in needs_quotes)
 
 
-def test_the_default_job_is_the_schemas_but_for_what_the_files_say():
+def test_the_default_job_is_the_schemas_with_the_files_changes():
     text = config.ParquetData(
         source="parquet", path="build/demo/text", repo="HuggingFaceFW/fineweb", subset="sample/10BT"
     )
@@ -70,7 +70,7 @@ def test_the_default_job_is_the_schemas_but_for_what_the_files_say():
     assert edu == replace(text, path=None, repo="HuggingFaceFW/fineweb-edu")
 
 
-def test_the_configuration_file_states_no_default_of_the_schema():
+def test_the_configuration_file_repeats_no_default_of_the_schema():
     stated = yaml.safe_load((ROOT / "configs" / "config.yaml").read_text())
     groups = {name: values for name, values in stated.items() if name not in ("defaults", "hydra")}
     defaults = {field.name: field.default_factory() for field in fields(config.RunConfig) if field.name in groups}
@@ -82,8 +82,8 @@ def test_the_configuration_file_states_no_default_of_the_schema():
 NUMBERS = (int, float, int | None, float | None)
 
 
-def test_every_number_and_every_limit_belong_to_each_other():
-    """A new number without limits would reach what uses it as it is typed: negative, huge, NaN."""
+def test_every_number_has_limits():
+    """Without limits, a number would be used as typed: negative, huge, NaN."""
     classes = {name: getattr(config, name) for name in limits.LIMITS}
     for name, cls in classes.items():
         types = {field.name: field.type for field in fields(cls)}
@@ -171,7 +171,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("override", "message"), REFUSED.items(), ids=REFUSED)
-def test_a_value_beyond_its_limits_is_refused_with_what_is_allowed(tmp_path, override, message):
+def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path, override, message):
     file = tmp_path / "file"
     file.touch()
     for name, value in {"FILE": file, "LONG": "a" * 300, "DEEP": "a/" * 2000}.items():
@@ -188,12 +188,12 @@ def test_a_value_beyond_its_limits_is_refused_with_what_is_allowed(tmp_path, ove
         *("store.path=gs://bucket/store", "run.compilation_cache=gs://bucket/cache", "plan.mfu=1", "data.path=a/*.x"),
     ],
 )
-def test_what_is_at_the_edge_of_its_limits_is_taken(override):
+def test_values_at_their_limits_are_accepted(override):
     compose([override])
 
 
 @pytest.mark.parametrize("value", ["2", "-1", "2.5", "maybe", "nan", "inf"])
-def test_a_bool_is_true_or_false(value):
-    """OmegaConf takes every number but 0 for true."""
+def test_a_bool_must_be_true_or_false(value):
+    """OmegaConf converts every number except 0 to true."""
     with pytest.raises(ConfigError, match="run.claim to true or false"):
         compose([f"run.claim={value}"])

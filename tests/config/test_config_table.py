@@ -1,4 +1,4 @@
-"""The README's table of configuration keys is the schema's, and the schema explains every key."""
+"""The README's table of configuration keys is generated from the schema, and the schema explains every key."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from pipeline.config import schema as config
 from tests.jobs import ROOT
 
 
-def test_the_table_is_written_from_the_schema():
+def test_the_table_is_up_to_date():
     done = subprocess.run(
         [sys.executable, "scripts/docs/config_table.py", "--check"],
         cwd=ROOT,
@@ -24,7 +24,7 @@ def test_the_table_is_written_from_the_schema():
 
 
 @pytest.mark.parametrize("name", limits.LIMITS)
-def test_every_key_says_what_it_means_and_names_its_choices(name):
+def test_every_key_has_a_doc_with_its_choices(name):
     for field in fields(getattr(config, name)):
         if is_dataclass(field.type):
             assert field.type.__doc__

@@ -1,4 +1,4 @@
-"""configs/model and configs/experiment: each composes as the command line composes it, and a sweep runs."""
+"""Every file of configs/model and configs/experiment composes as from the command line, and a sweep runs."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.store.read.reader import ActivationStore
 from tests.jobs import run, write_text
 
-VALUES = {  # of keys that have no default
+VALUES = {  # for keys without default
     "qwen_arc": ["data.path=/tasks", "store.path=/stores/a"],
     "qwen_fineweb_edu": ["store.path=/stores/a"],
     "router_study": ["store.path=/stores/a"],
@@ -30,10 +30,10 @@ def test_every_model_composes(model: str) -> None:
 
 
 @pytest.mark.parametrize("experiment", names("experiment"))
-def test_every_experiment_composes_into_jobs_with_stores_of_their_own(experiment: str, tmp_path, monkeypatch) -> None:
+def test_every_experiment_composes_into_jobs_with_different_stores(experiment: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STORES", "gs://bucket/stores")
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it for its process, which here is that of other tests
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it for the process, which other tests share
     monkeypatch.setattr(sys, "argv", ["run", f"+experiment={experiment}", *VALUES.get(experiment, ())])
     jobs: list[RunConfig] = []
     main.main(jobs.append, "")
@@ -44,13 +44,13 @@ def test_every_experiment_composes_into_jobs_with_stores_of_their_own(experiment
 @pytest.mark.parametrize(
     ("experiment", "value"), [(name, value) for name, values in VALUES.items() for value in values]
 )
-def test_an_experiment_takes_no_value_of_the_default_job_for_one_that_it_asks_for(experiment: str, value: str) -> None:
+def test_an_experiment_does_not_inherit_a_required_value_from_the_default_job(experiment: str, value: str) -> None:
     others = [other for other in VALUES[experiment] if other != value]
     with pytest.raises(ConfigError, match=value.partition("=")[0]):
         composing.compose([f"+experiment={experiment}", *others])
 
 
-def test_a_sweep_fills_a_store_for_each_layer_and_site(tmp_path: Path, monkeypatch) -> None:
+def test_a_sweep_fills_one_store_per_layer_and_site(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("STORES", str(tmp_path / "stores"))
     done = run(
         *("+experiment=sweep_sites", "model=tiny", f"data.path={write_text(tmp_path, files=1, documents=20)}"),

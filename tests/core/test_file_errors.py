@@ -30,7 +30,7 @@ from pipeline.core.file_errors import named_errors
         (EOFError("early end"), PipelineError, "there cannot be read: early end"),
     ],
 )
-def test_what_storage_raises_is_named(error, expected, message):
+def test_errors_of_file_systems_name_the_file(error, expected, message):
     with (
         pytest.raises(PipelineError, match=message) as caught,
         named_errors("there", key="data.path", invalid=InputError),
@@ -40,7 +40,7 @@ def test_what_storage_raises_is_named(error, expected, message):
 
 
 @pytest.mark.parametrize("kind", [AttributeError, TypeError, KeyError, AssertionError, RuntimeError, FileNotFoundError])
-def test_a_mistake_in_a_program_keeps_its_type(kind):
+def test_programming_errors_are_not_converted(kind):
     error = kind("a mistake")
     with pytest.raises(kind) as caught, named_errors("there", key="data.path", invalid=InputError):
         raise error

@@ -1,4 +1,4 @@
-"""What is repeated, and what is not: over plain HTTP, which no library behind fsspec repeats."""
+"""Which requests are repeated. Over plain HTTP, for which no library behind fsspec repeats them."""
 
 import errno
 import io
@@ -67,13 +67,13 @@ def not_found(cause: Exception | None) -> FileNotFoundError:
     ],
     ids=repr,
 )
-def test_what_is_transient(error: Exception, transient: bool) -> None:
+def test_transient_errors_are_recognised(error: Exception, transient: bool) -> None:
     assert is_transient(error) is transient
 
 
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
-    """What would have been waited between attempts."""
+    """The seconds of each wait between attempts, which are not slept."""
     waits: list[float] = []
     monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=waits.append))
     return waits
@@ -81,7 +81,7 @@ def waits(monkeypatch) -> list[float]:
 
 @pytest.fixture
 def server() -> Iterator[Hub]:
-    """A server of files, with a model's and a parquet file."""
+    """A server of files: a model, a parquet file and a task."""
     sink = io.BytesIO()
     pq.write_table(pa.table({"text": [f"text {row}" for row in range(9)], "id": list("abcdefghi")}), sink)
     fsspec.filesystem("http").clear_instance_cache()
@@ -105,11 +105,11 @@ FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unans
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_reading_goes_on_where_requests_fail(reader: str, server: Hub, waits: list[float]) -> None:
+def test_reading_survives_failing_requests(reader: str, server: Hub, waits: list[float]) -> None:
     read = READERS[reader]
     expected = read(f"{server.url}/owner/files/resolve/main")
     with FaultProxy(server.address).serving() as proxy:
-        for seed in range(1 if reader == "model" else 4):  # a model's start makes hundreds of requests
+        for seed in range(1 if reader == "model" else 4):  # opening a model takes hundreds of requests
             proxy.reset(0.3, seed=seed, kinds=FAULTS)
             fsspec.filesystem("http").clear_instance_cache()
             assert read(f"{proxy.url}/owner/files/resolve/main") == expected
@@ -118,7 +118,7 @@ def test_reading_goes_on_where_requests_fail(reader: str, server: Hub, waits: li
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("status", [403, 404])
-def test_what_is_refused_is_not_asked_for_again(reader: str, status: int, server: Hub, waits: list[float]) -> None:
+def test_refused_requests_are_not_repeated(reader: str, status: int, server: Hub, waits: list[float]) -> None:
     server.statuses = {"models/owner/files": status}
     with pytest.raises(PipelineError):
         READERS[reader](f"{server.url}/owner/files/resolve/main")
@@ -126,7 +126,7 @@ def test_what_is_refused_is_not_asked_for_again(reader: str, status: int, server
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_attempts_are_bounded_and_the_job_may_be_tried_again(reader: str, server: Hub, waits: list[float]) -> None:
+def test_the_number_of_attempts_is_limited(reader: str, server: Hub, waits: list[float]) -> None:
     server.failures = [(503, {})] * 1000
     with pytest.raises(PipelineError, match="503.*try again") as caught:
         READERS[reader](f"{server.url}/owner/files/resolve/main")

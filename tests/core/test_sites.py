@@ -26,14 +26,14 @@ RUNNING = Path(__file__).parents[2] / "docs" / "running.md"
         (ActivationKey(-1, Site.final_norm), "final_norm", "ln_final.hook_normalized"),
     ],
 )
-def test_names_and_their_inverse(key, name, hook_name):
+def test_names_are_parsed_into_the_same_key(key, name, hook_name):
     assert key.name == name
     assert key.hook_name() == hook_name
     assert ActivationKey.parse(name) == key
 
 
 @pytest.mark.parametrize(("layer", "site"), [(-1, Site.resid_post), (0, Site.embed), (3, Site.final_norm)])
-def test_a_layer_belongs_to_the_sites_that_have_one(layer, site):
+def test_a_layer_that_does_not_match_the_site_is_refused(layer, site):
     with pytest.raises(ValueError, match=site):
         ActivationKey(layer, site)
 

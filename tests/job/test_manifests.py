@@ -42,14 +42,14 @@ def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
 
 
 def job(store: Path, *overrides: str) -> Job:
-    """A start of a process."""
+    """Opens the job as a new process would."""
     huggingface_hub.HfFileSystem.clear_instance_cache()
     options = ["data=fineweb", "data.repo=owner/data", "data.subset=data", "data.revision=main", "capture.layers=[1]"]
     return open_job(composing.compose([*options, "data.row_groups_per_shard=2", f"store.path={store}", *overrides]))
 
 
 def begun(store: Path, *overrides: str) -> Job:
-    """A job whose store was made."""
+    """A job whose store was created."""
     opened = job(store, *overrides)
     open_store(opened)
     opened.manifest.keep()
@@ -57,7 +57,7 @@ def begun(store: Path, *overrides: str) -> Job:
 
 
 def footers(server: Hub) -> list[str]:
-    """The files that were read, one name for each request."""
+    """The names of the files read, one per request."""
     read = [request.rpartition("/")[2] for request in server.requests if request.startswith("GET /datasets/")]
     server.requests.clear()
     return sorted(read)
@@ -66,7 +66,7 @@ def footers(server: Hub) -> list[str]:
 NAMES = [f"{number}.parquet" for number in range(FILES)]
 
 
-def test_footers_are_read_at_the_first_start_alone(server: Hub, tmp_path: Path) -> None:
+def test_footers_are_read_only_at_the_first_start(server: Hub, tmp_path: Path) -> None:
     store = tmp_path / "store"
     first = job(store)
     assert not store.exists()
@@ -82,7 +82,7 @@ def test_footers_are_read_at_the_first_start_alone(server: Hub, tmp_path: Path) 
     assert (store / MANIFEST_KEY).read_bytes() == manifest
 
 
-def test_other_processes_ask_for_nothing(server: Hub, tmp_path: Path) -> None:
+def test_other_processes_send_no_requests(server: Hub, tmp_path: Path) -> None:
     config = job(tmp_path / "store").config.data
     manifest = make_manifest(config)
     server.requests.clear()
@@ -95,14 +95,14 @@ def test_other_processes_ask_for_nothing(server: Hub, tmp_path: Path) -> None:
     assert list(given.read(20, 0)) == list(own.read(20, 0)) != []
 
 
-def test_without_row_groups_as_shards_nothing_is_kept(server: Hub, tmp_path: Path) -> None:
+def test_files_as_shards_need_no_manifest(server: Hub, tmp_path: Path) -> None:
     begun(tmp_path / "store", "data.row_groups_per_shard=null")
     assert {*footers(server)} == {NAMES[0]}
     assert not (tmp_path / "store" / MANIFEST_KEY).exists()
 
 
 def rewritten(values: dict) -> bytes:
-    """The manifest with other entries, whose digest is right."""
+    """A manifest with other entries and the right digest."""
     return footers_to_bytes(FileEntry(*entry) for entry in values["files"])
 
 
@@ -127,7 +127,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_manifest_that_is_of_no_use_is_made_again(damage: str, server: Hub, tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_replaced(damage: str, server: Hub, tmp_path: Path) -> None:
     store = tmp_path / "store"
     shards = begun(store).source.shards
     manifest = (store / MANIFEST_KEY).read_bytes()
@@ -148,7 +148,7 @@ CHANGES = {  # the files afterwards, and those whose footers a restart reads
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_files_are_other_data(change: str, server: Hub, tmp_path: Path) -> None:
+def test_changed_files_are_other_data(change: str, server: Hub, tmp_path: Path) -> None:
     files, read = CHANGES[change]
     store = tmp_path / "store"
     first = begun(store)
@@ -165,13 +165,13 @@ def folder_source(folder: Path) -> ParquetSource:
 
 
 def of_size(size: int, content: bytes) -> bytes:
-    """A parquet file with as many unused bytes before its footer as it lacks."""
+    """The parquet file padded to `size` bytes before its footer."""
     footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
     return content[:footer] + bytes(size - len(content)) + content[footer:]
 
 
 @pytest.mark.parametrize("same_size", [True, False])
-def test_a_file_that_is_replaced_while_a_job_runs_is_named(same_size: bool, tmp_path: Path) -> None:
+def test_a_file_replaced_during_a_job_is_reported(same_size: bool, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(parquet(row_group_size=2))
     source = folder_source(tmp_path)

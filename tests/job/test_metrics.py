@@ -1,4 +1,4 @@
-"""The log of a run: its name, and what it counts."""
+"""The log of a run: its name and its counts."""
 
 import json
 from contextlib import closing
@@ -21,7 +21,7 @@ def test_run_names_are_unique():
     assert is_worker_key(f"_metrics/{second}-generate.json")
 
 
-def test_a_partial_block_counts_only_the_rows_that_it_has(tmp_path):
+def test_a_partial_block_counts_only_its_rows(tmp_path):
     text = write_text(tmp_path / "text", files=1, documents=30)
     sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "run.max_tokens=6000", "capture.layers=[1]"]
     run(compose([f"data.path={text}", f"store.path={tmp_path / 'store'}", "run.progress=false", *sizes]))
@@ -36,7 +36,7 @@ def test_a_partial_block_counts_only_the_rows_that_it_has(tmp_path):
     assert (counted["blocks"], counted["stored_bytes"]) == (len(rows), sum(rows) * row_bytes)
 
 
-def test_requests_that_were_sent_again_are_counted_from_the_runs_beginning(gcs):
+def test_repeated_requests_are_counted_from_the_runs_beginning(gcs):
     storage = Storage.open(f"{new_bucket('gs', gcs.backend)}/store", StorageOptions(retries=100, retry_delay_s=0.001))
     for _ in range(2):
         with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:

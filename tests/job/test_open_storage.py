@@ -1,4 +1,4 @@
-"""What the configuration says about requests, for one of the processes of a job."""
+"""The configuration's limits on requests, for one process of a job."""
 
 import jax
 import pytest
@@ -10,14 +10,14 @@ from tests.jobs import write_text
 LIMITER = "experimental_gcs_rate_limiter"
 
 
-def test_the_limit_on_writes_is_divided_by_the_processes():
+def test_the_limit_on_writes_is_divided_among_processes():
     config = compose(["data.path=none", "store.path=gs://bucket/store", "store.ramp_up=1000"])
     spec = open_storage(config.store, 16).context.spec.to_json()
     assert spec[LIMITER] == {"write_rate": 62.5, "doubling_time": "20m"}
 
 
 @pytest.mark.parametrize(("processes", "workers", "rate"), [(1, 1, 1000.0), (4, 2, 125.0)])
-def test_a_job_knows_its_processes(processes, workers, rate, tmp_path, monkeypatch):
+def test_a_job_counts_processes_and_workers(processes, workers, rate, tmp_path, monkeypatch):
     class Opened(Exception):
         pass
 

@@ -1,4 +1,4 @@
-"""Processes of one job whose hosts have different files: all end with one message, and none waits for the others."""
+"""If hosts of one job have different files, all processes end with one message and none waits for the others."""
 
 import os
 import subprocess
@@ -23,7 +23,7 @@ def server() -> Iterator[Hub]:
 
 
 def run_on_hosts(folders: list[Path], environment: Mapping[str, str], *overrides: str) -> list[tuple[int, str]]:
-    """Exit code and output of each process of a job; each has a folder to run in, with the Hub's cache in it."""
+    """Exit code and output of each process of a job. Each runs in its folder, which has the Hub's cache."""
     joined = [f"distributed.coordinator=localhost:{free_port()}", f"distributed.num_processes={len(folders)}"]
     processes = [
         subprocess.Popen(
@@ -67,7 +67,7 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_directory_on_one_host_that_is_a_hub_id_on_the_other(
+def test_a_directory_that_only_one_host_has_ends_every_process(
     host: int, hosts: list[Path], server: Hub, tmp_path: Path
 ) -> None:
     text = write_text(tmp_path / "text", files=2, documents=4)

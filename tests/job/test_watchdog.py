@@ -1,4 +1,4 @@
-"""The watchdog reads what other threads write at the same time."""
+"""The watchdog reads metrics that other threads write at the same time."""
 
 import threading
 import time
