@@ -60,7 +60,7 @@ class Hub:
         self.token: str | None = None
         self.private: set[str] = set()
         self.objects: dict[str, bytes] = {}
-        self.titles: dict[str, str] = {}  # of commits
+        self.titles: dict[str, str] = {}  # by commit
         self.signature = 0
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), lambda *args: _Handler(self, *args))
         self._server.daemon_threads = True
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif parts[:2] == ["api", "resolve-cache"]:
             kind, owner, name, revision, *path = parts[2:]
             self._content(self._hub.commits[f"{kind}/{owner}/{name}", revision]["/".join(path)], {})
-        elif parts[0] == "api" and len(parts) < 4:  # statistics of use
+        elif parts[0] == "api" and len(parts) < 4:  # usage statistics
             self._error(404, "EntryNotFound")
         elif parts[0] == "api":
             kind, owner, name, *rest = parts[1:]
@@ -178,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._content(self._hub.objects[oid], {})
 
     def _commit(self, repo: str, revision: str) -> str | None:
-        """The commit of a revision. If there is none, responds with the error and returns None."""
+        """The commit of a revision. If it does not exist, responds with the error and returns None."""
         if status := self._hub.statuses.get(repo):
             self._error(status, {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}[status])
             return None

@@ -11,7 +11,7 @@ Answer = tuple[int, Any]  # HTTP status, JSON
 
 
 def answer_to_upload(hub: "Hub", method: str, parts: list[str], body: bytes, host: str) -> Answer | None:
-    """The response to a request that changes something; None for other requests. `host`: the request's Host header."""
+    """The response to a request that changes a repository; None for others. `host`: the request's Host header."""
     match (method, *parts):
         case ("POST", "api", "repos", "create"):
             return _create(hub, json.loads(body))

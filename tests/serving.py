@@ -1,4 +1,4 @@
-"""HTTP servers of tests."""
+"""HTTP servers for tests."""
 
 import socketserver
 import threading

@@ -1,4 +1,4 @@
-"""The documents: links and paths exist, the map of packages is right, the program has the messages they explain."""
+"""Links and paths in the documents exist, the map of packages is right, and the program has the explained messages."""
 
 import ast
 import re
@@ -13,18 +13,18 @@ from tests.jobs import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 MESSAGES = ROOT / "docs" / "troubleshooting.md"
-# In a document, a path of the repository begins with one of these.
+# Paths of the repository in the documents begin with one of these.
 FOLDERS = ("pipeline", "tests", "scripts", "launch", "configs", "docs")
 
 
 def anchors(document: Path) -> set[str]:
-    """The anchors that GitHub makes of a document's headings."""
+    """The anchors that GitHub makes from a document's headings."""
     headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_to_files_and_headings(document):
+def test_linked_files_and_headings_exist(document):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
         if re.match(r"https?://", target):
@@ -37,14 +37,14 @@ def test_links_lead_to_files_and_headings(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_paths_that_are_named_exist(document):
+def test_mentioned_paths_exist(document):
     named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)", document.read_text())
     to_copy = {str(file.relative_to(ROOT).with_suffix("")) for file in (ROOT / "launch").glob("*.example")}
     assert [path for path in named if not (ROOT / path).exists() and path not in to_copy] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_modules_and_targets_that_are_named_exist(document):
+def test_mentioned_modules_and_make_targets_exist(document):
     text = document.read_text()
     modules = {name.replace(".", "/") for name in re.findall(r"\bpipeline(?:\.[a-z_]+\b(?!\())+", text)}
     missing = [name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").exists())]
@@ -53,7 +53,7 @@ def test_modules_and_targets_that_are_named_exist(document):
     assert missing == []
 
 
-def test_the_map_of_packages_has_the_layers_that_lint_checks():
+def test_the_map_of_packages_has_the_layers_of_the_lint_contract():
     contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
     commands, *packages = [layer.split(" | ") for layer in contract["layers"]]
     text = (ROOT / "docs" / "architecture.md").read_text()
@@ -64,7 +64,7 @@ def test_the_map_of_packages_has_the_layers_that_lint_checks():
 
 
 @pytest.mark.parametrize("name", ["README.md", "docs/reading.md"])
-def test_examples_that_read_the_demos_stores_say_how_to_make_them(name):
+def test_examples_that_read_the_demos_stores_mention_make_demo(name):
     sections = re.split(r"^##+ ", (ROOT / name).read_text(), flags=re.MULTILINE)
     examples = [
         (section, match) for section in sections for match in re.finditer(r"^ .*build/demo/stores", section, re.M)
@@ -73,7 +73,7 @@ def test_examples_that_read_the_demos_stores_say_how_to_make_them(name):
     assert [match[0] for section, match in examples if "make demo" not in section[: match.start()]] == []
 
 
-def test_messages_that_are_explained_are_those_of_the_program():
+def test_the_program_has_the_explained_messages():
     texts = program_texts()
     quoted = list(explained_messages())
     assert len(quoted) >= 25
@@ -81,13 +81,13 @@ def test_messages_that_are_explained_are_those_of_the_program():
 
 
 def explained_messages() -> Iterator[str]:
-    """The first cells of the tables under "By message"."""
+    """The first cells of the table under "By message"."""
     section = MESSAGES.read_text().split("\n## By message\n")[1].split("\n## ")[0]
     yield from re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
 
 
 def is_in(message: str, text: str) -> bool:
-    """Whether a text, in which NUL stands for a value, has the message, in which `...` does."""
+    """Whether a text contains the message. Values are NUL in the text and `...` in the message."""
     return re.search(".*".join(map(re.escape, message.split("..."))), text, flags=re.DOTALL) is not None
 
 

@@ -1,4 +1,4 @@
-"""Comparing batches of tokens byte by byte, whichever reader they come from."""
+"""Compares batches of tokens byte by byte, from any reader."""
 
 from collections.abc import Iterable
 
@@ -20,7 +20,7 @@ def arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def tokens_of(batches: Iterable[Batch]) -> list[bytes]:
-    """The bytes of each token in all arrays, sorted."""
+    """The bytes of each token from all arrays, sorted."""
     rows = []
     for batch in batches:
         values = sorted(arrays(batch).items())
