@@ -209,7 +209,7 @@ def test_sigterm_to_one_process_ends_a_worker_that_waits_for_another_to_complete
     with closing(Claims(str(store), lease_s=60)) as other:
         [vacancy] = other.vacancies([6])
         assert other.claim(vacancy)
-        tried = store / "_claims_test"  # where whoever is about to claim tries conditional writes
+        tried = store / "_claims_test"  # workers try conditional writes here before they claim
         tried.rmdir()
         with local_processes(2, 1, *overrides, f"store.path={store}") as pair:
             wait_until(tried.exists, pair, "a worker that is about to complete the store")
@@ -224,7 +224,7 @@ def test_sigterm_ends_a_worker_of_one_process_that_waits_for_a_stream(overrides,
     """As on a single TPU host. JAX's handler would act on SIGTERM at the next step, which never comes."""
     store = tmp_path / "store"
     holder = hold_all_streams(store)
-    tried = store / "_claims_test"  # where whoever is about to claim tries conditional writes
+    tried = store / "_claims_test"  # workers try conditional writes here before they claim
     tried.rmdir()
     alone = [
         f"distributed.coordinator=localhost:{free_port()}",

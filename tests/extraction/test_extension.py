@@ -133,7 +133,7 @@ def test_a_half_done_extension_is_not_completed(command, old, half_done, undistu
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_half_done_extension_that_is_completed_by_force_can_go_on(command, old, half_done, undisturbed, target):
+def test_a_half_done_extension_completed_by_force_can_be_continued(command, old, half_done, undisturbed, target):
     with in_memory(half_done[target]) as path:
         assert finalize_store(path, is_forced=True) is None
         assert is_complete(path)
@@ -143,7 +143,7 @@ def test_a_half_done_extension_that_is_completed_by_force_can_go_on(command, old
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_half_done_extension_that_is_merged_into_a_new_store_is_not_complete(command, half_done, undisturbed, target):
+def test_a_half_done_extension_merged_into_a_new_store_is_not_complete(command, half_done, undisturbed, target):
     with in_memory(half_done[target]) as source, in_memory({}) as path:
         assert merge_into(path, source) is not None
         assert not is_complete(path)
@@ -152,7 +152,7 @@ def test_a_half_done_extension_that_is_merged_into_a_new_store_is_not_complete(c
 
 
 @pytest.mark.parametrize("name", DISTURB)
-def test_an_extended_store_stays_as_it_is(command, old, undisturbed, name):
+def test_an_extended_store_stays_unchanged(command, old, undisturbed, name):
     """`merge` refuses a source whose truncated block has changed since."""
     for target in TARGETS:
         with in_memory(undisturbed[target]) as path, in_memory(old) as old_path:

@@ -211,7 +211,7 @@ def test_a_shorter_run_leaves_the_streams_of_an_extension_alone(text, tmp_path):
         assert not require_root(job.storage).complete
 
 
-def test_of_workers_that_end_together_one_completes_the_store(text, tmp_path, monkeypatch):
+def test_only_one_of_many_workers_that_end_together_completes_the_store(text, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.extraction.claiming._COMPLETION_POLL_S", 0.01)
     job = make_job(text, str(tmp_path / "store"))
     store = open_store(job)

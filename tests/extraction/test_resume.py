@@ -125,7 +125,7 @@ def test_a_longer_run_extends_a_finished_store(overrides, reference, tmp_path):
     run_here(*overrides, store)
     extended, whole = objects(tmp_path / "store"), objects(reference)
     for stores in (extended, whole):
-        stores.pop("zarr.json")  # holds run.max_tokens of the run that created the store
+        stores.pop("zarr.json")  # has run.max_tokens of the run that created the store
     assert extended == whole
 
 

@@ -6,7 +6,7 @@ from pipeline.planning.slice.chips import CHIPS, parse_slice
 SLICES = {
     "v5e-1": ("v5e:1x1", 1, 1),
     "v5e-4": ("v5e:2x2", 4, 1),
-    "v5e-8": ("v5e:2x4", 8, 1),  # a virtual machine of eight chips; those of larger slices have four
+    "v5e-8": ("v5e:2x4", 8, 1),  # a virtual machine of eight chips; machines of larger slices have four
     "v6e-8": ("v6e:2x4", 8, 1),
     "v6e-16": ("v6e:4x4", 16, 4),
     "v5litepod-64": ("v5e:8x8", 64, 16),

@@ -357,7 +357,7 @@ def test_a_plan_has_the_notes_of_its_parts():
 
 
 def test_reserved_device_memory_is_not_used():
-    """For a training, say. Neither the plan nor the plan for a slice uses it."""
+    """Memory for a training, for example. Neither the plan nor the plan for a slice uses it."""
     run = RunOptions(reserved_mib=3000)
     left = unreserved(5000 * MIB, run)
     plan = planned(replace(BASE, run=run), topology=Topology(devices=4, device_bytes=left))

@@ -133,7 +133,7 @@ def test_arrays_have_the_bytes_of_their_layout(array: str, num_bytes: int, is_in
     assert [(each.num_bytes, each.is_in_hbm) for each in module.entry.root.arrays] == [(num_bytes, is_in_hbm)]
 
 
-def test_a_computation_of_another_core_ends_where_its_thread_is_named() -> None:
+def test_a_closing_brace_with_an_execution_thread_ends_a_computation() -> None:
     text = "ENTRY %main (a: x) -> y {\n  ROOT %a = s32[] parameter(0)\n}\n"
     module = parse(text.replace("ENTRY ", "").replace("}\n", '}, execution_thread="sparsecore"\n\n') + text)
     assert [*module.computations] == ["main"]

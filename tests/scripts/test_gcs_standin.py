@@ -55,7 +55,7 @@ def upload(url: str, name: str, content: bytes = b"content", condition: str = ""
     return request(url, "POST", f"/upload/storage/v1/b/bucket/o?uploadType=media&name={name}{condition}", content)
 
 
-def test_of_simultaneous_writers_of_a_new_object_one_succeeds(path):
+def test_only_one_of_many_simultaneous_writers_creates_an_object(path):
     stores = [Storage.open(path) for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         wrote = list(pool.map(lambda i: stores[i].write_if_absent("key", bytes([i])), range(8)))

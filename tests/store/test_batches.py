@@ -81,7 +81,7 @@ def test_a_single_activation_is_an_array(store):
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_drop_last(store, drop_last):
+def test_drop_last_omits_an_incomplete_batch(store, drop_last):
     whole, rest = divmod(stored_tokens(), 50)
     assert rest
     sizes = [len(batch.tokens) for batch in store.batches("embed", 50, drop_last=drop_last)]

@@ -74,7 +74,7 @@ def test_a_claim_is_kept_for_longer_than_its_lease(tmp_path):
             time.sleep(LEASE_S / 10)
 
 
-def test_of_many_simultaneous_claims_one_succeeds(store_path):
+def test_only_one_of_many_simultaneous_claims_succeeds(store_path):
     barrier = threading.Barrier(8)
     successes = []
 

@@ -1,5 +1,5 @@
 """In a local store every object is a file. Anything else is reported by verify, and refused by readers and by jobs that
-resume the store. None of them takes it for a missing object, or hangs."""
+resume the store. None of them treats it as a missing object, or hangs."""
 
 import os
 import re

@@ -111,7 +111,7 @@ def bookkeeping(proxy, path: str) -> dict[str, int]:
     return {key: n for (_, key), n in requests(proxy, path).items() if key.startswith(prefixes)}
 
 
-def test_of_simultaneous_writers_of_a_new_object_one_succeeds(s3):
+def test_only_one_of_many_simultaneous_writers_creates_an_object(s3):
     """Only on S3, since the GCS emulator ignores conditions."""
     path = new_bucket("s3", s3.backend)
     stores = [Storage.open(path) for _ in range(8)]

@@ -78,7 +78,7 @@ def test_a_version_depends_only_on_seed_task_and_number():
         ({"permute_examples": True}, {"identity"}, 1, factorial(3)),
     ],
 )
-def test_only_what_is_allowed_changes(allowed, geometries, colors, orders):
+def test_only_allowed_properties_are_augmented(allowed, geometries, colors, orders):
     versions = [augmentation(0, "t", version, 3, **(NOTHING | allowed)) for version in range(300)]
     found = {version.geometry for version in versions}
     assert found == geometries if isinstance(geometries, set) else len(found) == geometries
