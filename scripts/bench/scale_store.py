@@ -56,7 +56,7 @@ PLACE = "bench-scale/store"  # bucket and store
 URL = f"gs://{PLACE}"
 ROWS, LENGTH, WIDTH = 4, 8, 128  # the bundled model's width
 BLOCK_TOKENS = ROWS * LENGTH
-SOURCE, DOCUMENTS = "part-{:05d}.parquet", 64  # a stream's file, and the documents in it
+SOURCE, DOCUMENTS = "part-{:05d}.parquet", 1024  # a stream's file, and the documents in it: those of 256 blocks
 
 
 class State(StrEnum):
@@ -280,7 +280,7 @@ def record(block: int, stream: int) -> CommitRecord:
 
 def open_bench_job(streams: int, max_tokens: int, path: str = URL, **run: object) -> Job:
     """Opens the job of the store. `run`: keys of the configuration's `run`."""
-    folder = BUILD / f"data-{streams}"
+    folder = BUILD / f"data-{streams}-{DOCUMENTS}"
     if not folder.exists():
         folder.mkdir(parents=True)
         documents = {"id": [str(i) for i in range(DOCUMENTS)], "text": ["Some text."] * DOCUMENTS}
