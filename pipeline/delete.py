@@ -1,6 +1,6 @@
-"""Deletes a store: `python -m pipeline.delete store.path=... confirm=true`. Without `confirm=true` it describes it.
+"""Deletes a store: `python -m pipeline.delete store.path=... confirm=true`. Without `confirm=true`, only describes it.
 
-Only objects with the exact names of a store's objects are deleted. Other files and symbolic links stay and are listed;
+Deletes only objects with the exact names of a store's objects. Other files and symbolic links stay and are listed;
 links are not followed. The store's root is deleted last, so an interrupted deletion can be repeated.
 
 Exit codes: 0 deleted; 1 workers have claimed streams of the store, or it cannot be reached; 2 not confirmed, or there
@@ -31,7 +31,7 @@ _MAX_NAMED = 5  # remaining files that the message names
 class Settings:
     path: str = store_path()
     confirm: bool = setting("confirm", "delete the store, instead of describing it", flag, default=False)
-    force: bool = setting("force", "delete it although dead workers have claimed streams", flag, default=False)
+    force: bool = setting("force", "ignore the claims of workers that are dead", flag, default=False)
 
 
 def delete(settings: Settings) -> int:
@@ -47,12 +47,12 @@ def delete(settings: Settings) -> int:
     if holders:
         held = named_holders(holders)
         raise StoreError(
-            f"{path} is not deleted: workers hold streams ({held}). Wait until they end, or add force=true if they are "
+            f"cannot delete {path}: workers hold streams ({held}). Wait until they end, or set force=true if they are "
             "dead."
         )
     left = list(islice(delete_store(storage, root), _MAX_NAMED + 1))
     names = ", ".join(left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
-    print(f"{path}: deleted" + (f", but for what is not the store's: {names}" if left else ""))
+    print(f"{path}: deleted" + (f", except files that are not part of the store: {names}" if left else ""))
     return EXIT_OK
 
 

@@ -8,7 +8,7 @@ format=delphi: features (`capture.encode`) as the latents that EleutherAI's delp
 folder for each SAE, with files for ranges of features.
 
 Contexts are cut from the stored tokens in order, without padding: every position is a token, and a context may begin in
-the middle of a document. The last tokens, fewer than a context, are left out.
+the middle of a document. Tokens at the end that do not fill a context are left out.
 
 Exit codes: 0 done; 1 the store cannot be reached or is damaged; 2 there is no store, or a setting is wrong; 42
 interrupted.
@@ -40,11 +40,9 @@ class Settings:
     format: str = setting(
         "export.format", "saelens: activations; delphi: features", one_of("saelens", "delphi"), default="saelens"
     )
-    arrays: tuple[str, ...] = setting(
-        "export.arrays", "names, separated by commas; if not given, all", names, default=()
-    )
+    arrays: tuple[str, ...] = setting("export.arrays", "comma-separated names; default: all", names, default=())
     context: int | None = setting(
-        "export.context", "tokens of a context; if not given, the store's row length", whole_number(1), default=None
+        "export.context", "tokens per context; default: the store's row length", whole_number(1), default=None
     )
     dtype: str = setting(
         "export.dtype",
@@ -54,7 +52,7 @@ class Settings:
     )
     splits: int | None = setting(
         "export.splits",
-        f"of delphi: files for each SAE; if not given, {DEFAULT_SPLITS}",
+        f"with export.format=delphi: files per SAE; default: {DEFAULT_SPLITS}",
         whole_number(1),
         default=None,
     )
@@ -73,27 +71,27 @@ def export(settings: Settings) -> int:
 
 def _export_activations(settings: Settings, store: ActivationStore, path: Path, context: int) -> None:
     if settings.splits is not None:
-        raise ConfigError(f"export.splits={settings.splits} is of export.format=delphi. Leave it out.")
+        raise ConfigError(f"export.splits={settings.splits} applies only to export.format=delphi. Remove it.")
     arrays = settings.arrays or tuple(key.name for key in store.keys)
     if not arrays:
         raise ConfigError(
-            f"{settings.store} has features, but no activations, which are what is exported. export.format=delphi "
-            f"exports features."
+            f"{settings.store} has features, but no activations to export. Set export.format=delphi to export the "
+            f"features."
         )
     contexts, left = write_cached_activations(store, path, arrays, context, settings.dtype)
-    print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens are left out")
+    print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens left out")
 
 
 def _export_features(settings: Settings, store: ActivationStore, path: Path, context: int) -> None:
     arrays = settings.arrays or tuple(sae["features"].removeprefix("features.") for sae in store.metadata.encoders)
     if not arrays:
         raise ConfigError(
-            f"{settings.store} has no features, which are what export.format=delphi exports: it was made without "
-            f"capture.encode."
+            f"{settings.store} has no features to export: it was made without capture.encode. Set "
+            f"export.format=saelens to export its activations."
         )
     done = write_latents(store, path, arrays, context, settings.splits or DEFAULT_SPLITS, settings.dtype)
-    print(f"{settings.path}: {done.contexts:,} contexts of {context} tokens; {done.left_tokens} tokens are left out")
-    print(f"{done.firings:,} values of features; {done.not_stored:,} more are not stored (capture.encode_top)")
+    print(f"{settings.path}: {done.contexts:,} contexts of {context} tokens; {done.left_tokens} tokens left out")
+    print(f"{done.firings:,} feature values; the store lacks {done.not_stored:,} more (capture.encode_top)")
 
 
 def main(arguments: list[str]) -> int:

@@ -1,9 +1,9 @@
-"""Marks a store complete: `python -m pipeline.finalize store.path=...`, once all of its workers have ended.
+"""Marks a store as complete: `python -m pipeline.finalize store.path=...`, once all its workers have ended.
 
-A run marks its store by itself when every stream is at its end. Workers that fill one store may each end before the
-others do; then nobody has marked it. The command may be repeated, and may run several times at once.
+A run does this itself when every stream is finished. Workers that share a store may each end before the others; then
+none of them does. The command can be repeated, and can run several times at once.
 
-Exit codes: 0 complete; 1 a stream has not ended or a worker has claimed it (the message names the stream), or the store
+Exit codes: 0 complete; 1 a stream is unfinished or claimed by a worker (the message names the stream), or the store
 cannot be reached; 2 there is no store, or it is damaged; 42 interrupted.
 """
 
@@ -25,14 +25,14 @@ from pipeline.store.write.store_writer import StoreWriter
 @dataclass(frozen=True)
 class Settings:
     path: str = store_path()
-    force: bool = setting("force", "complete it although streams have not ended or are claimed", flag, default=False)
+    force: bool = setting("force", "complete it even if streams are unfinished or claimed", flag, default=False)
 
 
 def finalize_store(settings: Settings) -> int:
     """Prints what each stream holds, and completes the store. Returns the exit code. Raises StoreError if it cannot."""
     obstacle = finalize(StoreWriter.open_existing(settings.path), settings.force)
     if obstacle is not None:
-        raise StoreError(f"{settings.path} is not completed: {obstacle}")
+        raise StoreError(f"cannot complete {settings.path}: {obstacle}")
     print(f"{settings.path}: complete")
     return EXIT_OK
 

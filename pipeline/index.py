@@ -1,9 +1,9 @@
 """Indexes the ids of a store's documents: `python -m pipeline.index store.path=...`.
 
-With it `store.document("id")` takes two requests for each stream and a few more, instead of two for each block. The
-document tables of all blocks are read once, and a file for each stream is written (12 bytes per document). Several
-processes share the work: `index.world=W` of them, each with its `index.rank`, from 0 to W - 1. After a store was
-extended the same command reads the new blocks only. Readers read the tables of blocks that are not indexed.
+With the index, `store.document("id")` takes two requests per stream and a few more, instead of two per block. The
+command reads the document tables of all blocks once, and writes a file for each stream (12 bytes per document). To
+share the work among W processes, give each `index.world=W` and its own `index.rank`, from 0 to W - 1. After a store is
+extended, the same command reads only the new blocks. Until then, readers read the new blocks' tables.
 
 Exit codes: 0 indexed; 1 the store cannot be reached; 2 there is no store, or it is damaged; 42 interrupted.
 """
@@ -41,7 +41,7 @@ def index(settings: Settings) -> int:
     streams = range(settings.rank, require_root(storage).metadata.num_streams, settings.world)
     with tqdm(unit="block", desc="index", file=sys.stderr) as bar:
         index_ids(storage, streams, bar.update)
-    print(f"{settings.path}: the ids of {len(streams)} streams are indexed")
+    print(f"{settings.path}: indexed the ids of {len(streams)} streams")
     return EXIT_OK
 
 

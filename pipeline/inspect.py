@@ -1,11 +1,11 @@
 """Shows what is in a store: `python -m pipeline.inspect store.path=... [inspect.html=page.html]`.
 
-Prints what the store holds and, from a sample of its rows, the norms of its activations. `inspect.html` writes the same
-with charts and text as one HTML page that loads nothing else, `inspect.png` the charts alone. Unfinished and remote
-stores can be inspected, too.
+Prints a summary of the store and, from a sample of its rows, the norms of its activations. `inspect.html` also writes
+them, with charts and text, to one self-contained HTML page; `inspect.png` writes only the charts. The store may be
+unfinished or remote.
 
-`inspect.features_html` writes a page about the features of an SAE (`capture.encode`): how often they fire, and of some
-of them the values and the contexts of the strongest firings.
+`inspect.features_html` writes a page about the features of an SAE (`capture.encode`): how often they fire, and for some
+of them, their values and the contexts of their strongest firings.
 
 Exit codes: 0 done; 1 the store cannot be reached; 2 there is no store, or a setting is wrong; 42 interrupted.
 """
@@ -34,32 +34,32 @@ class Settings:
     seed: int = setting("inspect.seed", "seed of the sample", whole_number(0), default=0)
     tokenizer: str | None = setting(
         "inspect.tokenizer",
-        "where tokenizer.json is; if not given, where the run had it (the page shows token ids if it is gone)",
+        "directory or Hub id with tokenizer.json; default: the run's (if it is gone, the page shows token ids)",
         default=None,
     )
     features_html: str | None = setting(
         "inspect.features_html", "a local file for the page of an SAE's features", local_path, default=None
     )
     sae: str | None = setting(
-        "inspect.sae", "of that page, where the store has several: e.g. blocks.5.resid_post", default=None
+        "inspect.sae", "for that page: which SAE, if the store has several, e.g. blocks.5.resid_post", default=None
     )
     features: tuple[int, ...] = setting(
         "inspect.features",
-        "of that page, e.g. [12,99]; if not given, those that fire most and least often",
+        "for that page, e.g. [12,99]; default: those that fire most and least often",
         whole_numbers,
         default=(),
     )
     extremes: int = setting(
-        "inspect.extremes", "how many of the most frequent, and of the least frequent", whole_number(1), default=8
+        "inspect.extremes", "number of most frequent, and of least frequent, features", whole_number(1), default=8
     )
-    contexts: int = setting("inspect.contexts", "contexts of each feature, at most", whole_number(1), default=8)
+    contexts: int = setting("inspect.contexts", "maximum number of contexts per feature", whole_number(1), default=8)
 
 
 def inspect_store(settings: Settings) -> int:
     """Prints the report and writes the files. Returns the exit code."""
     if settings.features_html is None and (settings.sae or settings.features):
         given = "inspect.sae" if settings.sae else "inspect.features"
-        raise ConfigError(f"{given} is of the page of features. Say where to write it: inspect.features_html=...")
+        raise ConfigError(f"{given} is only for the page of features. Set inspect.features_html to the file to write.")
     inspect(settings.path, settings.html, settings.png, settings.tokens, settings.seed, settings.tokenizer)
     if settings.features_html is not None:
         choice = FeatureChoice(settings.sae, settings.features, settings.extremes, settings.contexts)

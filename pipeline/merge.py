@@ -1,11 +1,11 @@
-"""Merges stores of one configuration into one: `python -m pipeline.merge from=... from=... store.path=...`.
+"""Merges stores with the same configuration into one: `python -m pipeline.merge from=... from=... store.path=...`.
 
 For workers that cannot write to one store: each runs with its share of the streams (`run.worker_index`) and its own
-`store.path`. Blocks are copied unchanged. The merged store is marked complete if every stream is at its end, and then
+`store.path`. Blocks are copied unchanged. The merged store is marked as complete if every stream is finished, and then
 verified. The sources are not changed. Repeat an interrupted merge to continue it.
 
-Exit codes: 0 merged and sound, complete or not; 1 a problem was found, or a store cannot be reached; 2 the stores do
-not fit together, or one of them does not exist or has lost objects; 42 interrupted.
+Exit codes: 0 merged and sound, complete or not; 1 a problem was found, or a store cannot be reached; 2 the stores
+cannot be merged, or one of them does not exist or has lost objects; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -27,8 +27,8 @@ from pipeline.store.write.merging import merge_stores
 
 @dataclass(frozen=True)
 class Settings:
-    sources: tuple[str, ...] = setting("from", "a store to copy from; repeat it for each", is_repeated=True)
-    path: str = setting("store.path", "the merged store: a new one, one of the sources, or an interrupted merge's")
+    sources: tuple[str, ...] = setting("from", "a store to copy from; repeat for each store", is_repeated=True)
+    path: str = setting("store.path", "the merged store: new, one of the sources, or left by an interrupted merge")
 
 
 def merge(settings: Settings) -> int:
@@ -38,7 +38,7 @@ def merge(settings: Settings) -> int:
     obstacle = finalize(store)
     code = verify_and_print(settings.path)
     if code == EXIT_OK:
-        print(f"{settings.path}: {'complete' if obstacle is None else f'not completed: {obstacle}'}")
+        print(f"{settings.path}: {'complete' if obstacle is None else f'not complete: {obstacle}'}")
     return code
 
 

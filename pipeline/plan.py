@@ -1,7 +1,7 @@
 """Prints what a run would do: `python -m pipeline.plan [overrides]` takes the overrides of `python -m pipeline.run`.
 
-Reads only headers and writes nothing. `topology=v5e-64` plans for a TPU slice without having one: the step is compiled
-for the slice, and its memory, limits, time and cost are printed.
+Reads only headers and writes nothing. `topology=v5e-64` plans for a TPU slice, on any machine: it compiles the step for
+the slice, and prints memory, limits, time and cost.
 
 Exit codes: 0 planned; 1 the model, the data or the store cannot be reached; 2 the configuration or the input is wrong;
 42 interrupted.

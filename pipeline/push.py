@@ -1,17 +1,17 @@
 """Uploads a finished store to the Hugging Face Hub: `python -m pipeline.push store.path=... repo=owner/name`.
 
-It becomes a data set repository, created where there is none, with a card (README.md) that describes the store. Your
-own text in the card stays, and what its front matter says, but for `size_categories`; its licence is yours to add. The
-root contains the configuration of the
-run that made the store, with its paths. `ActivationStore.open("hf://datasets/owner/name")` reads the store there.
+The store becomes a data set repository with a card (README.md) that describes it; a repository that does not exist is
+created. Your own text in the card and its front matter stay, except `size_categories`; the licence is yours to add. The
+store's root contains the configuration of the run that made it, including paths.
+`ActivationStore.open("hf://datasets/owner/name")` reads the store from the Hub.
 
-Repeat an interrupted push to continue it: what the repository has is not uploaded again. Push a store that was extended
-in the same way. Until the last commit of a push the repository says that the store is not complete.
+Repeat an interrupted push to continue it: objects that the repository has are not uploaded again. Push an extended
+store in the same way. Until the last commit of a push, the repository's store is marked as unfinished.
 
-The token is that of `hf auth login`, or HF_TOKEN.
+The access token comes from `hf auth login` or HF_TOKEN.
 
-Exit codes: 0 the repository holds the store; 1 the Hub or the store cannot be reached, or was changed meanwhile; 2 the
-store is not finished, the repository holds something else, or the Hub refuses the push; 42 interrupted.
+Exit codes: 0 the repository holds the store; 1 the Hub or the store cannot be reached, or changed during the push; 2
+the store is not finished, the repository holds something else, or the Hub refuses the push; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -36,10 +36,10 @@ from pipeline.store.publish.pushing import push_store
 class Settings:
     path: str = store_path()
     repo: str = setting("repo", "the data set repository, owner/name")
-    revision: str = setting("revision", "its branch, made from main where there is none", default="main")
+    revision: str = setting("revision", "its branch; created from main if it does not exist", default="main")
     private: bool | None = setting(
         "private",
-        "true or false, of a new repository; if not given, its owner's default",
+        "for a new repository: true or false; default: its owner's",
         flag,
         default=None,
     )

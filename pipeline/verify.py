@@ -1,8 +1,8 @@
 """Checks a store: `python -m pipeline.verify store.path=...` reads every committed block.
 
-Several processes share the work on a large store: `verify.world=W` of them, each with its `verify.rank`, from 0 to
-W - 1. A process checks every W-th stream; the store is sound if all of them find nothing. `verify.sample=0.01` reads
-the objects of one block in 100, the same ones at each run with the same `verify.seed`. `verify.level` says how much is
+To share the work on a large store among W processes, give each `verify.world=W` and its own `verify.rank`, from 0 to
+W - 1. Each process checks every W-th stream; the store is sound if none of them finds a problem. `verify.sample=0.01`
+reads the objects of one block in 100, the same ones for the same `verify.seed`. `verify.level` sets how much is
 checked; each level includes those before it:
 
   records    the root, the commit records and the block tables
@@ -10,7 +10,7 @@ checked; each level includes those before it:
   checksums  the checksums of document tables, statistics and chunks, and the records' digests of the values
   all        the values agree with each other, with the document tables and with the statistics
 
-Exit codes: 0 the store is sound; 1 problems were found, which are listed with what to type to repair the store, or the
+Exit codes: 0 the store is sound; 1 problems were found (they are listed, with commands that repair the store), or the
 store cannot be reached; 2 there is no store; 42 interrupted.
 """
 
@@ -33,7 +33,7 @@ class Settings:
     path: str = read_store_path()
     rank: int = setting("verify.rank", "which share of the streams to check, from 0", whole_number(0), default=0)
     world: int = setting("verify.world", "the number of shares", whole_number(1), default=1)
-    sample: float = setting("verify.sample", "the part of the blocks to read", fraction, default=1.0)
+    sample: float = setting("verify.sample", "fraction of the blocks to read", fraction, default=1.0)
     seed: int = setting("verify.seed", "selects the sample", whole_number(0), default=0)
     level: str = setting(
         "verify.level",

@@ -60,7 +60,7 @@ def test_other_objects_of_an_s3_bucket_stay(s3, capsys):
         Storage.open(bucket).write(key, b"mine")
     assert main([f"store.path={bucket}/store", "confirm=true"]) == 0
     assert Storage.open(bucket).list_keys() == sorted(mine)
-    assert "but for what is not the store's: " in capsys.readouterr().out
+    assert "except files that are not part of the store: " in capsys.readouterr().out
 
 
 FOREIGN = (
@@ -106,7 +106,7 @@ def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, caps
     left = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     assert left == sorted(FOREIGN)
     assert all((path / key).read_text() == "mine" for key in FOREIGN)
-    assert "but for what is not the store's" in capsys.readouterr().out
+    assert "except files that are not part of the store" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_links_are_neither_followed_nor_removed(tmp_path, capsys, linked):
     assert main([f"store.path={path}", "confirm=true"]) == 0
     assert {file: file.read_bytes() for file in (elsewhere, *elsewhere.rglob("*")) if file.is_file()} == before
     assert [str(file.relative_to(path)) for file in path.rglob("*") if file.is_symlink()] == [linked]
-    assert f"but for what is not the store's: {linked}" in capsys.readouterr().out
+    assert f"except files that are not part of the store: {linked}" in capsys.readouterr().out
     assert not (path / "zarr.json").exists()
 
 

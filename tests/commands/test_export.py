@@ -39,7 +39,7 @@ def test_contexts_contain_the_stored_tokens_in_order(store, tmp_path, context, c
     opened = ActivationStore.open(store)
     context = context or opened.length
     contexts = stored_tokens() // context
-    assert f"{contexts} contexts of {context} tokens; {stored_tokens() - contexts * context} tokens are left out" in (
+    assert f"{contexts} contexts of {context} tokens; {stored_tokens() - contexts * context} tokens left out" in (
         capsys.readouterr().out
     )
     found = load_from_disk(tmp_path / "cache").with_format("numpy")

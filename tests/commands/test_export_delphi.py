@@ -52,7 +52,7 @@ def test_the_files_contain_the_stored_features(store, tmp_path, context, splits,
     context = context or ActivationStore.open(store).length
     contexts, left = divmod(stored_tokens(), context)
     printed = capsys.readouterr().out
-    assert f"{contexts} contexts of {context} tokens; {left} tokens are left out" in printed
+    assert f"{contexts} contexts of {context} tokens; {left} tokens left out" in printed
     assert sorted(path.name for path in (tmp_path / "latents").iterdir()) == sorted(NAMES)
     firings = 0
     for name in NAMES:
@@ -76,7 +76,7 @@ def test_the_files_contain_the_stored_features(store, tmp_path, context, splits,
         np.testing.assert_array_equal(found.reshape(-1, WIDTH), dense[: contexts * context])
     opened = ActivationStore.open(store).read_outputs(slice(None))
     missing = sum(int(opened[f"features.{name}.n_active"].sum()) - (stored(store, name)[1] > 0).sum() for name in NAMES)
-    assert f"{firings:,} values of features; {missing:,} more are not stored" in printed
+    assert f"{firings:,} feature values; the store lacks {missing:,} more" in printed
     assert missing > 0
 
 
@@ -130,7 +130,7 @@ def test_a_full_disk_is_reported_and_the_export_can_be_repeated(store, tmp_path,
         (["export.splits=41"], "has only 40 features"),
         (["export.splits=0"], "export.splits=0"),
         (["export.format=csv"], "export.format=csv"),
-        (["export.format=saelens", "export.splits=2"], "is of export.format=delphi"),
+        (["export.format=saelens", "export.splits=2"], "applies only to export.format=delphi"),
     ],
 )
 def test_wrong_settings_are_refused(store, arguments, message, tmp_path, capsys):
