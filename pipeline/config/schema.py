@@ -50,18 +50,18 @@ class ModelConfig:
     """The model."""
 
     path: str = key(
-        REQUIRED, "HF directory, remote path (`gs://...`), Hub id; `${assets:tiny-qwen2}`: the bundled model"
+        REQUIRED, "HF directory, remote path (`gs://...`) or Hub id; `${assets:tiny-qwen2}` is the bundled model"
     )
     revision: str | None = key(None, "for a Hub id: a branch, tag or commit; null: `main`")
     dtype: ComputeDtype = key(ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
     weights_dtype: WeightsDtype = key(
         WeightsDtype.same,
-        "the layers' matrices: `same` as `model.dtype`, or `int8` with scales: half or a quarter of the memory",
+        "the layers' matrices: `same` as `model.dtype`, or `int8` with scales, in half or a quarter of the memory",
     )
     activations_dtype: ActivationsDtype = key(
         ActivationsDtype.same,
-        "the inputs of int8 matrices: `same` as `model.dtype`, or `int8`, scaled per token (not for experts): fast on "
-        "TPUs, less exact",
+        "the inputs of int8 matrices: `same` as `model.dtype`, or `int8`, scaled per token (not for experts): faster "
+        "on TPUs, less exact",
     )
     attention: Attention = key(
         Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, `xla_segments`, or `auto`: see Limits"
@@ -83,13 +83,13 @@ class DataConfig:
         "store keeps its number",
     )
     on_error: OnError = key(
-        OnError.fail, "`fail`, or `skip` and record bad documents; `data=hf`: a damaged file always fails"
+        OnError.fail, "`fail`, or `skip` and record bad documents; with `data=hf`, a damaged file always fails"
     )
     special_tokens: SpecialTokens = key(
-        SpecialTokens.tokenizer, "`tokenizer`: those that it adds by default (BOS, CLS ... SEP), or `none`"
+        SpecialTokens.tokenizer, "`tokenizer`: those it adds by default (BOS, CLS ... SEP), or `none`"
     )
-    prefix: str | None = key(None, "text of one token put before every document, e.g. `<|endoftext|>`")
-    suffix: str | None = key(None, "text of one token put after every document; `data=generate` allows none")
+    prefix: str | None = key(None, "text of a single token to put before every document, e.g. `<|endoftext|>`")
+    suffix: str | None = key(None, "text of a single token to put after every document; not for `data=generate`")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class ParquetData(DataConfig):
         None,
         "file, directory or glob, local or remote (`gs://`, `hf://`; `s3://` with s3fs); null: `repo` and `subset`",
     )
-    repo: str = key(REQUIRED, "Hub data set that is streamed if `data.path` is null")
+    repo: str = key(REQUIRED, "Hub data set to stream if `data.path` is null")
     subset: str = key(REQUIRED, "the Hub data set's folder of parquet files")
     revision: str | None = key(None, "for the Hub data set: a branch, tag or commit; null: `main`")
     row_groups_per_shard: int | None = key(
@@ -225,7 +225,7 @@ class CaptureConfig:
     regex: str | None = key(
         None, "with `regex`: searched for in each token's text, e.g. `'capture.regex=\"^ ?[A-Z]\"'`"
     )
-    rate: float | None = key(None, "with `sample`: the share of tokens")
+    rate: float | None = key(None, "with `sample`: the fraction of tokens")
     seed: int | None = key(None, "with `sample`: the seed; null: 0")
     per_row: int | None = key(
         None,
@@ -247,9 +247,9 @@ class CaptureConfig:
     encode: Any = key(  # str, list of str or dict of str, by str
         None,
         "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*.resid_post` "
-        "with `{layer}` in the address; several for one array in a list; null: none",
+        "with `{layer}` in the address; a list of SAEs for one array; null: none",
     )
-    encode_top: int = key(64, "with `encode`: stored features per token, those with the largest values")
+    encode_top: int = key(64, "with `encode`: features stored per token: those with the largest values")
     encode_threshold: float = key(0.0, "with `encode`: a feature fires if its value is larger than this")
     encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "with `encode`: store values as `bfloat16` or `float32`")
     encode_index: bool = key(
@@ -279,7 +279,7 @@ class StoreConfig:
         "process's rows per step; null: as many as fit in `store.shard_mib`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
-    retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, ... 8 times the delay")
+    retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, 8, ... times the delay")
     retry_delay_s: float = key(1.0, "delay before the first retry, times a random number from 0.75 to 1.5")
     concurrency: int | None = key(
         None, "concurrent requests; null: 32, for local files the number of cores, at least 4"
@@ -300,8 +300,10 @@ class StoreConfig:
 class MeshConfig:
     """The device mesh of a worker."""
 
-    data: int | None = key(None, "devices that divide the rows; null: all")
-    tensor: int = key(1, "neighbouring devices that share heads and neurons; divides a process's devices")
+    data: int | None = key(None, "number of devices among which rows are divided; null: all")
+    tensor: int = key(
+        1, "number of neighbouring devices that divide heads and neurons; must divide the devices per process"
+    )
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,7 @@ class RunOptions:
     max_inflight_mib: float = key(
         2048.0, "activations in flight between device and host; at most 4 steps, 1 if the devices are 2 CPU cores"
     )
-    reserved_mib: float = key(0.0, "kept free on each device for other uses, e.g. a training that reads a `Stream`")
+    reserved_mib: float = key(0.0, "memory kept free on each device for other uses, e.g. training on a `Stream`")
     stall_timeout_s: float = key(
         600.0, "if no step finishes for this long, report what each thread is doing; after twice this, exit"
     )
@@ -361,11 +363,11 @@ class PlanConfig:
     search: bool = key(False, "find the largest `batch.rows` that fits, by compiling")
     json: bool = key(False, "print JSON")
     mfu: float = key(0.4, "model FLOPs utilisation of the forward pass")
-    fill: float = key(0.95, "share of token slots with a valid token")
+    fill: float = key(0.95, "fraction of token slots with a valid token")
     mean_tokens: float | None = key(
         None,
-        "mean length of the documents, assumed log-normal, to leave out the blocks of attention that splash skips in "
-        "packed rows; null: one document per row",
+        "mean document length, to exclude the attention blocks that splash skips in packed rows; lengths are assumed "
+        "to be log-normal; null: one document per row",
     )
     store_gb_per_s: float | None = key(
         None, "write rate of the store; null: as for a new bucket, 1000 objects per second"
