@@ -126,7 +126,7 @@ def test_concurrent_copies_are_limited_by_memory(shard_mib, copies):
 def test_stores_may_be_merged_one_by_one(tmp_path, halves, whole, capsys):
     target = f"store.path={tmp_path / '0'}"
     assert main([halves[0], target]) == 0
-    assert "not completed: streams 1 are unfinished" in capsys.readouterr().out
+    assert "not complete: streams 1 are unfinished" in capsys.readouterr().out
     assert main([halves[1], target]) == 0
     assert_same_store(tmp_path / "0", whole)
 
