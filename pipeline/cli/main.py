@@ -75,17 +75,17 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
     except errors.PipelineError as error:
         log.error("%s", described(error))
         if isinstance(error, errors.StoreMismatch) and _is_sweep():
-            log.error("In a sweep each point needs a store of its own: use the swept key in store.path.")
+            log.error("In a sweep, each job needs its own store: use the swept key in store.path.")
         earlier = error.__context__
         if isinstance(earlier, errors.PipelineError) and earlier is not error.__cause__:
             log.error("Before that, %s", described(earlier))
         return error.exit_code
     except Exception as error:
         if processes.is_loss_of_a_process(error):
-            log.error("another process of this job has ended; its own messages say why. Run the same command again.")
+            log.error("another process of this job has ended; its messages say why. Run the same command again.")
         elif devices.is_out_of_memory(error):
             log.exception(
-                "the job does not fit into the memory of a device, or another process uses some of it. Run the same "
+                "the job does not fit in the memory of a device, or another process uses some of it. Run the same "
                 "command again; if it fails again, lower batch.rows (data.rows while generating) or "
                 "run.max_inflight_mib, or divide the weights (model.weights=fsdp)."
             )

@@ -132,7 +132,7 @@ def parse(settings: type[S], arguments: Sequence[str]) -> S:
         if key not in keys:
             raise UsageError(f"{argument!r} is not a setting of this command.{_suggestion(argument, keys)}")
         if not value:
-            raise UsageError(f"{key} has no value. Type it as {key}=...")
+            raise UsageError(f"{key} has no value. Give it as {key}=...")
         given.setdefault(key, []).append(value.strip("'\""))
     values = {}
     for f in fields(settings):

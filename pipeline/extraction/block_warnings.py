@@ -45,7 +45,7 @@ class SlotChecks:
         if self._plan.checks.warn_of_unselected and (left_out := sum(block.table["n_unselected"].to_pylist())):
             log.warning(
                 "block %d of stream %d: %d selected tokens are not stored, since their windows select more than "
-                "capture.per_row=%d; n_unselected has their number for each document",
+                "capture.per_row=%d; n_unselected counts them for each document",
                 *(block.index, block.stream, left_out, self._plan.step.selected),
             )
         if self._plan.checks.warn_of_empty_rows and not self._has_warned_of_empty_rows:
@@ -61,7 +61,7 @@ class SlotChecks:
         if filled < 0.5 < slots_filled:
             self._has_warned_of_empty_rows = True
             log.warning(
-                "block %d of stream %d: its rows are only %.0f %% full, because %.0f %% of the capture.per_row=%d "
-                "slots for selected tokens are used. In a new store, a larger capture.per_row fills more of them",
+                "the rows of block %d of stream %d are only %.0f %% full, because %.0f %% of the capture.per_row=%d "
+                "slots for selected tokens are used. In a new store, set a larger capture.per_row to fill them",
                 *(block.index, block.stream, 100 * filled, 100 * slots_filled, spec.selected),
             )

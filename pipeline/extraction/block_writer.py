@@ -128,7 +128,7 @@ class BlockWriter:
             self._error = error
             self.in_flight.fail()
         else:
-            log.error("After that the writer failed again: %s", error)
+            log.error("then the writer failed again: %s", error)
 
     def _next(self) -> StepInFlight | None:
         """Waits for the next step. Meanwhile commits the blocks that have become durable."""

@@ -119,7 +119,7 @@ def require_finished_streams(job: Job, store: StoreWriter) -> None:
     if lacking:
         raise StoreError(
             f"{store.path}: streams {', '.join(map(str, lacking))} were complete but have since lost commit records. "
-            "Run the same command again, which computes them."
+            "Run the same command again to recompute them."
         )
 
 
@@ -157,7 +157,7 @@ class _Completion:
         """Whether the store is complete. Calls `complete` if no other worker is doing so."""
         for vacancy in self._claims.vacancies([COMPLETION]):
             if self._has_waited and vacancy.expired is None and require_root(self._store.storage).complete:
-                log.info("%s is completed by another worker", self._store.path)
+                log.info("another worker has completed %s", self._store.path)
                 return True
             if self._claims.claim(vacancy):
                 self._complete()

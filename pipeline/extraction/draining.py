@@ -33,7 +33,7 @@ class CopyThreads:
             np.copyto(target, values)
             return
         if target.shape != values.shape:  # pieces with different numbers of rows could be broadcast
-            raise ValueError(f"values of shape {values.shape} do not fit into memory of shape {target.shape}")
+            raise ValueError(f"values of shape {values.shape} do not fit in memory of shape {target.shape}")
         rows = max(1, len(values) * _PIECE_BYTES // max(1, values.nbytes))
         for first in range(0, len(values), rows):
             piece = slice(first, first + rows)

@@ -96,7 +96,7 @@ def open_store(job: Job) -> StoreWriter:
             f"the store {path} was created while this job was being planned. Run the same command again."
         ) from error
     if job.config.capture.encode_index and job.encoders and not store.metadata.indexed_features:
-        log.warning("%s was created without an index by feature, so none is written (capture.encode_index)", path)
+        log.warning("%s was created without an index by feature, so this run writes none (capture.encode_index)", path)
     if not (store.complete and are_own_streams_done(job, store)):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:
@@ -226,8 +226,8 @@ def complete(job: Job, store: StoreWriter) -> None:
             log.warning("%s: %s", store.path, missing)
         if not is_complete:
             log.info(
-                "%s is not completed: another run asked for more tokens than it holds. Run that command again, or "
-                "pipeline.finalize with force=true to complete the store with what it holds",
+                "%s is not complete: another run asked for more tokens than it holds. Run that command again, or run "
+                "pipeline.finalize with force=true to mark the store as complete as it is",
                 store.path,
             )
     elif job.config.run.claim:

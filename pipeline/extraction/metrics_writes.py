@@ -51,4 +51,4 @@ class MetricsWrites:
                 self._warn(error)
 
     def _warn(self, error: StoreError) -> None:
-        log.warning("the run's metrics could not be written: %s", error)
+        log.warning("cannot write the run's metrics: %s", error)

@@ -36,6 +36,6 @@ class ProfileWindow:
         if self._is_on:
             self._is_on = False
             jax.profiler.stop_trace()
-            log.info("a trace of %d steps is in %s", self._steps - self._first, self._directory)
+            log.info("wrote a trace of %d steps to %s", self._steps - self._first, self._directory)
         elif self._steps <= self._first:
-            log.warning("there were only %d steps, so there is no trace. Lower run.profile_after.", self._steps)
+            log.warning("no trace was written: the run had only %d steps. Lower run.profile_after.", self._steps)

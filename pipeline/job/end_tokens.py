@@ -19,7 +19,7 @@ def end_tokens(model: Model, tokenizer: TextTokenizer, texts: Sequence[str] | No
     ids = eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
     if not all(type(number) is int and 0 <= number < model.vocab_size for number in ids):
         raise CheckpointError(
-            f"{checkpoint.where} has the eos_token_id {eos_token_id}, expected token ids below {model.vocab_size}. Set "
+            f"{checkpoint.where}: eos_token_id is {eos_token_id}, expected token ids below {model.vocab_size}. Set "
             "data.end_tokens."
         )
     return tuple(sorted(set(ids)))

@@ -52,7 +52,7 @@ class Stage(Enum):
 
 BINDING = {
     Stage.LOOP_DATA: "reading and tokenising",
-    Stage.FEED_CLAIM: "claiming streams, or waiting for those that other workers hold",
+    Stage.FEED_CLAIM: "claiming streams, or waiting for other workers' streams",
     Stage.WRITER_RESULTS: "compute and device-to-host copies",
     Stage.WRITER_COPY: "copying into host buffers",
     Stage.WRITER_STATISTICS: "merging row statistics",
@@ -191,9 +191,7 @@ class Metrics:
         ]
         if retries := self.storage_retries:
             refused = self.storage_refused
-            lines.append(
-                f"{retries} requests to storage failed and were sent again. {refused} answers were 429 or 503."
-            )
+            lines.append(f"{retries} requests to storage failed and were retried. {refused} responses were 429 or 503.")
         for thread in ("feed", "loop", "writer"):
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.thread_seconds(thread).items())
             lines.append(f"seconds of the {thread} thread: {stages}")

@@ -202,7 +202,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     if plan.generation or plan.step.head_outputs:
         model.generation.check_head()
     if plan.generation and (reserved := sorted({*source.info_schema.names} & RESERVED_COLUMNS)):
-        raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Leave it out.")
+        raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Remove it.")
     return Job(
         config=config,
         model=model,

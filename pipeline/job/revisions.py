@@ -76,7 +76,7 @@ def _agreed(key: str, path: str | None, is_hub: bool, resolve: Callable[[], str]
     commit = from_first_process(resolve if is_hub else lambda: _LOCAL)
     if any_process((commit == _LOCAL) == is_hub):
         raise ConfigError(
-            f"{key}={path} is a local directory on some hosts of this job, and on others it is not: those would read "
-            f"the Hub's. Put the directory on all hosts or on none, or give its absolute path."
+            f"{key}={path} is a local directory on some hosts of this job; the others would read it from the Hub. Put "
+            f"the directory on all hosts or on none, or give its absolute path."
         )
     return None if commit in (_LOCAL, _UNKNOWN) else commit

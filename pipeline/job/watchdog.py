@@ -51,7 +51,7 @@ class Watchdog:
             stalled_s = time.monotonic() - self._metrics.last_step
             if stalled_s >= 2 * self._timeout_s:
                 try:
-                    log.error("%s Giving up; run the same command again to resume.", self._report(stalled_s))
+                    log.error("%s Exiting; run the same command again to resume.", self._report(stalled_s))
                     _print_stacks()
                     logging.shutdown()
                 finally:

@@ -99,8 +99,8 @@ class Extractor:
         open_devices()
         if processes.count() > 1:
             raise ConfigError(
-                f"this process is one of {processes.count()} that have joined. Expected one for an Extractor: on "
-                "several hosts use the command, python -m pipeline.run."
+                f"this process is one of {processes.count()} that have joined, but an Extractor runs in a single "
+                "process. On several hosts, use python -m pipeline.run."
             )
         revision = model_revision(config, None)
         self.model, self.tokenizer = open_model_and_tokenizer(config, revision)
@@ -154,9 +154,7 @@ class Extractor:
         items = self._reader(add_generation_prompt).tokenised(as_list(documents))
         tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
         if len(tokenised) < len(items):
-            log.warning(
-                "%d of %d documents are skipped: result.skipped says why", len(items) - len(tokenised), len(items)
-            )
+            log.warning("skipped %d of %d documents; result.skipped says why", len(items) - len(tokenised), len(items))
         collector = Collector(self.plan.step, len(tokenised))
         for step in self._steps(tokenised):
             check_finite(self.plan, step.block, np.asarray(step.outputs.counts)[1:].tolist())
@@ -222,7 +220,7 @@ class Extractor:
         batch, length = self.config.batch, self.plan.step.length
         if long := [len(document.tokens) for document in documents if len(document.tokens) > length]:
             log.warning(
-                "%d of %d documents are longer than length=%d, the longest has %d tokens: long_documents=%s",
+                "%d of %d documents are longer than length=%d (the longest has %d tokens): long_documents=%s applies",
                 *(len(long), len(documents), length, max(long), batch.long_documents),
             )
         ranges = (windows(len(document.tokens), length, batch.long_documents) for document in documents)

@@ -152,7 +152,7 @@ class Filler:
                 self._fill_memories(begin, first_index)
         except BaseException as error:  # re-raised on the training thread
             if self._closed.is_set():  # nobody may be waiting any more
-                log.error("a stream that was closed failed: %s", error)
+                log.error("a closed stream failed: %s", error)
             self._error = error
             self._filled.put(error)
         finally:

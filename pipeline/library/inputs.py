@@ -86,12 +86,12 @@ class DocumentReader:
         try:
             text.encode()
         except UnicodeEncodeError:
-            return self._bad(index, "the text has a lone surrogate, so is not UTF-8")
+            return self._bad(index, "the text has a lone surrogate, so it is not valid UTF-8")
         return Document(str(index), text, _NAME, index)
 
     def _checked(self, index: int, tokens: np.ndarray) -> TokenisedDocument | SkippedDocument:
         if not len(tokens):
-            return self._bad(index, "it has no token")
+            return self._bad(index, "it has no tokens")
         smallest, largest = int(tokens.min()), int(tokens.max())
         if smallest < 0 or largest >= self.vocab_size:
             wrong = smallest if smallest < 0 else largest
@@ -126,9 +126,7 @@ class Texts:
         """
         names = [str(item.index) for item in self.items] if ids is None else [str(name) for name in ids]
         if len(names) != len(self.items):
-            raise InputError(
-                f"ids has {len(names)} entries for {len(self.items)} documents. Give one for each document."
-            )
+            raise InputError(f"ids has {len(names)} entries for {len(self.items)} documents. Give one id per document.")
         texts = [item.text if isinstance(item, Document) else "" for item in self.items]  # the command skips empty ones
         digest = hashlib.sha256(json.dumps([names, texts]).encode()).hexdigest()
         path = os.path.join(folder, f"texts-{digest[:16]}.parquet")
@@ -156,8 +154,8 @@ def as_list(documents: Iterable[DocumentInput]) -> list[DocumentInput]:
     """The documents as a list. Raises InputError for a single document."""
     if isinstance(documents, str | Mapping) or not isinstance(documents, Iterable) or _is_chat(documents):
         raise InputError(
-            f"documents is {shown(documents)}. Expected a list of texts, of token lists, or of chats; of one document "
-            "make a list: [document]."
+            f"documents is {shown(documents)}. Expected a list of texts, token lists or chats. For a single document, "
+            "give [document]."
         )
     return list(documents)
 

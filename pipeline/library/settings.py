@@ -61,8 +61,8 @@ def _hint(name: str, owner: str) -> str:
         return f" {keys[0]} is a key of the command: python -m pipeline.run."
     section, _, last = keys[0].partition(".")
     if section == "data" and last in (field.name for field in fields(ParquetData)):
-        return f' {keys[0]} is given with the data: data={{"path": ..., "{last}": ...}}.'
-    return f" {keys[0]} is a key of the configuration, which Stream.from_config(['{keys[0]}=...', ...]) takes."
+        return f' Give {keys[0]} with the data: data={{"path": ..., "{last}": ...}}.'
+    return f" {keys[0]} is a key of the configuration: Stream.from_config(['{keys[0]}=...', ...]) accepts it."
 
 
 def configuration(values: Mapping[str, object], job: Mapping[str, object] | None = None) -> RunConfig:

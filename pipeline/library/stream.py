@@ -73,8 +73,8 @@ class Stream:
         given = {"path": data} if isinstance(data, str) else dict(data)
         if given.get("source", "parquet") != "parquet":
             raise ConfigError(
-                f"data has the source {shown(given['source'])}. Stream(...) reads parquet files; use "
-                "Stream.from_config for others, e.g. Stream.from_config(['data=arc', ...])."
+                f"data has the source {shown(given['source'])}, but Stream(...) reads only parquet files. For other "
+                "sources, use Stream.from_config, e.g. Stream.from_config(['data=arc', ...])."
             )
         values = {"data.source": "parquet", "data.repo": "none", "data.subset": "none", "store.path": "none"}
         values |= {f"data.{key}": value for key, value in given.items()} | settings(named, "Stream")
@@ -95,9 +95,9 @@ class Stream:
 
     def _open(self, config: RunConfig) -> None:
         if isinstance(config.data, GenerateData):
-            raise ConfigError("data=generate writes its documents into a store. Fill one, and read store.batches.")
+            raise ConfigError("data=generate needs a store for its documents. Fill one, and read store.batches.")
         if config.run.claim:
-            raise ConfigError("run.claim=true: claims are kept in a store. Use rank and world of Stream.batches.")
+            raise ConfigError("run.claim=true needs a store for its claims. Use rank and world of Stream.batches.")
         use_compilation_cache(config.run.compilation_cache)
         open_devices()
         self.config = replace(config, store=replace(config.store, path=_NO_STORE))
@@ -146,7 +146,7 @@ class Stream:
         options = with_fields(BatchOptions(shuffle=True, rank=devices.index, world=devices.count), fields)
         if options.token_filter.part is not None:
             raise ValueError(
-                "TokenFilter(part=...) is for stores of data=generate: a stream's documents have no parts."
+                "TokenFilter(part=...) applies only to stores of data=generate: a stream's documents have no parts."
             )
         reading = self._readable.reading(self._keys(keys), batch_size, options)
         job = self._share(options.rank, options.world, store)
@@ -192,14 +192,14 @@ class Stream:
     def _share(self, rank: int, world: int, store: str | os.PathLike[str] | None) -> Job:
         """The job of reader `rank` of `world`: its streams of documents, and the store that it fills, if any."""
         if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} of {world}: rank must be 0 to world - 1")
+            raise ValueError(f"rank is {rank} with world={world}: expected 0 to {world - 1}")
         devices = _own_devices(replace(topology(self.config.run), workers=world, worker=rank))
         job = replanned(self._job, devices) if store is None else self._storing(os.fspath(store), devices)
         if not job.plan.streams.local:
             raise ConfigError(
                 f"rank {rank} of {world} has no documents: the data's {len(job.source.shards)} source shards are "
-                f"divided among {job.plan.streams.count} streams, and these among the readers. Use fewer readers, or "
-                "more streams (data.num_streams) and source shards (data.row_groups_per_shard divides parquet files)."
+                f"divided among {job.plan.streams.count} streams, and the streams among the readers. Use fewer "
+                "readers, or more streams (data.num_streams) and source shards (data.row_groups_per_shard)."
             )
         return job
 
@@ -209,8 +209,8 @@ class Stream:
         if weights_identity(job.model, job.encoders) != weights_identity(self._job.model, self._job.encoders):
             commit = job.model.checkpoint.commit
             raise StoreMismatch(
-                f"{path} is filled with another state of the model {self.config.model.path}, or of an SAE, than this "
-                f"Stream has loaded. Make a new Stream{f', with revision={commit}' if commit else ''}."
+                f"{path} was filled with a different version of the model {self.config.model.path}, or of an SAE, than "
+                f"this Stream has loaded. Create a new Stream{f', with revision={commit}' if commit else ''}."
             )
         return job
 
@@ -225,8 +225,8 @@ def _half_steps(job: Job, tokens: int) -> int:
     rows, slots = job.plan.mesh.process_rows, job.layout.slots
     if tokens < 2 * rows * slots:
         raise ConfigError(
-            f"shuffle_buffer_tokens is {tokens}, but each half of the buffer takes at least a step of {rows} rows with "
-            f"{slots} slots for tokens. Set it to at least {2 * rows * slots}, or lower batch.rows."
+            f"shuffle_buffer_tokens is {tokens}, but each half of the buffer must hold at least one step of {rows} "
+            f"rows with {slots} slots for tokens. Set it to at least {2 * rows * slots}, or lower batch.rows."
         )
     return tokens // (2 * rows * slots)
 
@@ -244,5 +244,5 @@ def _require_device_memory(num_bytes: int, devices: Topology, reserved_bytes: in
         raise ConfigError(
             f"the stream would take {num_bytes / MIB:.0f} MiB of each device, which has "
             f"{devices.device_bytes / MIB:.0f} MiB besides the {reserved_bytes / MIB:.0f} MiB of reserved_mib. Lower "
-            "batch.rows or batch_size, set weights='fsdp' for several devices, or reserve less."
+            "batch.rows, batch_size or reserved_mib, or, with several devices, set weights='fsdp'."
         )

@@ -68,8 +68,8 @@ class StreamReader(Iterator[Batch]):
         self._batches = Gatherer(reading, reading.options.drop_last).batches(filled, self._position)
         weakref.finalize(self, self._filler.stop).atexit = False  # the filler registers its own exit handler
         log.info(
-            "a stream of batches: a buffer of %d slots for tokens, up to %.1f MiB of activations on the host, up to "
-            "%.1f MiB of each device",
+            "batches from a buffer of %d token slots: up to %.1f MiB of activations on the host, up to %.1f MiB on "
+            "each device",
             *(2 * memories[0].rows * job.layout.slots, self.host_bytes / MIB, self.device_bytes / MIB),
         )
 
@@ -183,10 +183,10 @@ def _restored(
         if min(row, *asdict(position).values()) < 0:
             raise ValueError("a negative position")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"the state is not a Stream's ({error!r}). Start again without a state.") from error
+        raise ValueError(f"the state is not from a Stream ({error!r}). Start again without a state.") from error
     if different:
         raise ValueError(
-            f"the state is of another stream, which differs in {', '.join(different)}. Use the configuration and the "
-            "options of the reader that the state came from, or start again without a state."
+            f"the state is from a stream that differs in {', '.join(different)}. Use the configuration and options of "
+            "the reader that made the state, or start again without a state."
         )
     return FeedPosition(InTurn(left), row), position

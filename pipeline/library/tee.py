@@ -47,8 +47,8 @@ class StoreTee:
         target, stream_target = self._store.target, job.plan.streams.target
         if not self._store.complete and larger(target, stream_target) != stream_target:  # last blocks differ
             raise StoreMismatch(
-                f"{self._store.path} is to hold {target} tokens, but run.max_tokens is {stream_target}. Set "
-                "run.max_tokens to what the store's run has, or choose another store."
+                f"the target of {self._store.path} is {target} tokens, but run.max_tokens is {stream_target}. Set "
+                "run.max_tokens to the store's target, or choose another store."
             )
         job.manifest.keep()
         self._left = {item.stream.stream: item for item in work_left(job, self._store)}
@@ -75,7 +75,7 @@ class StoreTee:
         if not missing:
             return
         log.info(
-            "%s lacks blocks of %d streams of documents that the state has passed: they are computed for it first",
+            "%s lacks earlier blocks of %d streams of documents than the state: computing these first",
             *(self._store.path, len(missing)),
         )
         with closing(Feed(_Before(missing))) as feed:

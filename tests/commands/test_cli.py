@@ -232,5 +232,5 @@ def test_exhausted_device_memory_is_reported_with_a_remedy(caplog):
         composed = hydra.compose("config", [])
     assert main.run_task(task, composed) == 1
     [message] = caplog.messages
-    assert "does not fit into the memory of a device" in message
+    assert "does not fit in the memory of a device" in message
     assert "batch.rows" in message

@@ -74,7 +74,7 @@ def test_a_missing_store_is_refused(tmp_path, capsys):
     ("arguments", "problem"),
     [
         ([], "store.path is missing."),
-        (["store.path="], "store.path has no value. Type it as store.path=..."),
+        (["store.path="], "store.path has no value. Give it as store.path=..."),
         (["path=/x"], "'path=/x' is not a setting of this command. Did you mean store.path=/x?"),
         (["store_path=/x"], "'store_path=/x' is not a setting of this command. Did you mean store.path=/x?"),
         (["/x"], "'/x' is not a setting of this command. Did you mean store.path=/x?"),

@@ -214,7 +214,7 @@ def test_a_hanging_process_is_reported_and_the_job_gives_up(overrides, tmp_path)
     assert "[0] ended with exit code 1" in output
     assert re.search(r"no step has finished for [345] s", output), output  # it looks every 0.75 s
     assert "writer: results" in output
-    assert "Giving up; run the same command again to resume." in output
+    assert "Exiting; run the same command again to resume." in output
 
 
 def disturb(launcher: subprocess.Popen, store: Path, rng: random.Random) -> str:

@@ -214,5 +214,5 @@ def test_metrics_that_cannot_be_written_are_warned_about(text, tmp_path, caplog)
     StoreWriter.open(config.store.path, job.metadata, job.layout)
     (tmp_path / "store/_metrics").write_bytes(b"")
     run(config)
-    assert "the run's metrics could not be written" in caplog.text
+    assert "cannot write the run's metrics" in caplog.text
     assert committed_blocks(tmp_path / "store")

@@ -46,7 +46,7 @@ def test_repeated_requests_are_counted_from_the_runs_beginning(gcs):
             assert f"{gcs.faults[Fault.too_many_requests]} requests to storage failed" in metrics.summary()
             refused = metrics.snapshot()["storage_refused"]
             assert refused == gcs.faults[Fault.too_many_requests]
-            assert f"{refused} answers were 429 or 503" in metrics.summary()
+            assert f"{refused} responses were 429 or 503" in metrics.summary()
             gcs.reset(rate=0.5, kinds=[Fault.refused])
             assert [storage.read(f"{number}") for number in range(20)] == [None] * 20
             assert metrics.snapshot()["storage_retries"] > refused == metrics.snapshot()["storage_refused"]

@@ -161,12 +161,12 @@ def test_the_shares_of_two_readers_are_disjoint_and_complete(stream, whole):
     ("name", "hint"),
     [
         ("row", "Did you mean rows?"),
-        ("text_column", """data.text_column is given with the data: data={"path": ..., "text_column": ...}."""),
-        ("data.num_streams", """data.num_streams is given with the data: data={"path": ..., "num_streams": ...}."""),
+        ("text_column", """Give data.text_column with the data: data={"path": ..., "text_column": ...}."""),
+        ("data.num_streams", """Give data.num_streams with the data: data={"path": ..., "num_streams": ...}."""),
         ("capture.layers", "Did you mean layers?"),
         ("path", "Did you mean model?"),
-        ("statistics", "capture.statistics is a key of the configuration, which Stream.from_config(["),
-        ("info_columns", "data.info_columns is a key of the configuration, which Stream.from_config(["),
+        ("statistics", "capture.statistics is a key of the configuration: Stream.from_config(["),
+        ("info_columns", "data.info_columns is a key of the configuration: Stream.from_config(["),
         ("xyz", "It has activations_dtype, "),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
     other = Stream.from_config([*overrides, "capture.layers=[3]", "run.max_tokens=9000", *worker])
     with pytest.raises(ValueError, match=r"differs in capture .*, max_tokens \(None .*, 9000 here\), rank .*, world"):
         batches_of(other, state=state)
-    with pytest.raises(ValueError, match="the state is not a Stream's"):
+    with pytest.raises(ValueError, match="the state is not from a Stream"):
         batches_of(stream, state={"epoch": 0, "batch": 3, "buffer": 0, "token": 5, "order": 1, "rank": 0, "world": 1})
 
 
@@ -213,7 +213,7 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
         ({"outputs": ("loss",)}, ConfigError, r"no outputs \['loss'\]; it has \[\]"),
         ({"features": True}, ConfigError, "no features"),
         ({"rank": 2, "world": 3}, ConfigError, "rank 2 of 3 has no documents: .*row_groups_per_shard"),
-        ({"rank": 2, "world": 2}, ValueError, "rank must be 0 to world - 1"),
+        ({"rank": 2, "world": 2}, ValueError, "rank is 2 with world=2: expected 0 to 1"),
         ({"epochs": 2}, ValueError, "a stream reads the data once"),
         ({"buffer_mib": 8}, ValueError, "give shuffle_buffer_tokens"),
         ({"framework": "tensorflow"}, ValueError, "tensorflow"),
@@ -228,7 +228,7 @@ def test_options_that_are_refused(stream, options, error, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["data=generate", "data@data.prompts=demo", "data.path=none"], "data=generate writes its documents"),
+        (["data=generate", "data@data.prompts=demo", "data.path=none"], "data=generate needs a store"),
         (["run.claim=true"], "Use rank and world of Stream.batches"),
         (["capture.layers=[40]"], r"capture.layers .* 40"),
     ],
