@@ -63,5 +63,5 @@ def shortfall(stored: Sequence[int], budgets: Sequence[int]) -> str | None:
     others = f" and {len(missing) - len(largest)} others" if len(missing) > len(largest) else ""
     return (
         f"the data ended {sum(missing.values()):,} tokens short of run.max_tokens={sum(budgets):,}: {listed}{others}. "
-        "Use more data. If other streams have data left, a new store with fewer streams (data.num_streams) uses it."
+        "Use more data. If other streams have data left, use a new store with fewer streams (data.num_streams)."
     )

@@ -174,12 +174,12 @@ def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> Non
         opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except PermissionError as error:
         raise InputError(
-            f"{path} cannot be read: {error.strerror}. Give this user the permission, or check {key}."
+            f"{path} cannot be read: {error.strerror}. Grant this user read permission, or check {key}."
         ) from error
     try:
         if os.fstat(opened).st_size == 0 and _has_content(opened):
             raise InputError(
-                f"{path} has the size 0 but is not empty, like files of /proc; expected a stored file. Check {key}."
+                f"{path} has size 0 but is not empty, like files in /proc: expected a regular file. Check {key}."
             )
     finally:
         os.close(opened)

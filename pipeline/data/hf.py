@@ -46,7 +46,7 @@ class HfSource:
         except jinja2.TemplateError as error:
             raise ConfigError(f"data.text={config.text!r:.200} cannot be used: {error}. Correct it.") from error
         if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
-            raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Leave it out.")
+            raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
         self._dataset, files = _stream(config)
         base = posixpath.commonpath([posixpath.dirname(file) for file in files])
         self._files = tuple(posixpath.relpath(file, base) for file in files)
@@ -105,7 +105,7 @@ class HfSource:
         if missing := sorted(wanted - row.keys()):
             raise InputError(
                 f"{config.path}, {shard} has no column {', '.join(missing)}, only {', '.join(row)}. "
-                "Set data.text, data.id_column and data.info_columns to columns that it has."
+                "Use only these columns in data.text, data.id_column and data.info_columns."
             )
         try:
             text = self._template(row)

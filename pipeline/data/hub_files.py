@@ -39,12 +39,12 @@ def open_builder(
     """
     if path in LOADERS:
         if data_files is None:  # `datasets` would read the working directory
-            raise ConfigError(f"data.path={path} is a loader: set data.data_files to the files that it should read.")
+            raise ConfigError(f"data.path={path} is a loader. Set data.data_files to the files to read.")
     elif "://" not in path and not os.path.isdir(path):
         settings = hf_settings(path) if os.path.isfile(path) else None
         if settings is not None or not is_hub_id(path):
             raise ConfigError(
-                f"data.path is {path!r:.200}, which is neither a directory, nor a loader, nor a Hub id. "
+                f"data.path is {path!r:.200}, which is not a directory, a loader or a Hub id. "
                 + ("Correct it." if settings is None else f"Read this file with {settings}.")
             )
     repeat_requests()
@@ -52,7 +52,7 @@ def open_builder(
         builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
     if builder.config.data_files is None:
         raise PipelineError(
-            f"{path} cannot be read from the Hub, and the copy in the cache of `datasets` does not list its files. "
+            f"{path} cannot be read from the Hub, and its copy in the cache of `datasets` does not list its files. "
             "Check the network and HF_HUB_OFFLINE, and try again."
         )
     splits = [str(name) for name in builder.config.data_files]
@@ -82,8 +82,8 @@ def dataset_errors(path: str) -> Iterator[None]:
             if not is_damage(error) and not isinstance(error, StopIteration):  # `datasets` raises it if there is no row
                 raise
             raise InputError(
-                f"data.path={path}: a file is damaged or empty: {str(error) or 'it has no row'}. Repair or replace the "
-                "files of data.data_files."
+                f"data.path={path}: a file is damaged or empty: {str(error) or 'it has no rows'}. Repair or replace "
+                "the files of data.data_files."
             ) from error
 
 

@@ -75,7 +75,7 @@ def footers_from_bytes(content: bytes, where: str) -> KnownFooters:
         if wrong := [entry for entry in entries if not _is_possible(entry)]:
             raise ValueError(f"{wrong[0]} is impossible")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        log.warning("%s is damaged (%s): the footers of all input files are read again", where, error)
+        log.warning("%s is damaged (%s): reading the footers of all input files again", where, error)
         return {}
     return {(entry.name, entry.size): entry for entry in entries}
 

@@ -202,7 +202,7 @@ def _first_schema(files: Sequence[InputFile], on_error: OnError) -> tuple[InputF
         except ParquetDamage:
             if on_error is OnError.fail or file is files[-1]:
                 raise
-    raise AssertionError("find_files gives at least one file")
+    raise AssertionError("find_files returns at least one file")
 
 
 def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> None:
@@ -213,7 +213,7 @@ def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> N
         if name is None:
             continue
         if name not in schema.names:
-            remedy = ", or to null for ids of file name and row" if key == "id_column" else ""
+            remedy = ", or to null to use file name and row number as ids" if key == "id_column" else ""
             raise InputError(
                 f"{file.path} has no column {name!r}, only {', '.join(schema.names)}. "
                 f"Set data.{key} to one of them{remedy}."

@@ -41,7 +41,7 @@ class _Reads:
     def __enter__(self) -> None:
         with self._changed:
             if self._has_ended:
-                raise PipelineError("the process is exiting, so nothing more is read.")
+                raise PipelineError("the process is exiting and reads no more data.")
             self._in_progress += 1
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class ParquetDamage(InputError):
         self.reason = f"{place}: not readable as parquet: {' '.join(str(error).split()).rstrip('.')}"
         super().__init__(
             f"{file.path}, {self.reason}. Expected a complete parquet file. Download it again, or set "
-            "data.on_error=skip to leave out the rest."
+            "data.on_error=skip to skip the rest."
         )
 
 
@@ -88,7 +88,7 @@ def open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFi
         if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
             raise InputError(
                 f"{file.path} has {size} bytes, but had {file.size} when it was listed. Do not change the files of a "
-                "running job: restore it, and run the same command again."
+                "running job. Restore the file, and run the same command again."
             )
         with _reads, _damage_named(file, "footer", 0):
             # Without pre_buffer, every column of a row group takes a separate request.

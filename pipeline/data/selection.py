@@ -132,8 +132,8 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
     if surplus := sorted(given - wanted):
         owners = " or ".join(str(choice) for choice, names in _SETTINGS.items() if surplus[0] in names)
         raise ConfigError(
-            f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r}, but capture.positions={positions}: it is for "
-            f"capture.positions={owners}. Leave one of them out."
+            f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r} with capture.positions={positions}, but applies "
+            f"only to capture.positions={owners}. Remove one of them."
         )
     _require_within("every", capture.every, 2, length, "the tokens of a row (batch.length)")
     _require_within("per_row", capture.per_row, 1, length, "the tokens of a row (batch.length)")
@@ -154,7 +154,7 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
 
 def _require_within(name: str, value: int | None, least: int, most: int, what: str) -> None:
     if value is not None and not least <= value <= most:
-        raise ConfigError(f"capture.{name} is {value}: expected {least} to {most}, {what}. Set it to one of these.")
+        raise ConfigError(f"capture.{name} is {value}: expected {least} to {most}, {what}.")
 
 
 def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | int | float]:
@@ -196,8 +196,8 @@ def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:
     ids = [token_id for token_id, text in tokenizer.token_texts().items() if pattern.search(text)]
     if not ids:
         raise ConfigError(
-            f"capture.regex={regex!r} matches none of the {tokenizer.vocab_size} tokens. It is searched for in each "
-            f"token's text, such as ' the'. Correct it."
+            f"capture.regex={regex!r} matches none of the {tokenizer.vocab_size} tokens. Set it to a regular "
+            f"expression that occurs in the text of a token, such as ' the'."
         )
     return ids
 

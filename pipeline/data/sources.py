@@ -76,12 +76,12 @@ def _open_prompts(
 ) -> Source:
     prompts = config.prompts
     if isinstance(prompts, GenerateData):
-        raise ConfigError("data.prompts is itself generate. Choose a different source with data@data.prompts=...")
+        raise ConfigError("data.prompts is also generate. Choose a different source with data@data.prompts=...")
     for name in ("path", *(field.name for field in fields(DataConfig) if field.name != "source")):
         ours, theirs = getattr(config, name), getattr(prompts, name)
         if ours != theirs:
             raise ConfigError(
-                f"data.prompts.{name} is {theirs}, but data.{name} is {ours}. Set only the latter, which also applies "
+                f"data.prompts.{name} is {theirs}, but data.{name} is {ours}. Set only data.{name}, which also applies "
                 "to the prompts."
             )
     if config.suffix is not None:

@@ -161,7 +161,7 @@ class TokenStream:
         if start.token % self._length or (start.token and self._long_documents is LongDocuments.cut):
             raise ConfigError(
                 f"stream {self.stream} cannot start at token {start.token} of a document with rows of {self._length} "
-                "tokens. Resume with the batch settings that the store was made with."
+                "tokens. Resume with the batch settings of the run that created the store."
             )
 
     def _read_ahead(

@@ -133,7 +133,7 @@ class TokenisedDocuments:
         if self._on_error is OnError.fail:
             raise InputError(
                 f"{document.source} row {document.index} (id {_storable(document.id)}): {reason}. "
-                "Repair the data, check that the tokenizer is the model's, or set data.on_error=skip."
+                "Repair the data, check that the tokenizer belongs to the model, or set data.on_error=skip."
             )
         return SkippedDocument(document.source, document.index, reason)
 

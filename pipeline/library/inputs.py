@@ -86,7 +86,7 @@ class DocumentReader:
         try:
             text.encode()
         except UnicodeEncodeError:
-            return self._bad(index, "the text has a lone surrogate, so it is not valid UTF-8")
+            return self._bad(index, "the text has a lone surrogate, so is not UTF-8")
         return Document(str(index), text, _NAME, index)
 
     def _checked(self, index: int, tokens: np.ndarray) -> TokenisedDocument | SkippedDocument:

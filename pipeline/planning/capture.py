@@ -45,13 +45,14 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
     keys = tuple(key for key in captured_keys(capture, model) if key not in encoded)
     if capture.when is When.decode and (scores := {Site.attn_entropy, Site.attn_pattern}.intersection(capture.sites)):
         raise ConfigError(
-            f"capture.sites contains {min(scores)} with capture.when=decode, which does not compute it, since keys are "
-            f"in a cache. Set capture.when=document, or remove {min(scores)}."
+            f"capture.sites contains {min(scores)}, which capture.when=decode cannot compute. Set "
+            f"capture.when=document, or remove {min(scores)}."
         )
     if Site.attn_pattern in capture.sites and capture.positions is Positions.all:
         raise ConfigError(
-            "capture.sites contains attn_pattern of all tokens: a value per head and position of a row for each of "
-            "them. Set capture.positions to last, every, token, regex or sample, to select the tokens that attend."
+            "capture.sites contains attn_pattern with capture.positions=all: each token would have a value per head "
+            "and position of its row. Set capture.positions to last, every, token, regex or sample, to select the "
+            "tokens that attend."
         )
     selected = slots_per_row(capture, batch.length)
     if not 1 <= batch.length <= model.max_positions:
@@ -140,8 +141,8 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
             why = why_missing(model.arch, missing[0], site)
             raise ConfigError(
                 f"capture.layers is {shown(list(layers))} with the site {site}, which layer {missing[0]} lacks: "
-                f"{why}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of them, or to "
-                f"all, which captures each site in the layers that have it."
+                f"{why}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of these, or to "
+                f"all to capture each site in every layer that has it."
             )
     keys = activation_keys(layers, sites)
     return tuple(key for key in keys if not key.site.per_layer or has_site(model.arch, key.layer, key.site))
@@ -191,7 +192,7 @@ def _int8_group(capture: CaptureConfig, arrays: Collection[ArraySpec]) -> int | 
         return None
     if capture.dtype is not StorageDtype.int8:
         raise ConfigError(
-            f"capture.int8_group is {group} with capture.dtype={capture.dtype}, but only int8 has scales. "
+            f"capture.int8_group is {group} with capture.dtype={capture.dtype}, but only int8 uses scales. "
             f"Set capture.int8_group=null, or capture.dtype=int8."
         )
     widths = [array.width for array in arrays]

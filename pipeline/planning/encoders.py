@@ -82,8 +82,8 @@ def open_encoders(
         width = model.width(key)
         if sae.spec.d_in != width:
             raise ConfigError(
-                f"capture.encode: the SAE {address} reads activations of {sae.spec.d_in} numbers, but {key.name} has "
-                f"{width}. Give the SAE of this model, layer and site."
+                f"capture.encode: the SAE {address} reads activations of width {sae.spec.d_in}, but {key.name} has "
+                f"width {width}. Give the SAE for this model, layer and site."
             )
         _compare_sites(sae, address, key, model)
         if sae.spec.k is not None and sae.spec.k < capture.encode_top:
@@ -94,14 +94,14 @@ def open_encoders(
         decodes = capture.encode_error
         if decodes and sae.spec.is_transcoder is None:
             log.warning(
-                "the files of %s do not say whether it is a transcoder: if it is, capture.encode_error is meaningless, "
-                "since it compares the prediction of another array with the input",
+                "the files of %s do not say whether it is a transcoder. If it is, capture.encode_error is meaningless: "
+                "it would compare the prediction of another array with the input",
                 address,
             )
         if decodes and (sae.spec.is_transcoder or sae.spec.d_out != width):
             raise ConfigError(
-                f"capture.encode_error is set, but {address} is a transcoder, which predicts a different array from "
-                "the one it reads. Set capture.encode_error=false."
+                f"capture.encode_error is set, but {address} is a transcoder: its output does not reconstruct its "
+                "input. Set capture.encode_error=false."
             )
         spec = EncoderSpec(
             key=key,
@@ -143,9 +143,9 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
         matches = [key for key in keys if fnmatchcase(key.name, str(pattern))]
         if not matches:
             raise ConfigError(
-                f"capture.encode names {shown(pattern)}, which is not a captured array. Captured are "
-                f"{shown(', '.join(key.name for key in keys))}. Name one of them, or add it to capture.layers and "
-                f"capture.sites."
+                f"capture.encode names {shown(pattern)}, which is not a captured array. Captured arrays: "
+                f"{shown(', '.join(key.name for key in keys))}. Name one of them, or add its layer and site to "
+                f"capture.layers and capture.sites."
             )
         if len({key.site for key in matches}) > 1:
             raise ConfigError(
@@ -156,7 +156,7 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
             if key in patterns:
                 raise ConfigError(
                     f"capture.encode has {shown(patterns[key])} and {shown(pattern)}, which both match {key.name}. "
-                    f"Give several SAEs of an array as a list."
+                    f"To use several SAEs for an array, give a list."
                 )
             patterns[key] = pattern
         if len(matches) > 1:
@@ -187,8 +187,8 @@ def _addresses(pattern: str, addresses: object, layer: int) -> dict[str, str]:
         names = names if len(names) > 1 else [""] * len(names)
         if repeated := [name for name, count in Counter(names).items() if count > 1]:
             raise ConfigError(
-                f"capture.encode has two SAEs for {shown(pattern)} in folders called {shown(repeated[0])}. Give them "
-                f"names: {{first: ..., second: ...}}."
+                f"capture.encode has two SAEs for {shown(pattern)} in folders named {shown(repeated[0])}. Name the "
+                f"SAEs: {{first: ..., second: ...}}."
             )
         addresses = dict(zip(names, addresses, strict=True))
     is_valid = isinstance(addresses, Mapping) and all(
@@ -198,7 +198,7 @@ def _addresses(pattern: str, addresses: object, layer: int) -> dict[str, str]:
     if not is_valid or not addresses:
         raise ConfigError(
             f"capture.encode has {shown(addresses)} for {shown(pattern)}. Set it to an address, a list of addresses, "
-            f"or addresses by names of letters, digits, - and _, e.g. {_EXAMPLE}."
+            f"or a mapping from names (letters, digits, - and _) to addresses, e.g. {_EXAMPLE}."
         )
     return {str(name): _fill_layer(address, layer) for name, address in addresses.items()}
 

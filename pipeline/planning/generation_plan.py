@@ -50,7 +50,7 @@ def plan_generation(
     options, keeps_activations = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
         if keeps_activations:
-            raise ConfigError("capture.when is decode, which is for data=generate only. Set it to document.")
+            raise ConfigError("capture.when is decode, which is only for data=generate. Set it to document.")
         return None
     tensor, weights = _divide_weights(config, model, tensor, topology)
     data = topology.devices // tensor
@@ -64,15 +64,15 @@ def plan_generation(
     others = logits + (kept or 0)
     if topology.device_bytes is not None and weights.device_bytes + cache + others > topology.device_bytes:
         raise ConfigError(
-            f"generation needs {weights.device_bytes / MIB:.0f} + {cache / MIB:.0f} + {others / MIB:.0f} MiB on each "
-            f"device, which has {topology.device_bytes / MIB:.0f} MiB, for weights, keys and values, and logits. Lower "
-            f"data.rows."
+            f"generation needs {weights.device_bytes / MIB:.0f} MiB for weights, {cache / MIB:.0f} MiB for keys and "
+            f"values, and {others / MIB:.0f} MiB for logits and activations on each device, which has "
+            f"{topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
         )
     notes = weights.notes
     if config.batch.length < length:
         notes += (
-            f"prompt and completion have up to {length} tokens: those longer than batch.length={config.batch.length} "
-            "are stored in windows that do not attend to each other",
+            f"a prompt with its completion has up to {length} tokens: if longer than "
+            f"batch.length={config.batch.length}, it is split into windows that do not attend to each other",
         )
     return GenerationPlan(
         rows=options.rows,
@@ -99,14 +99,14 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     is_auto = config.model.weights is Weights.auto and memory is not None
     if is_auto and tensor < most and sizes.on_device(tensor) > MAX_WEIGHTS_SHARE * memory:
         tensor = most
-        notes = (f"generation divides its weights over {tensor} devices along tensor, because they are large",)
+        notes = (f"the weights are large, so generation divides them over {tensor} devices along tensor",)
     plan = plan_weights(config.model.weights, sizes, topology.devices // tensor, tensor, memory)
     if plan.sharding is Weights.fsdp:
         remedy = "" if with_int8 else ", or model.weights_dtype=int8"
         gathered = sizes.matrices // tensor
         notes += (
             f"with fsdp, each decoding step gathers {gathered / MIB:.0f} MiB of weights on each device, which is slow: "
-            f"use devices with more memory, more devices per process{remedy}",
+            f"use devices with more memory, or more devices per process{remedy}",
         )
     return tensor, replace(plan, notes=plan.notes + notes)
 
@@ -140,8 +140,8 @@ def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
             raise ConfigError(f"data.{name} is {getattr(options, name)}. Set it to at least 1.")
     if options.prompt_length + options.max_new_tokens > model.max_positions:
         raise ConfigError(
-            f"data.prompt_length + data.max_new_tokens = {options.prompt_length} + {options.max_new_tokens} is more "
-            f"than the model's {model.max_positions} positions. Lower one of them."
+            f"data.prompt_length + data.max_new_tokens = {options.prompt_length} + {options.max_new_tokens} exceeds "
+            f"the model's {model.max_positions} positions. Lower one of them."
         )
     if options.rows < 1 or options.rows % data:
         raise ConfigError(
@@ -156,5 +156,5 @@ def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
     if config.run.claim:
         raise ConfigError(
             "run.claim is true, but data=generate writes a stream's completions in one process before it stores them. "
-            "Set run.claim=false, and run.worker_count for several workers."
+            "Set run.claim=false and, for several workers, run.worker_count."
         )

@@ -62,7 +62,7 @@ def plan_host_memory(
         host_buffers=host_buffers,
         index_bytes=_index_bytes(step, rows_per_block, host_buffers),
         encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else host_buffers,
-        notes=("one step in flight: nothing overlaps; raise run.max_inflight_mib",)
+        notes=("with one step in flight, nothing overlaps; raise run.max_inflight_mib",)
         if inflight_steps == 1 and not topology.few_cores
         else (),
     )
@@ -120,14 +120,13 @@ def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, s
         return wanted
     if wanted not in (None, stored):
         raise ConfigError(
-            f"store.rows_per_block is {wanted}, but the store was made with {stored} rows per block. Remove the "
-            "setting, or choose another store.path."
+            f"store.rows_per_block is {wanted}, but the store has {stored} rows per block. Remove the setting, or "
+            "choose another store.path."
         )
     if stored % process_rows:
         raise ConfigError(
-            f"batch.rows = {step.rows} is {process_rows} per process, which does not divide the "
-            f"{stored} rows per block that the store was made with. Set batch.rows so that each process "
-            f"has a divisor of {stored}, or choose another store.path."
+            f"batch.rows = {step.rows} is {process_rows} per process, which does not divide the store's {stored} rows "
+            f"per block. Set batch.rows so that the rows per process divide {stored}, or choose another store.path."
         )
     return stored
 

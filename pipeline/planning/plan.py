@@ -65,7 +65,7 @@ class Plan:
         token_bytes = step.row_bytes / step.length + step.index_bytes + SIDE_BYTES
         num_bytes = token_bytes * (streams.max_tokens or 1_000_000)
         size = f"{shown_bytes(num_bytes)} without padding or compression"
-        wanted = f"all tokens of the data, a million of which need {size}; set run.max_tokens to store fewer"
+        wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
             wanted = f"{streams.max_tokens:,} tokens, {size}"
         lines = [

@@ -69,8 +69,8 @@ def with_note_on_first_rows(plan: StreamPlan, batch: BatchConfig, rows_per_block
     if batch.packing is not Packing.pack or plan.max_tokens is None or plan.budget(0) >= block_tokens:
         return plan
     note = (
-        f"run.max_tokens ends each stream within its first block ({block_tokens:,} token slots), in which long "
-        "documents come first, so what is stored is not a representative sample of the data"
+        f"run.max_tokens ends each stream within its first block ({block_tokens:,} token slots). Long documents come "
+        "first in a block, so the store is not a representative sample of the data"
     )
     return replace(plan, notes=(*plan.notes, note))
 
@@ -134,6 +134,6 @@ def _uneven_note(count: int, num_source_shards: int, processes: int) -> str:
     even = next((n * processes for n in (most, count // processes) if n * processes <= num_source_shards), None)
     remedy = f"; in a new store, set data.num_streams={even}" if even else ""
     return (
-        f"{count} streams on {processes} processes: some processes have {most}, others have {count // processes} and "
-        f"wait at the end, so processes are busy for {count / (most * processes):.0%} of the time{remedy}"
+        f"{count} streams on {processes} processes: some processes have {most}, others {count // processes} and wait "
+        f"at the end, so processes are busy {count / (most * processes):.0%} of the time{remedy}"
     )

@@ -34,8 +34,8 @@ def plan_weights(
     }
     if (wanted is Weights.tensor and tensor == 1) or (wanted is Weights.replicated and tensor > 1):
         raise ConfigError(
-            f"model.weights={wanted} with mesh.tensor={tensor}, expected tensor for more than 1 and replicated for 1. "
-            f"Set model.weights=auto."
+            f"model.weights={wanted} does not match mesh.tensor={tensor}: tensor needs mesh.tensor above 1, replicated "
+            f"needs 1. Set model.weights=auto."
         )
     sharding, notes = wanted, ()
     if wanted is Weights.auto:
@@ -43,12 +43,13 @@ def plan_weights(
         if device_memory is not None and sizes[default] > MAX_WEIGHTS_SHARE * device_memory and data > 1:
             sharding = Weights.fsdp
             notes = (
-                f"weights are divided over the {data} devices along data: {sizes[default] / MIB:.0f} MiB {default} "
-                f"would be more than {MAX_WEIGHTS_SHARE:.0%} of a device's {device_memory / MIB:.0f} MiB",
+                f"weights are divided over the {data} devices along data: {default}, they would take "
+                f"{sizes[default] / MIB:.0f} MiB, more than {MAX_WEIGHTS_SHARE:.0%} of a device's "
+                f"{device_memory / MIB:.0f} MiB",
             )
     if device_memory is not None and sizes[sharding] > device_memory:
         raise ConfigError(
-            f"the weights, {sharding}, take {sizes[sharding] / MIB:.0f} MiB on each device, which has "
+            f"the weights ({sharding}) take {sizes[sharding] / MIB:.0f} MiB on each device, which has "
             f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, "
             f"or model.weights_dtype=int8."
         )

@@ -441,12 +441,12 @@ WRONG = {
     "number": ("capture.encode=5", "a mapping from captured arrays to SAEs"),
     "list": ("capture.encode=[a]", "a mapping from captured arrays to SAEs"),
     "not captured": ("capture.encode={blocks.2.attn_in: a}", "which is not a captured array"),
-    "twice": (f"capture.encode={{{ARRAY}: a, blocks.*.attn_in: a}}", "Give several SAEs of an array as a list"),
+    "twice": (f"capture.encode={{{ARRAY}: a, blocks.*.attn_in: a}}", "To use several SAEs for an array, give a list"),
     "no address": (f"capture.encode={{{ARRAY}: 7}}", "Set it to an address"),
     "empty": (f"capture.encode={{{ARRAY}: []}}", "Set it to an address"),
     "nested": (f"capture.encode={{{ARRAY}: {{a: [b]}}}}", "Set it to an address"),
     "name": (f"capture.encode={{{ARRAY}: {{a.b: c}}}}", "Set it to an address"),
-    "same names": (f"capture.encode={{{ARRAY}: [x/a, y/a]}}", "folders called 'a'"),
+    "same names": (f"capture.encode={{{ARRAY}: [x/a, y/a]}}", "folders named 'a'"),
     "top": ("capture.encode_top=0", "capture.encode_top"),
     "threshold": ("capture.encode_threshold=-1", "capture.encode_threshold"),
 }
@@ -463,7 +463,7 @@ def test_saes_that_do_not_fit_are_refused(folder, overrides, tmp_path) -> None:
         open_job(composing.compose([*overrides, f"store.path={tmp_path}/store", *more]))
 
     gated = str(folder / "gated")
-    with pytest.raises(ConfigError, match="reads activations of 12 numbers, but blocks.1.mlp_post has 24"):
+    with pytest.raises(ConfigError, match="reads activations of width 12, but blocks.1.mlp_post has width 24"):
         opened("capture.sites=[mlp_post]", encode(gated, "blocks.1.mlp_post"))
     with pytest.raises(ConfigError, match="has the same SAE"):
         opened("capture.layers=all", encode(gated, "blocks.*.attn_in"))

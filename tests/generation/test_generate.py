@@ -243,7 +243,7 @@ def test_answers_to_real_arc_tasks_are_graded(shared, tmp_path):
     [
         ("data.rows=0", "data.rows is 0. Set it to a whole number of at least 1"),
         ("data.group=0", "data.group is 0. Set it to a whole number of at least 1"),
-        ("data.prompt_length=1000", "data.prompt_length.* = 1000 \\+ 48 is more than the model's 1024 positions"),
+        ("data.prompt_length=1000", "data.prompt_length.* = 1000 \\+ 48 exceeds the model's 1024 positions"),
         ("data.temperature=-1", "temperature is -1"),
         ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),
         ("data.suffix=a", "data.suffix is 'a', but prompts are followed by completions"),

@@ -91,7 +91,13 @@ def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
     ("shape", "model", "tensor", "weights", "note"),
     [
         ("Qwen2.5-0.5B", {}, 1, "replicated", None),
-        ("Qwen2.5-7B", {}, 4, "tensor", "generation divides its weights over 4 devices along tensor"),
+        (
+            "Qwen2.5-7B",
+            {},
+            4,
+            "tensor",
+            "the weights are large, so generation divides them over 4 devices along tensor",
+        ),
         ("Qwen2.5-7B", {"weights_dtype": WeightsDtype.int8}, 1, "replicated", None),
         ("Llama-3-70B", {}, 4, "fsdp", "each decoding step gathers 32640 MiB of weights .*weights_dtype=int8"),
         ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 12446 MiB of weights"),
@@ -109,12 +115,14 @@ def test_generation_prefers_dividing_weights_along_tensor_to_gathering_them(
 def test_rows_shorter_than_the_longest_document_are_noted():
     config = replace(CONFIG, batch=BatchConfig(length=64))
     (note,) = plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1)).notes
-    assert "up to 128 tokens: those longer than batch.length=64 are stored in windows" in note
+    assert "up to 128 tokens: if longer than batch.length=64, it is split into windows" in note
 
 
 def test_a_plan_that_exceeds_device_memory_is_refused():
     topology = Topology(devices=1, device_bytes=4 << 20)
-    with pytest.raises(ConfigError, match="generation needs 3 . 3 . 0 MiB .*, and logits. Lower data.rows"):
+    with pytest.raises(
+        ConfigError, match="needs 3 MiB for weights, 3 MiB for keys .* 0 MiB for logits .*. Lower data.rows"
+    ):
         plan_generation(CONFIG, MODEL, width=0, tensor=1, topology=topology)
 
 
@@ -123,7 +131,7 @@ def test_kept_activations_take_memory_and_need_generation():
     plan = plan_generation(config, MODEL, width=256, tensor=2, topology=Topology(devices=8))
     assert plan.kept_bytes == 256 * 2 * 16 * 128 // 4
     assert f"{plan.kept_bytes / 2**20:.1f} MiB of activations" in plan.describe()
-    with pytest.raises(ConfigError, match="capture.when is decode, which is for data=generate"):
+    with pytest.raises(ConfigError, match="capture.when is decode, which is only for data=generate"):
         plan_generation(
             replace(config, data=ParquetData(source="parquet")), MODEL, width=0, tensor=1, topology=Topology(1)
         )

@@ -53,5 +53,7 @@ def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, w
 
 
 def test_weights_that_do_not_fit_however_divided_are_refused():
-    with pytest.raises(ConfigError, match=r"fsdp, take 1200 MiB on each device, which has 1000 MiB\. Use more devices"):
+    with pytest.raises(
+        ConfigError, match=r"fsdp\) take 1200 MiB on each device, which has 1000 MiB\. Use more devices"
+    ):
         plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, device_memory=1000 * MIB)

@@ -115,7 +115,7 @@ def test_a_block_has_whole_steps_within_bounds(shard_mib, rows_per_block):
 
 @pytest.mark.parametrize(
     ("max_tokens", "expected"),
-    [(None, "all tokens of the data, a million of which need 1.81 GB"), (500_000, "500,000 tokens, 906.00 MB")],
+    [(None, "all tokens of the data; a million tokens need 1.81 GB"), (500_000, "500,000 tokens, 906.00 MB")],
 )
 def test_a_plan_gives_the_size_of_the_store(max_tokens, expected):
     """A token has 896 activations of two bytes, and 20 bytes in the side arrays."""
@@ -170,7 +170,7 @@ def test_a_store_keeps_its_rows_per_block():
     config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1000.0))
     assert planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
     with pytest.raises(
-        ConfigError, match="batch.rows = 8 is 8 per process, which does not divide the 20 rows.*divisor of 20"
+        ConfigError, match="batch.rows = 8 is 8 per process, which does not divide the store's 20 rows.*divide 20"
     ):
         planned(config, stored=StoredGeometry(1, 20))
 
@@ -178,7 +178,7 @@ def test_a_store_keeps_its_rows_per_block():
 def test_given_rows_per_block_must_fit_steps_and_store():
     config = replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=24))
     assert planned(config).rows_per_block == planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
-    with pytest.raises(ConfigError, match="is 24, but the store was made with 16 rows per block"):
+    with pytest.raises(ConfigError, match="is 24, but the store has 16 rows per block"):
         planned(config, stored=StoredGeometry(1, 16))
     with pytest.raises(ConfigError, match=r"rows_per_block is 20, which is not a multiple of the 8 rows .* it to 24"):
         planned(replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=20)))
@@ -297,15 +297,15 @@ REFUSED = {
     "a word for layers": (dict(capture=CaptureConfig(layers="most")), "capture.layers is 'most'"),
     "attention entropies with capture.when=decode": (
         dict(capture=CaptureConfig(layers=[1], sites=["attn_entropy"], when=When.decode)),
-        "capture.sites contains attn_entropy with capture.when=decode",
+        "capture.sites contains attn_entropy, which capture.when=decode cannot",
     ),
     "attention patterns with capture.when=decode": (
         dict(capture=CaptureConfig(layers=[1], sites=["attn_pattern"], when=When.decode)),
-        "capture.sites contains attn_pattern with capture.when=decode",
+        "capture.sites contains attn_pattern, which capture.when=decode cannot",
     ),
     "attention patterns of all tokens": (
         dict(capture=CaptureConfig(layers=[1], sites=["attn_pattern"])),
-        "capture.sites contains attn_pattern of all tokens.*capture.positions",
+        "capture.sites contains attn_pattern with capture.positions=all.*capture.positions",
     ),
     "unknown site": (dict(capture=CaptureConfig(layers=[1], sites=["resid_past"])), "resid_past.*resid_post"),
     "site twice": (
@@ -334,7 +334,7 @@ REFUSED = {
     "an empty tensor axis": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),
     "weights along no tensor axis": (
         dict(model=ModelConfig(weights=Weights.tensor)),
-        "model.weights=tensor with mesh.tensor=1",
+        "model.weights=tensor does not match mesh.tensor=1",
     ),
     "a data axis of other length": (dict(mesh=MeshConfig(data=3)), "mesh.data"),
 }

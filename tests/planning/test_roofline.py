@@ -101,8 +101,8 @@ POOR = {
     "padding": (dict(config=replace(CONFIG, batch=BatchConfig(packing=Packing.pad))), "batch.packing=pack"),
     "small shards": (dict(shard_bytes=16 * MIB), "16 MiB.*raise store.shard_mib to 64-512"),
     "large shards": (dict(shard_bytes=1792 * MIB), "1792 MiB.*lower batch.rows"),
-    "full hosts": (dict(host_bytes=150 * GIB), "150 GiB of a host's 179; lower batch.rows"),
-    "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.*raise batch.rows to at least about 241"),
+    "full hosts": (dict(host_bytes=150 * GIB), "150 of a host's 179 GiB; lower batch.rows"),
+    "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.*raise batch.rows to have at least about 241"),
     "odd widths": (dict(arch=replace(LLAMA, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
     "exchange": (dict(limits=replace(COMPUTE_BOUND, interconnect=0.25)), "4.0 times as long.*raise batch.rows"),
     "bound by the network": (dict(limits=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
@@ -134,8 +134,8 @@ def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:
     last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
     plan, model = planned(program, *last)
     assert plan.activation_bytes_per_slot == 2 * model.width(ActivationKey(0, Site.resid_post)) / 512
-    assert "bytes a slot" in plan.describe()
-    assert "the compiler computes 3 results twice to save memory; lower batch.rows" in plan.describe()
+    assert "bytes per slot" in plan.describe()
+    assert "the compiler recomputes 3 results to save memory; lower batch.rows" in plan.describe()
 
 
 def test_a_plan_counts_attention_within_documents(tmp_path) -> None:

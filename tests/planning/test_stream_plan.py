@@ -55,8 +55,8 @@ def test_with_claims_every_process_may_claim_every_stream(topology):
 @pytest.mark.parametrize(
     ("streams", "processes", "shards", "note"),
     [
-        (100, 64, 1000, "busy for 78% of the time; in a new store, set data.num_streams=128"),
-        (100, 64, 100, "busy for 78% of the time; in a new store, set data.num_streams=64"),
+        (100, 64, 1000, "busy 78% of the time; in a new store, set data.num_streams=128"),
+        (100, 64, 100, "busy 78% of the time; in a new store, set data.num_streams=64"),
         (128, 64, 1000, None),
     ],
 )

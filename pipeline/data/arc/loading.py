@@ -82,7 +82,7 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
     if isinstance(tasks, dict) and ("train" in tasks or "examples" in tasks):
         tasks = {file.name.removesuffix(".json"): tasks}
     if not isinstance(tasks, dict) or not tasks:
-        raise InputError(f"{file.path} has no tasks, expected an object of tasks by id. Set data.path.")
+        raise InputError(f"{file.path} has no tasks, expected an object of tasks by id. Correct data.path.")
     digest = hashlib.sha256(text)
     solutions: dict[str, Any] = {}
     if config.solutions is not None:
@@ -91,7 +91,7 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
         digest.update(solution_text)
         solutions = _json(solution_text, solution_file.path)
         if not isinstance(solutions, dict):
-            raise InputError(f"{solution_file.path} is not an object of solutions by task id. Set data.solutions.")
+            raise InputError(f"{solution_file.path} is not an object of solutions by task id. Correct data.solutions.")
     names = list(tasks)
 
     def load(number: int) -> Task:
@@ -143,7 +143,7 @@ def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskColl
     if "examples" not in rows.column_names and not {"train", "test"} <= set(rows.column_names):
         raise InputError(
             f"{place} has the columns {', '.join(rows.column_names)}, expected examples, or train and test. "
-            "Set data.path."
+            "Correct data.path."
         )
 
     def load(number: int) -> Task:

@@ -159,8 +159,8 @@ class TextTokenizer:
             raise ConfigError(f"{error}. Set data.template=plain, or correct the template.") from error
         if self._add_special_tokens and self._tokenizer.num_special_tokens_to_add(is_pair=False):
             raise ConfigError(
-                f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those that "
-                "the chat template writes. Set data.special_tokens=none."
+                f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those of "
+                "the chat template. Set data.special_tokens=none."
             )
 
     def chat_identity(self) -> str | None:

@@ -132,7 +132,7 @@ class _FolderPlace:
         with self._named_errors():
             self._filesystem, self._root = fsspec.core.url_to_fs(path)
         if "://" not in path and not os.path.isdir(path):
-            raise InputError(f"{path:.300} is neither a directory nor a Hub id. Set model.tokenizer or model.path.")
+            raise InputError(f"{path:.300} is neither a directory nor a Hub id. Correct model.tokenizer or model.path.")
 
     def read(self, name: str) -> bytes | None:
         file = f"{self._root.rstrip('/')}/{name}"
@@ -141,7 +141,9 @@ class _FolderPlace:
                 # `exists` would return False for an unreachable file.
                 info = repeated(file, lambda: self._filesystem.info(file))
                 if info["type"] != "file":  # reading a named pipe might never end
-                    raise InputError(f"{self.where}/{name} is not a regular file. Replace it by the tokenizer's file.")
+                    raise InputError(
+                        f"{self.where}/{name} is not a regular file. Replace it with the tokenizer's file."
+                    )
                 _check_size(f"{self.where}/{name}", info["size"])
                 return repeated(file, lambda: self._filesystem.cat_file(file))
             except FileNotFoundError:

@@ -37,12 +37,12 @@ def advise(
         )
     if shard_bytes > _MAX_SHARD:
         yield (
-            f"store shards of {shard_bytes / MIB:.0f} MiB are too large to read in parts: a block holds at least one "
-            f"step of a process; lower batch.rows"
+            f"store shards of {shard_bytes / MIB:.0f} MiB are too large to read in parts; a block holds at least one "
+            f"step of a process, so lower batch.rows"
         )
     if host_bytes > tpu_slice.host_memory_bytes / 2:
         yield (
-            f"activations may take {host_bytes / GIB:.0f} GiB of a host's {tpu_slice.host_memory_bytes / GIB:.0f}; "
+            f"activations may take {host_bytes / GIB:.0f} of a host's {tpu_slice.host_memory_bytes / GIB:.0f} GiB; "
             f"lower batch.rows or run.max_inflight_mib"
         )
     critical_tokens = tpu_slice.chip.critical_tokens
@@ -51,7 +51,7 @@ def advise(
     if tokens_per_chip < critical_tokens:
         yield (
             f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; raise "
-            f"batch.rows to at least about {critical_tokens:.0f} tokens"
+            f"batch.rows to have at least about {critical_tokens:.0f}"
         )
     unaligned = [
         f"{name} {size}"
@@ -63,7 +63,7 @@ def advise(
         if size % _LANES
     ]
     if unaligned:
-        yield f"{', '.join(unaligned)}: not a multiple of {_LANES}, so matrices are padded and mfu will be lower"
+        yield f"{', '.join(unaligned)}: not a multiple of {_LANES}, so matrices are padded and MFU will be lower"
     yield from _advise_on_limits(config, limits)
 
 

@@ -67,7 +67,7 @@ class Program(DeviceMemory):
 def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
     """The devices of a slice, to compile for. Raises ConfigError if libtpu is missing or does not know the slice."""
     if importlib.util.find_spec("libtpu") is None:
-        raise ConfigError("topology needs libtpu, which is not installed. Run pip install -e '.[tpu]'.")
+        raise ConfigError("topology requires libtpu, which is not installed. Run pip install -e '.[tpu]'.")
     for name, value in _LIBTPU_OPTIONS.items():
         os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are not used
@@ -101,7 +101,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
             raise
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise DoesNotFit(
-            f"the step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
+            f"a step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
             f"{_REMEDY}"
         ) from error
     text = step.executable.as_text()

@@ -92,12 +92,12 @@ class SlicePlan:
             f"slice     {self.topology}: {self.num_chips} chips, {self.num_hosts} hosts; mesh {axes}",
             f"step      {self.rows} rows of {self.length} tokens, {self.rows_per_chip} per chip; "
             f"{self.steps_in_flight} in flight",
-            f"memory    of {self.hbm_bytes / GIB:.2f} GiB a chip: arguments {program.argument_bytes / GIB:.2f}, "
+            f"memory    of {self.hbm_bytes / GIB:.2f} GiB per chip: arguments {program.argument_bytes / GIB:.2f}, "
             f"outputs {program.output_bytes / GIB:.2f}, temporaries {program.temporary_bytes / GIB:.2f}, peak "
             f"{program.peak_bytes / GIB:.2f}; {self.hbm_bytes_needed / GIB:.2f} with all steps in flight",
             f"program   attention {program.attention}; collectives: {collectives}; compiled in "
             f"{program.compile_s:.0f} s",
-            f"token     {self.flops_per_slot:,} FLOPs and {self.activation_bytes_per_slot:,.10g} bytes a slot; "
+            f"token     {self.flops_per_slot:,} FLOPs and {self.activation_bytes_per_slot:,.10g} bytes per slot; "
             f"{self.stored_bytes_per_token:,.0f} bytes stored per valid token",
             f"limits    tokens/s: {rates}",
             f"bound by  {self.binding.replace('_', ' ')}: {self.tokens_per_s:,.0f} tokens/s",
@@ -111,7 +111,7 @@ class SlicePlan:
             size = shown_bytes(self.bill.terabytes * 1e12)
             lines.append(
                 f"job       {self.num_tokens:,} tokens: {self.bill.hours:,.2f} hours, {size}, "
-                f"{self.bill.chips_usd:,.0f} USD for the chips, {self.bill.store_usd_per_month:,.0f} a month for the "
+                f"{self.bill.chips_usd:,.0f} USD for the chips, {self.bill.store_usd_per_month:,.0f} per month for the "
                 f"store"
             )
         if self.decoding is not None:
@@ -119,7 +119,7 @@ class SlicePlan:
             lines.append(
                 f"decoding  a step reads {self.decoding.hbm_bytes / 1e9:.2f} GB on each chip and receives "
                 f"{self.decoding.received_bytes / 1e9:.2f}: at least {self.decoding.step_s * 1e3:.1f} ms, at most "
-                f"{self.decoding.tokens_per_s:,.0f} tokens/s, {usd:.2f} USD for a million"
+                f"{self.decoding.tokens_per_s:,.0f} tokens/s, {usd:.2f} USD per million"
             )
         lines += [f"note      {line}" for line in self.notes]
         return "\n".join([*lines, *(f"advice    {line}" for line in self.advice)])
@@ -265,8 +265,8 @@ def _packing_notes(mean_tokens: float | None, shares: dict[int | None, float] | 
         return ()
     if shares is None:
         return (
-            "plan.mean_tokens has no effect: only splash attention skips blocks that no document reaches, in packed "
-            "rows of 2,048 tokens and more",
+            "plan.mean_tokens has no effect: only splash attention skips blocks that no document reaches, and only in "
+            "packed rows of 2,048 or more tokens",
         )
     parts = ", ".join(
         f"{share:.0%}" + ("" if window is None else f" (window {window:,})") for window, share in shares.items()
@@ -343,7 +343,7 @@ def _notes(job: Plan, program: Program) -> tuple[str, ...]:
         notes += (program.attention_note,)
     if program.computed_twice:
         notes += (
-            f"the compiler computes {program.computed_twice} results twice to save memory; lower batch.rows or "
+            f"the compiler recomputes {program.computed_twice} results to save memory; lower batch.rows or "
             f"batch.length",
         )
     return notes
