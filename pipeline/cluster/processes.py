@@ -44,8 +44,8 @@ def require_same_config(config: RunConfig, *derived: str) -> None:
     others = [process for process, digest in enumerate(digests) if (digest != digests[0]).any()]
     if others:
         raise ConfigError(
-            f"processes {others} were started with a different configuration or devices from process 0. "
-            f"Start all with the same."
+            f"the configuration or devices of processes {others} differ from those of process 0. Start all processes "
+            f"with the same ones."
         )
 
 

@@ -39,6 +39,6 @@ def unreserved(device_bytes: int, run: RunOptions) -> int:
     if available <= 0:
         raise ConfigError(
             f"run.reserved_mib is {run.reserved_mib:g}, but each device has {device_bytes / (1 << 20):.0f} MiB. Lower "
-            "it to what the other use needs, such as weights, optimiser state and gradients of a training."
+            "it to what the other use needs, e.g. for training: parameters, optimiser state and gradients."
         )
     return available

@@ -1,4 +1,4 @@
-"""Addresses that users type: hides credentials in them, and refuses paths that can only be a mistake."""
+"""Checks addresses that users type: hides credentials, and refuses paths that can only be mistakes."""
 
 import os
 import re
@@ -9,7 +9,7 @@ _SECRET_NAMES = re.compile(
 # user:password@ before the host. The second alternative matches passwords with a slash, which no URL may contain.
 _USER = re.compile(r"://[^/\s]*@|://[^/\s:@]+:(?!\d+(?:/|\s|$))\S{0,256}@")
 _WORD = re.compile(r"\S+")
-_PUNCTUATION = "'\"`)]}>,.:;"  # that may follow a URL in a sentence
+_PUNCTUATION = "'\"`)]}>,.:;"  # may follow a URL in a sentence
 
 STORE_SCHEMES = ("gs", "s3", "file", "memory")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -31,7 +31,7 @@ def has_credentials(address: str) -> bool:
 
 
 def without_credentials(text: str) -> str:
-    """Removes what may be secret from the URLs in a text: user and password, and everything after `?`, `#` or `;`."""
+    """Removes possible secrets from the URLs in a text: user and password, and everything after `?`, `#` or `;`."""
     return _WORD.sub(lambda word: _without_query(word[0]), _USER.sub("://***@", text))
 
 
@@ -46,7 +46,7 @@ def _without_query(word: str) -> str:
 
 
 def unusable_path(path: str, name: str) -> str | None:
-    """Says why `path` cannot be a path for files; None if it can. Messages call it `name`."""
+    """Why `path` is not a valid path for files; None if it is. `name` is the subject of the message."""
     if not path.strip():
         return f"{name} is {path!r}. Give a folder or a file."
     if path != path.strip():
@@ -58,21 +58,21 @@ def unusable_path(path: str, name: str) -> str | None:
     except UnicodeEncodeError:
         return f"{name} is {path!r}, which is not UTF-8. Choose another name."
     if "://" not in path and os.path.expanduser(path).startswith("~"):
-        return f"{name} is {path!r}, but there is no such user. Write ./{path} for a folder of that name."
+        return f"{name} is {path!r}, but there is no such user. For a folder of that name, write ./{path}."
     return None
 
 
 def unusable_store_path(path: str) -> str | None:
-    """Says why a store cannot be created at `path`, and what to give instead; None if it can."""
+    """Why a store cannot be created at `path`, and what to give instead; None if it can."""
     name, shown = "the store's path", repr(path)
     if has_credentials(path):
         return (
-            f"{name} is {shown}: credentials in a URL would be logged. Give them as the storage's own tools expect "
-            "them (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+            f"{name} is {shown}: credentials in a URL would be logged. Provide them as the storage's own tools expect "
+            "(GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
         )
     url = _URL.match(path)
     if path.startswith(HUB_SCHEME):
-        return f"{name} is {shown}, on the Hub, where a store is only read. {HUB_REMEDY}"
+        return f"{name} is {shown}, on the Hub, where stores are read-only. {HUB_REMEDY}"
     if (url and url[1] not in STORE_SCHEMES) or (not url and _NEARLY_URL.match(path)):
         return f"{name} is {shown}, which has an unsupported URL scheme. {_CHOOSE}"
     if url and "|" in path:

@@ -250,7 +250,7 @@ def _download(repo: str, name: str, revision: str | None) -> Path:
             continue
         except RuntimeError as error:  # from hf_xet, which has retried for minutes by itself
             raise HubUnavailable(
-                f"{repo}/{name} cannot be fetched: {brief_cause(error)}. Check the network, try again."
+                f"{repo}/{name} cannot be fetched: {brief_cause(error)}. Check the network, and try again."
             ) from error
         if path.resolve() == (Path(known).resolve() if isinstance(known, str) else None):
             return path

@@ -28,8 +28,8 @@ def use_compilation_cache(path: str | None) -> None:
         )
     if is_url and not (find_spec("etils") and find_spec("etils.epath")):
         raise ConfigError(
-            f"run.compilation_cache={path} is a URL, which JAX reads through etils, which is not installed. Install "
-            f"etils[epath], or set it to a local directory."
+            f"run.compilation_cache={path} is a URL, for which JAX needs etils, which is not installed. "
+            f"Install etils[epath], or set it to a local directory."
         )
     jax.config.update("jax_compilation_cache_dir", path if is_url else str(Path(path).expanduser().absolute()))
     # A run compiles little besides the step, which should be cached even if it compiles quickly.

@@ -46,7 +46,7 @@ def compile_with_options(
         if not requested or not str(error).startswith("INVALID_ARGUMENT"):
             raise
         raise ConfigError(
-            f"run.compiler_options is {shown(requested)}, which XLA refuses for these devices: {error}. Correct it, or "
+            f"run.compiler_options is {shown(requested)}, which XLA rejects for these devices: {error}. Correct it, or "
             f"set it to null."
         ) from error
 

@@ -44,11 +44,11 @@ NONSENSE = (
     ("gs:/bucket/store", "unsupported URL scheme"),
     ("http:/host/store", "unsupported URL scheme"),
     ("hf://owner/name", "Expected hf://datasets/owner/name"),
-    ("gs://", "not the address of a store"),
-    ("s3:///store", "not the address of a store"),
+    ("gs://", "not a store address"),
+    ("s3:///store", "not a store address"),
     ("gs://bucket|zip:", "cannot be inside another file"),
-    ("gs://bucket/store?x=1", "not the address of a store"),
-    ("file://host/store", "not the address of a store"),
+    ("gs://bucket/store?x=1", "not a store address"),
+    ("file://host/store", "not a store address"),
 )
 COMMANDS = {
     "verify": lambda path: verify.main([f"store.path={path}"]),

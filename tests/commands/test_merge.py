@@ -219,7 +219,7 @@ def test_errors_of_int8_are_taken_from_the_source_that_has_them(tmp_path, halves
         ("embed/c/1/0/0", None, "is missing, although the block is committed"),
         ("tokens/c/1/0", None, "is missing, although the block is committed"),
         ("_documents/stream-00001/block-000000.parquet", None, "is missing, although the block is committed"),
-        ("_documents/stream-00001/block-000000.parquet", b"PAR1", "is not the file of its commit record"),
+        ("_documents/stream-00001/block-000000.parquet", b"PAR1", "does not match its commit record"),
     ],
 )
 def test_a_block_with_missing_objects_is_not_committed(tmp_path, halves, whole, capsys, key, content, message):

@@ -123,7 +123,7 @@ def test_pushing_an_extended_store_uploads_only_changes(server, tmp_path, capsys
     assert shorter.read(None, "embed", shorter.rows).shape[0] == len(shorter.rows)  # at its commit
     copy_store(str(tmp_path / "shorter"), max_rows=6)
     assert push(tmp_path / "shorter", "revision=first/part") == 2
-    assert "has more of this store: 2 blocks, e.g. _commits/stream-00000/block-000002.json" in capsys.readouterr().err
+    assert "has 2 more blocks of this store, e.g. _commits/stream-00000/block-000002.json" in capsys.readouterr().err
 
 
 def test_an_interrupted_push_of_an_extension_leaves_an_undamaged_store(server, tmp_path, monkeypatch):
@@ -177,14 +177,14 @@ def test_pushes_that_cannot_be_made_are_refused(server, tmp_path, monkeypatch, c
         assert push(tmp_path / store, *more) == 2
         return capsys.readouterr().err
 
-    assert "Expected repo=owner/name" in refusal("store", "repo=acts")
-    assert "is not finished" in refusal("unfinished")
+    assert "expected repo=owner/name" in refusal("store", "repo=acts")
+    assert "is unfinished" in refusal("unfinished")
     assert not server.requests
     monkeypatch.setattr(pushing, "MAX_FILES", 10)
     assert push(tmp_path / "store") == 0
     assert "64 objects, but the Hub recommends fewer than 10 files" in caplog.text
     server.push(REPO, {**server.head(REPO), "README.md": server.head(REPO)["README.md"].replace(b"<!-- end", b"")})
-    assert "but not '<!-- end activation store -->' after it" in refusal("store")
+    assert "without '<!-- end activation store -->' after it" in refusal("store")
     assert "differs in capture.dtype" in refusal("other")
     assert "differs in capture.dtype" in refusal("other", "revision=other")
     assert (REPO, "other") not in server.refs
@@ -204,7 +204,7 @@ def test_a_concurrent_commit_ends_a_push(server, tmp_path, capsys):
 
     server.before = commit_before
     assert push(tmp_path / "store") == 1
-    assert "was changed by somebody else" in capsys.readouterr().err
+    assert "was changed by another client" in capsys.readouterr().err
     server.before = lambda request: None
     assert push(tmp_path / "store") == 0
     assert server.head(REPO)["LICENSE"] == b"mine"

@@ -159,7 +159,7 @@ REFUSED = {
     "+experiment=nope": r"experiment=nope is not one of demo_arc, [a-z_, ]*\.$",
     "capture.layers=[2,": r"A list with spaces needs quotes for the shell: 'capture.layers=\[2, 3\]'.",
     "++run.token_budget=1": "run.token_budget is not a key of the configuration. --cfg job prints all keys",
-    "data.prompts=3": "data.prompts is not a key of the configuration. Another choice of data has it",
+    "data.prompts=3": "data.prompts is not a key of the configuration. It belongs to another choice of data",
     "capture.layers={a: 1}": "capture.layers",
     "run=3": "run=3.*Set run to a group of keys",
     "~run.claim": "~run.claim.*does not support deletion",

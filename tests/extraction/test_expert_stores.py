@@ -67,7 +67,7 @@ def test_batches_have_integer_indices_which_are_not_stacked_with_floats(path) ->
     keys = [ActivationKey(2, Site.router_indices), ActivationKey(2, Site.router_weights)]
     batch = next(store.batches(keys, 100, seed=0))
     assert [batch.activations[key.name].dtype for key in keys] == [np.int32, np.float32]
-    with pytest.raises(ValueError, match="stack=True needs one width and dtype"):
+    with pytest.raises(ValueError, match="stack=True needs equal widths and dtypes"):
         store.batches(keys, 100, stack=True)
 
 

@@ -177,7 +177,7 @@ def test_processes_with_different_configurations_refuse_each_other(overrides, tm
     for process in processes:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output
-        assert "processes [1] were started with a different configuration or devices from process 0" in output
+        assert "the configuration or devices of processes [1] differ from those of process 0" in output
 
 
 def test_all_processes_end_with_0_or_none_does(compilation_cache, tmp_path):

@@ -195,7 +195,7 @@ def test_random_weights_that_the_machine_cannot_hold_are_refused(values: dict[st
     config(**values)(folder)
     model = open_model(str(folder), init="random")
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with pytest.raises(ConfigError, match=r"model\.init=random: the weights .* need [\d,]+ GiB, and this machine has"):
+    with pytest.raises(ConfigError, match=r"model\.init=random: the weights .* need [\d,]+ GiB, but this machine has"):
         model.load((ActivationKey(0, Site.resid_post),), "float32", device)
 
 

@@ -275,7 +275,7 @@ def test_a_local_path_is_not_requested_from_the_hub(path: str, server: Hub, tmp_
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match=r"expected a directory.*got none of them.*Check the path") as caught:
         open_model(path)
-    assert ("folder is a folder here" in str(caught.value)) == path.startswith("folder/")
+    assert ("the folder folder exists here" in str(caught.value)) == path.startswith("folder/")
     with pytest.raises(InputError, match="is neither a directory nor a Hub id"):
         load_tokenizer(path)
     assert server.requests == []

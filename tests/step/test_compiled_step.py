@@ -83,7 +83,7 @@ def test_the_compiler_gets_its_options(model: Model) -> None:
     assert "fusion(" in text("xla_cpu_enable_fast_math", False)
     assert "fusion(" not in text("xla_disable_hlo_passes", "fusion")
     for name, value in {"xla_nonsense": 1, "xla_cpu_enable_fast_math": "maybe"}.items():
-        with pytest.raises(ConfigError, match=rf"run.compiler_options is .*{name}.*, which XLA refuses.*Correct it"):
+        with pytest.raises(ConfigError, match=rf"run.compiler_options is .*{name}.*, which XLA rejects.*Correct it"):
             text(name, value)
 
 

@@ -344,9 +344,9 @@ def test_ranks_of_endless_readers_count_no_tokens_first(store):
         ({"world": 2, "token_filter": TokenFilter(norms={NAME: (0, 1)})}, "epochs=None"),
         ({"token_filter": TokenFilter(norms={"embed": (0, 1)})}, r"norms names \['embed'\]"),
         ({"normalisation": {"embed": None}}, r"normalisation names \['embed'\]"),
-        ({"rank": 2, "world": 2}, "rank 2 of 2"),
+        ({"rank": 2, "world": 2}, "rank is 2 with world=2"),
         ({"framework": "tensorflow"}, "framework is 'tensorflow'. Choose one of numpy, jax, torch"),
-        ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs one width"),
+        ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs equal widths"),
     ],
 )
 def test_contradictory_arguments_are_refused(store, options, message):

@@ -236,7 +236,7 @@ def test_a_claim_that_cannot_be_withdrawn_is_left_to_expire(tmp_path, caplog):
         (tmp_path / "_claims").rename(tmp_path / "away")
         (tmp_path / "_claims").write_text("a file in the way")
         b.withdraw(COMPLETION)
-        assert "the claim on the completion of the store could not be released, and will expire" in caplog.text
+        assert "cannot release the claim on the completion of the store, which will expire" in caplog.text
         (tmp_path / "_claims").unlink()
         (tmp_path / "away").rename(tmp_path / "_claims")
         assert held_claims(str(tmp_path)) == {COMPLETION: b.owner}
@@ -299,6 +299,6 @@ def test_storage_that_ignores_conditions_on_writes_is_refused(gcs):
     """As the emulator does without the proxy. Google Cloud Storage honours them."""
     gcs.reset(conditions=False)
     path = f"{new_bucket('gs', gcs.backend)}/store"
-    with pytest.raises(StoreInvalid, match=r"does not honour conditional writes.*run\.worker_index"):
+    with pytest.raises(StoreInvalid, match=r"does not support conditional writes.*run\.worker_index"):
         Claims(path, LEASE_S)
     assert Storage.open(path).list_keys("_claims/") == []

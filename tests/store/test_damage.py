@@ -176,7 +176,7 @@ def test_a_deleted_document_table_is_reported(store_path):
     ("name", "row", "value", "message"),
     [
         ("document", 0, 88, "not in strictly ascending order"),
-        ("document", -1, 88, "array and table have different documents"),
+        ("document", -1, 88, "the array and the table have different documents"),
         ("last_token", 0, 1, "tokens in the arrays"),
         ("n_cut", 0, 2, "the record has 0 cut tokens, the table has 2"),
         ("n_tokens", 0, 500, "expected 500"),

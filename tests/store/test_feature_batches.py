@@ -289,12 +289,12 @@ def test_a_missing_object_is_an_error(tmp_path, part):
 
 
 def test_missing_features_and_activations_are_refused(both, alone, read_only):
-    with pytest.raises(StoreError, match="has no features \\(capture.encode\\). Leave out features=True."):
+    with pytest.raises(StoreError, match="has no features \\(capture.encode\\). Remove features=True."):
         ActivationStore.open(read_only).batches(ARRAY, 8, features=True)
     for store, has in ((both, ARRAY), (alone, "features only: use batches\\(\\[\\], ..., features=True\\)")):
-        with pytest.raises(StoreError, match=f"no activations .* are asked for; it has {has}."):
+        with pytest.raises(StoreError, match=f"keys is empty; .* has {has}."):
             store.batches([], 8)
         with pytest.raises(StoreError, match=f"has no {ENCODED}; it has {has}."):
             store.batches(ENCODED, 8, features=True)
-    with pytest.raises(ValueError, match="stack=True needs one width and dtype, got {}."):
+    with pytest.raises(ValueError, match="stack=True needs equal widths and dtypes, got {}."):
         alone.batches([], 8, features=True, stack=True)

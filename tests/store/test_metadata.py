@@ -66,7 +66,10 @@ def test_a_root_is_read_as_written():
         (lambda text: b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deep"),
         (lambda text: text.replace(b'"created": "2026', b'"created": "2027'), "does not match its own checksum"),
         (lambda text: text.replace(b"activation_store", b"something_else"), "but not an activation store"),
-        (lambda text: text.replace(b'"version": 1', b'"version": 2'), "format version 2; this program reads 1"),
+        (
+            lambda text: text.replace(b'"version": 1', b'"version": 2'),
+            "format version 2, but this program reads version 1",
+        ),
         (lambda text: unsealed(text.replace(b'"length": 8', b'"length": 9')), "fingerprint does not match its content"),
         (lambda text: unsealed(text.replace(b'"num_streams": 2', b'"num_streams": "2"')), "'num_streams' is '2'"),
         (lambda text: unsealed(text.replace(b'"rows_per_block": 4', b'"rows_per_block": 0')), "'rows_per_block' is 0"),

@@ -153,7 +153,7 @@ def test_a_complete_store_that_lost_records_is_refused(tmp_path, lost, capsys):
     write_store(str(path))
     (path / "_blocks" / "all.npy").unlink()
     (path / lost).rename(tmp_path / "lost")
-    with pytest.raises(StoreInvalid, match=r"was completed with 6 blocks, but [0-5] have a commit record"):
+    with pytest.raises(StoreInvalid, match=r"was completed with 6 blocks, but has records of [0-5]"):
         ActivationStore.open(path)
     assert inspect.main([f"store.path={path}"]) == 2
     assert export.main([f"store.path={path}", f"export.path={tmp_path / 'x'}"]) == 2

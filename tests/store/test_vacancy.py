@@ -51,7 +51,7 @@ def test_a_path_with_foreign_files_is_refused(tmp_path, names, create):
     copy_store(f"{path}-source")
     make(path, names)
     before = contents(path)
-    with pytest.raises(StoreInvalid, match=r"is not empty and is not a store: .*choose another store\.path") as e:
+    with pytest.raises(StoreInvalid, match=r"is not empty and is not a store: .*Set store\.path to an empty") as e:
         create(str(path))
     assert any(name in str(e.value) for name in names)
     assert contents(path) == before

@@ -70,7 +70,7 @@ def choose_attention(name: str, arch: Architecture, mesh: Mesh, length: int, dty
         if name not in ("auto", kernel) or (name == "auto" and platform != kernel_platform):
             continue
         reason = (
-            f"it needs a {kernel_platform.upper()} and the devices are of platform {platform}"
+            f"it needs a {kernel_platform.upper()}, and the devices are {platform}"
             if kernel_platform not in (None, platform)
             else obstacle(arch, mesh, length, dtype)
         )

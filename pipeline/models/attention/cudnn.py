@@ -18,19 +18,19 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
     if dtype != "bfloat16":
         return f"it needs model.dtype=bfloat16, and model.dtype is {dtype}"
     if arch.softcap is not None:
-        return f"it does not support a softcap, and the model has one of {arch.softcap:g}"
+        return f"it does not support softcaps, and the model has a softcap of {arch.softcap:g}"
     if arch.sinks:
         return "it does not support attention sinks, and the model has them"
     head_dims = [sizes.head_dim for sizes in arch.all_sizes]
     if any(head_dim % 8 for head_dim in head_dims) or max(head_dims) > max_head_dim:
         return (
-            f"on this GPU it needs head sizes that are multiples of 8 and at most {max_head_dim}, and the model has "
+            f"on this GPU it needs head sizes that are multiples of 8 and at most {max_head_dim}, and the model's are "
             f"{' and '.join(map(str, head_dims))}"
         )
     if arch.value_dim > arch.head_dim:
-        return f"it needs values no wider than keys, and the model has {arch.value_dim} and {arch.head_dim} dimensions"
+        return f"it needs values no wider than keys, and the model's are {arch.value_dim} and {arch.head_dim} wide"
     if capability < 8.0:
-        return f"it needs compute capability 8.0 (Ampere), and the GPU has {capability}"
+        return f"it needs compute capability 8.0 (Ampere) or later, and the GPU has {capability}"
     return None
 
 

@@ -50,7 +50,7 @@ def open_files(path: str, revision: str | None) -> Files:
         return HubFiles(path, revision)
     owner = path.partition("/")[0]
     is_folder = owner.strip(".") and os.path.isdir(owner)
-    why = f" ({owner} is a folder here, so this is not read as a Hub id)" if is_folder else ""
+    why = f" (the folder {owner} exists here, so this is not a Hub id)" if is_folder else ""
     raise CheckpointError(
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
         f"got none of them{why}. Check the path."

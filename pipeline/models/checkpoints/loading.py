@@ -56,7 +56,7 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
         listed = [*_shortened(problems), *_shortened(unexpected)]
         raise CheckpointError(
             f"{checkpoint.where}: the weights do not match config.json: {'; '.join(listed)}. "
-            f"Download both again, from one place."
+            f"Download both again, from the same place."
         )
 
 

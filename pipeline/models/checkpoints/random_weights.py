@@ -37,7 +37,7 @@ def random_params(
         needed = sum(_local_size(leaf, place(leaf)) for leaf in jax.tree.leaves(leaves)) * itemsize
         if needed > (available := _host_bytes()):
             raise ConfigError(
-                f"model.init=random: the weights that config.json describes need {needed / 2**30:,.0f} GiB, and this "
+                f"model.init=random: the weights that config.json describes need {needed / 2**30:,.0f} GiB, but this "
                 f"machine has {available / 2**30:,.0f} GiB. Choose a smaller model."
             )
 

@@ -147,7 +147,7 @@ def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
     if "quantization_config" in config and method not in ("mxfp4", "fp8"):
         raise CheckpointError(
             f"{config.where} has a quantization_config: expected float32, float16, bfloat16, mxfp4 or fp8 weights, got "
-            f"{shown(method)}. Use the checkpoint that it was quantised from."
+            f"{shown(method)}. Use the checkpoint from which it was quantised."
         )
     if method == "fp8":
         _check_fp8(quantization)
@@ -165,7 +165,7 @@ def _check_fp8(config: HfConfig) -> None:
     if len(block) != 2 or min(block) < 1:
         raise CheckpointError(
             f"{config.where}: weight_block_size is {shown(block or None)}, expected two whole numbers above 0: other "
-            f"kinds of FP8 are not implemented. Use the checkpoint that it was quantised from."
+            f"kinds of FP8 are not implemented. Use the checkpoint from which it was quantised."
         )
     config.choice("fmt", ("e4m3",), "e4m3")
     config.choice("activation_scheme", ("dynamic",), "dynamic")

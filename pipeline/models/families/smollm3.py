@@ -41,7 +41,7 @@ def _read_local(config: HfConfig, arch: Architecture, rotation: str) -> LocalAtt
     if window is None and LOCAL in config.strings("layer_types"):
         raise CheckpointError(
             f"{config.where}: layer_types has {LOCAL}, but no window is used: expected use_sliding_window to be true, "
-            f"and a length as sliding_window. Is the file damaged?"
+            f"and sliding_window to be a length. Is the file damaged?"
         )
     pattern = "".join("L" if window and letter == "N" else "G" for letter in rotation)
     return read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)

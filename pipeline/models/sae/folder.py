@@ -73,7 +73,7 @@ class _HubFolder:
             if repository is not None:
                 return repository
         raise CheckpointError(
-            f"{self.where} has none of {', '.join(markers)}: expected the folder of an SAE. Check the folder's name."
+            f"{self.where} has none of {', '.join(markers)}: expected an SAE's folder. Check the folder's name."
         )
 
     @staticmethod

@@ -106,6 +106,6 @@ def _unknown_format(files: Files) -> CheckpointError:
         names = []
     known = "; ".join(" and ".join(needed) for needed in _FORMATS)
     is_pickle = any(name.endswith((".pt", ".pth", ".bin", ".pkl")) for name in names)
-    remedy = CONVERT if is_pickle else "Check the path. SAEs of several layers have a folder per layer."
+    remedy = CONVERT if is_pickle else "Check the path. SAEs for several layers have one folder per layer."
     got = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     return CheckpointError(f"{files.where} is not an SAE: expected {known}; got {got or 'no files'}. {remedy}")

@@ -86,7 +86,7 @@ def check_side_arrays(
             yield f"{rule}: {where(bad)}"
     filled = valid.any(axis=1)
     if filled.sum() != record.rows or not filled[: record.rows].all():
-        yield f"according to the record, the first {record.rows} rows have tokens; rows with tokens: {_ranges(filled)}"
+        yield f"the record says that the first {record.rows} rows have tokens, but rows {_ranges(filled)} do"
     if valid.sum() != record.tokens:
         yield f"the record has {record.tokens} tokens, the arrays have {valid.sum()}"
 
@@ -136,7 +136,7 @@ def check_table(
     stored, stored_counts = np.unique(documents[documents >= 0], return_counts=True)
     if not np.array_equal(stored, numbers):
         different = np.setxor1d(stored, numbers)
-        yield f"array and table have different documents; in only one of them: {different[:5].tolist()}"
+        yield f"the array and the table have different documents; only one of them has {different[:5].tolist()}"
     elif not np.array_equal(stored_counts, counts):
         k = int(np.flatnonzero(stored_counts != counts)[0])
         yield f"document {numbers[k]} has {stored_counts[k]} tokens in the arrays, {counts[k]} in the table"
@@ -145,7 +145,7 @@ def check_table(
         expected = np.arange(record.start["ordinal"], end) * num_streams + record.stream
         if not np.array_equal(numbers, expected):
             different = np.setxor1d(numbers, expected)
-            yield f"the table lacks documents between the record's cursors or has others: {different[:5].tolist()}"
+            yield f"the table's documents are not those between the record's cursors: {different[:5].tolist()}"
 
 
 def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: int) -> Iterator[str]:
@@ -192,7 +192,7 @@ def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 
     """
     for name in ("count", "not_finite", "num_active"):
         if getattr(stored, name) != getattr(computed, name):
-            yield f"the stored statistics have {name} {getattr(stored, name)}, the values {getattr(computed, name)}"
+            yield f"{name} is {getattr(stored, name)} in the stored statistics, {getattr(computed, name)} in the values"
             return
     if stored.mean.shape != computed.mean.shape:
         yield f"the stored statistics have {stored.mean.size} features, the values {computed.mean.size}"

@@ -46,7 +46,7 @@ class StreamStatistics:
             key = statistics_key(block.record.stream, number)
             for name, expected in self.total.items():
                 if name not in block.running:
-                    yield Problem(key, f"running statistics of {name}: are missing")
+                    yield Problem(key, f"the running statistics of {name} are missing")
                     continue
                 yield from (
                     Problem(key, f"running statistics of {name}: {what}")

@@ -177,7 +177,7 @@ class _RecordReader:
 def _check_count(root: StoreRoot, stream: int, num_records: int) -> Iterator[Problem]:
     if stream < len(root.blocks or ()) and num_records != (expected := root.blocks[stream]):
         where = stream_prefix(COMMITS_PREFIX, stream).rstrip("/")
-        what = f"the store was completed with {expected} blocks of this stream, but {num_records} have a record"
+        what = f"the store was completed with {expected} blocks of this stream, but has records of {num_records}"
         yield Problem(where, what)
 
 

@@ -32,9 +32,9 @@ _TILING_COLUMNS = ("document", "first_token", "last_token", "n_tokens", "n_cut")
 _GENERATED_COLUMNS = ("n_prompt", "n_completion")
 
 _NOT_CHECKED = {
-    Level.records: "neither arrays nor objects of blocks are checked",
-    Level.objects: "objects of blocks are not read",
-    Level.checksums: "values are compared neither with each other nor with the statistics",
+    Level.records: "arrays and blocks' objects are not checked",
+    Level.objects: "blocks' objects are not read",
+    Level.checksums: "values are not compared with each other or with the statistics",
 }
 
 Progress = Callable[[int, int], None]
@@ -178,7 +178,7 @@ def _note_scope(root: StoreRoot, scope: Scope, note: Callable[[str], None]) -> N
         note(f"verify.level={scope.level.name}: {_NOT_CHECKED[scope.level]}")
     if scope.level >= Level.checksums and scope.sample < 1:
         note(
-            f"verify.sample={scope.sample:g}: for all other blocks, only their records and the existence of their "
+            f"verify.sample={scope.sample:g}: outside the sample, only blocks' records and the existence of their "
             "objects are checked"
         )
 
@@ -188,8 +188,8 @@ def _note_missing_digests(root: StoreRoot, streams: Mapping[int, StreamRecords],
     missing = num_blocks - sum(records.num_digests for records in streams.values())
     if missing:
         note(
-            f"{missing} of {num_blocks} blocks were written by an earlier version and have no digests: an object that "
-            "was replaced by a different valid one is detected only if it contradicts the statistics"
+            f"{missing} of {num_blocks} blocks were written by an earlier version and have no digests: an object "
+            "replaced by another valid one is detected only if it contradicts the statistics"
         )
     if root.array_digests is None:
         note("the root was written by an earlier version and has no digests: the next run adds them")

@@ -29,7 +29,9 @@ from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
 from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
-ARRAY_REMEDY = "Run pipeline.verify, which lists all damage. The next run writes an array's zarr.json that was deleted."
+ARRAY_REMEDY = (
+    "Run pipeline.verify to list all damage. If an array's zarr.json is deleted, the next run writes a new one."
+)
 
 # More than any store shard has: an edited size must not lead to a huge allocation.
 MAX_SHARD_ELEMENTS = 1 << 40

@@ -146,11 +146,13 @@ class CommitRecord:
         if not has_right_types or digest != json_digest(content):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {_REMEDY}")
         if record.version != 1:
-            raise StoreInvalid(f"{subject} has version {record.version}; this program reads version 1.")
+            raise StoreInvalid(
+                f"{subject} has version {record.version}, expected 1. Use a newer version of this program."
+            )
         return record
 
 
-_REMEDY = "Delete the record: the block is then recomputed."
+_REMEDY = "Delete the record; the next run recomputes the block."
 
 
 def commit_key(stream: int, block: int) -> str:
@@ -188,12 +190,12 @@ def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all:
             return list(records.values())
     if gap is None:
         raise StoreError(
-            f"{storage.path}/{absent[0]} disappeared while it was being read, twice. Run the same command again."
+            f"{storage.path}/{absent[0]} disappeared twice while it was being read. Run the same command again."
         )
     block = next(block for block in blocks if block > gap)
     raise StoreInvalid(
-        f"stream {stream} of {storage.path} has a record of block {block}, but none of block {gap}. "
-        f"Delete the stream's records from block {block} on: these blocks are then recomputed."
+        f"stream {stream} of {storage.path} has a record of block {block}, but not of block {gap}. "
+        f"Delete the stream's records from block {block} on; the next run recomputes these blocks."
     )
 
 

@@ -229,7 +229,9 @@ class StoreRoot:
             raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r:.80}, expected an object.")
         if attributes.get("version") != FORMAT_VERSION:
             version = attributes.get("version")
-            raise StoreInvalid(f"the store {path} has format version {version}; this program reads {FORMAT_VERSION}.")
+            raise StoreInvalid(
+                f"the store {path} has format version {version}, but this program reads version {FORMAT_VERSION}."
+            )
         digest = attributes.pop("sha256", None)  # absent in stores of earlier versions
         if digest is not None and digest != json_digest(attributes):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
@@ -307,8 +309,8 @@ def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot]) -> S
         if changed == root or storage.write_if_unchanged(ROOT_KEY, changed.to_json(), generation) is not None:
             return changed
     raise StoreError(
-        f"{storage.path}/{ROOT_KEY} could not be changed: other processes changed it first, {_ATTEMPTS} times. "
-        "Run the same command again."
+        f"{storage.path}/{ROOT_KEY} could not be changed: other processes changed it first, {_ATTEMPTS} times in a "
+        "row. Run the same command again."
     )
 
 

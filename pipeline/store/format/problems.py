@@ -16,25 +16,24 @@ class Remedy(StrEnum):
     rerun_missing = "To repair the store, run the job again: it computes what is missing."
     rerun = "An interrupted job leaves arrays with the wrong number of rows: run it again."
     rewrite_array = (
-        "An array's zarr.json (not the store's own) that is damaged or edited can be deleted: run the job again, which "
-        "writes it again."
+        "Delete an array's zarr.json (not the store's own) that is damaged or edited, and run the job again: it writes "
+        "a new one."
     )
     consolidate = (
         "The consolidated records only repeat the commit records: delete _commits/consolidated.jsonl and run the job "
-        "again, which writes what it needs."
+        "again; it writes what it needs."
     )
     tabulate = (
         "Block tables only repeat the commit records: delete the file. The next run of the job writes it again if it "
         "is needed."
     )
     index_again = (
-        "The index of ids only repeats the document tables: delete the file, or run pipeline.index, which writes it "
-        "again."
+        "The index of ids only repeats the document tables: delete the file, or run pipeline.index to write it again."
     )
     other_dtype = (
-        "The step produced these values, and recomputing them gives the same. The largest finite value is 65504 in "
-        "float16, 448 in float8_e4m3fn and 57344 in float8_e5m2. Set capture.dtype=bfloat16 or capture.dtype=float32, "
-        "and a new store.path."
+        "The step produced these values; recomputing them would give the same ones. The largest finite value is 65504 "
+        "in float16, 448 in float8_e4m3fn and 57344 in float8_e5m2. Set capture.dtype=bfloat16 or "
+        "capture.dtype=float32, and a new store.path."
     )
     discard = (
         "Objects without a commit record are from a job that was killed. They can be deleted while no job writes to "
@@ -45,12 +44,12 @@ class Remedy(StrEnum):
         "all later groups of its stream: the next run that needs them generates them again."
     )
     regenerate_kept = (
-        "Activations that were kept during generation can be deleted: the next run that needs them computes them "
-        "again, with the same result."
+        "Activations kept during generation can be deleted: the next run that needs them computes them again, with the "
+        "same result."
     )
     merge_again = (
-        "The merged statistics are computed from those of the blocks: delete stats/ and run the job again, which "
-        "writes it again."
+        "The merged statistics are computed from those of the blocks: delete stats/ and run the job again to rewrite "
+        "it."
     )
     restore = "The store's root zarr.json cannot be recomputed: restore it from a copy, or set a new store.path."
 

@@ -14,7 +14,9 @@ def completion_slots(documents: Int64[np.ndarray, "R T"], table: pa.Table) -> Bo
     Raises StoreError for a store without completions.
     """
     if "n_prompt" not in table.column_names:
-        raise StoreError("the store's documents have no prompts and completions: only those of data=generate have.")
+        raise StoreError(
+            "the store's documents are not divided into prompts and completions: it was made without data=generate."
+        )
     slots, table_rows, tokens = document_tokens(documents, table)
     is_completion = np.zeros(documents.size, bool)
     is_completion[slots] = tokens >= table["n_prompt"].to_numpy()[table_rows]

@@ -107,7 +107,7 @@ class GeneratedGroups:
         stored = read_group(self._storage, self.stream, index)
         if stored.select(columns).to_pylist() != table.select(columns).to_pylist():
             raise StoreError(
-                f"{key} has completions that differ from those generated now, because the rows or devices differ. Run "
+                f"the completions in {key} differ from those generated now, because the rows or devices differ. Run "
                 "the same command with the mesh and data.rows of the run that wrote it."
             )
 

@@ -20,7 +20,7 @@ from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 _METADATA = b"group"  # key in the parquet schema's metadata: JSON with `next`, `exhausted` and `sha256`
-_REMEDY = "Delete this group and all later groups of its stream: they are then generated again."
+_REMEDY = "Delete this group and all later groups of its stream; the next run generates them again."
 
 
 def stored_groups(storage: Storage, stream: int) -> list[str]:
@@ -43,7 +43,7 @@ def read_group(storage: Storage, stream: int, index: int) -> pa.Table:
 
 def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Table:
     if content is None:
-        raise StoreInvalid(f"{key} is missing, but its documents are needed. Run the same command again.")
+        raise StoreInvalid(f"{key} is missing, but this run needs its documents. Run the same command again.")
     try:
         table = decode_parquet(content, verify_pages=True)
         state = group_state(table, key)

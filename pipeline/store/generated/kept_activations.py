@@ -45,7 +45,7 @@ def read_kept(
 
     def check(key: str, content: bytes | None) -> np.ndarray:
         if content is None:  # perhaps because another run has just completed the store
-            raise StoreError(f"{key} is missing. Run the same command again, which writes it again.")
+            raise StoreError(f"{key} is missing. Run the same command again to rewrite it.")
         for what in _damage(key, content, num_bytes):
             raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
         return np.frombuffer(content[:num_bytes], dtype).reshape(shape)

@@ -71,5 +71,5 @@ def require_no_links(root: str | None, keys: Iterable[str]) -> None:
     for key in keys:
         if is_linked(root + key, root):
             raise StoreInvalid(
-                f"{root}{key} is a symbolic link or in a linked directory: not the store's own file. Remove the link."
+                f"{root}{key} is a symbolic link or in a linked directory, not the store's own file. Remove the link."
             )

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from pipeline.core.errors import StoreError, StoreInvalid
 
 _FULL_REMEDY = "Free space, then run the same command again; it resumes."
-VERIFY_REMEDY = "Run pipeline.verify, which lists all damage and says how to repair it."
-DAMAGE_REMEDY = "The object is damaged: run pipeline.verify, which lists all damage and says how to repair it."
+VERIFY_REMEDY = "Run pipeline.verify to list all damage and how to repair it."
+DAMAGE_REMEDY = "The object is damaged: run pipeline.verify to list all damage and how to repair it."
 
 
 class _Cause(NamedTuple):
@@ -23,10 +23,10 @@ class _Cause(NamedTuple):
 
 
 _DAMAGE = _Cause(StoreInvalid, DAMAGE_REMEDY)
-_PERMISSION = _Cause(StoreError, "Give this user the permission, or choose a different store.path.")
+_PERMISSION = _Cause(StoreError, "Grant this user the permission, or choose a different store.path.")
 HUB_REFUSAL = _Cause(StoreInvalid, "Check the spelling, or log in with `hf auth login`.")
 _FILE_IN_THE_WAY = _Cause(StoreInvalid, "A file is in the way: choose a different store.path.")
-_TRANSIENT = _Cause(StoreError, "Committed blocks stay valid: once the cause is gone, run the same command again.")
+_TRANSIENT = _Cause(StoreError, "Committed blocks stay valid. Once the cause is gone, run the same command again.")
 
 _BY_ERRNO = {
     errno.EROFS: _Cause(StoreError, "Choose a different store.path."),
@@ -48,7 +48,7 @@ _BY_STATUS_OF_OPENING = {  # when an array is opened
     "NOT_FOUND": _DAMAGE,
     "FAILED_PRECONDITION": _Cause(
         StoreInvalid,
-        "The array was edited: delete its zarr.json, which the next run writes again, or change store.path.",
+        "The array was edited: delete its zarr.json (the next run writes a new one), or change store.path.",
     ),
 }
 

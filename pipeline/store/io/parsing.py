@@ -17,10 +17,10 @@ def parse_store_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> 
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise StoreInvalid(
-            f"{subject} is JSON nested too deep to be read, expected {MAX_DEPTH} levels. {remedy}"
+            f"{subject} is JSON nested too deeply, expected at most {MAX_DEPTH} levels. {remedy}"
         ) from None
     except ValueError as error:  # UnicodeDecodeError and UnicodeEncodeError are ValueErrors
         raise StoreInvalid(f"{subject} is not JSON: {error}. {remedy}") from error
     if is_deep(text, value):
-        raise StoreInvalid(f"{subject} is JSON nested deeper than the {MAX_DEPTH} levels that are read. {remedy}")
+        raise StoreInvalid(f"{subject} is JSON nested too deeply, expected at most {MAX_DEPTH} levels. {remedy}")
     return value

@@ -313,7 +313,7 @@ class Storage(KeyValueStore):
         spec = _kvstore_spec(path)
         if options.writes_per_s is not None:
             if spec["driver"] != "gcs":
-                raise ConfigError(f"store.ramp_up applies to gs:// only, but the store is at {path}. Leave it out.")
+                raise ConfigError(f"store.ramp_up applies only to gs://, but the store is at {path}. Remove it.")
             spec |= {_RATE_LIMITER: _RATE_LIMITER}
         set_request_defaults()
         opening = ts.KvStore.open(spec, context=context)
@@ -399,7 +399,7 @@ def _kvstore_spec(path: str) -> dict[str, Any]:
     try:
         spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json()
     except ValueError as error:
-        raise StoreInvalid(f"the store's path is {path!r}, which is not the address of a store: {error}.") from error
+        raise StoreInvalid(f"the store's path is {path!r}, which is not a store address: {error}.") from error
     return spec | (_s3_service() if path.startswith("s3://") else {})
 
 

@@ -45,7 +45,9 @@ def card(store: ActivationStore, repo: str, revision: str, present: str | None) 
         before, _, rest = merged.text.partition(_BEGIN)
         _, end, after = rest.partition(_END)
         if not end:
-            raise ConfigError(f"{CARD_KEY} in {repo} has the mark {_BEGIN!r}, but not {_END!r} after it. Add it.")
+            raise ConfigError(
+                f"{CARD_KEY} in {repo} has the mark {_BEGIN!r} without {_END!r} after it. Add the latter."
+            )
         merged.text = before + description + after
     elif present is not None:
         merged.text = f"{merged.text.rstrip()}\n\n{description}\n"
@@ -85,7 +87,7 @@ def _description(store: ActivationStore, repo: str, revision: str) -> Iterator[s
     yield f"    for batch in store.batches({arguments}, batch_size=4096, shuffle=True, seed=0):"
     yield f"        batch.{'activations' if store.keys else 'features'}, batch.tokens, batch.documents"
     yield ""
-    yield "The store is a Zarr v3 group, which zarr-python, xarray and TensorStore can read, too. Its attributes"
+    yield "The store is a Zarr v3 group, which zarr-python, xarray and TensorStore can also read. Its attributes"
     yield "contain the configuration."
 
 

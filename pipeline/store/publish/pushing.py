@@ -73,13 +73,13 @@ def push_store(
     and for a `repo` without an owner; HubUnavailable; StoreError.
     """
     if not _REPO.fullmatch(repo):
-        raise ConfigError(f"repo={repo!r:.200} is not the name of a repository. Expected repo=owner/name.")
+        raise ConfigError(f"repo={repo!r:.200} is not a repository name, expected repo=owner/name.")
     storage = Storage.open(path)
     text = storage.read(ROOT_KEY)
     root = require_root(storage)
     if not root.complete:
         raise StoreInvalid(
-            f"{path} is not finished, and only finished stores can be pushed. Run its job to the end, or mark it as "
+            f"{path} is unfinished, and only finished stores can be pushed. Run its job to the end, or mark it as "
             f"complete: python -m pipeline.finalize store.path={path} force=true."
         )
     store = ActivationStore.open(storage)
@@ -113,7 +113,7 @@ def push_store(
         if progress is not None:
             progress(done, len(keys))
     if storage.read(ROOT_KEY) != text:
-        raise StoreError(f"{path} was changed during the push. Run the same command again once it is finished.")
+        raise StoreError(f"{path} changed during the push. Run the same command again once its job has ended.")
     present = before.read(CARD_KEY)
     readme = card(store, repo, branch, None if present is None else present.decode(errors="replace"))
     wanted = {*keys, ROOT_KEY}
@@ -148,22 +148,21 @@ def _stored_root(files: HubFiles, root: StoreRoot, repo: str) -> StoreRoot | Non
         others = [key for key in files.files if not _NOT_A_STORE.fullmatch(key)]
         if others:
             raise StoreMismatch(
-                f"repo={repo} has other files, e.g. {others[0]}, and no store. Choose a different repository."
+                f"repo={repo} has other files, e.g. {others[0]}, but no store. Choose a different repository."
             )
         return None
     try:
         stored = StoreRoot.from_json(text, files.url)
     except StoreInvalid as error:
-        raise StoreMismatch(f"repo={repo} cannot take the store: {error}") from error
+        raise StoreMismatch(f"repo={repo} has a store that cannot be extended: {error}") from error
     if stored.metadata.fingerprint() != root.metadata.fingerprint():
         different = ", ".join(pair.key for pair in stored.metadata.differences(root.metadata)[:3])
         raise StoreMismatch(
-            f"repo={repo} has a store with a different configuration: it differs in {different}. Choose a different "
-            f"repository."
+            f"repo={repo} has a store whose configuration differs in {different}. Choose a different repository."
         )
     if larger(stored.target, root.target) != root.target:
         raise StoreMismatch(
-            f"repo={repo} has more of this store: its target is {stored.target}, that of the local store is "
+            f"repo={repo} has a longer version of this store: its target is {stored.target}, the local store's is "
             f"{root.target}. {_LONGER}"
         )
     return stored
@@ -173,7 +172,7 @@ def _require_all_records(pushed_keys: Iterable[str], keys: Collection[str], repo
     """Raises StoreMismatch if the repository has the record of a block that the store lacks."""
     records = {key for key in pushed_keys if key.startswith(COMMITS_PREFIX) and key.endswith(".json")}
     if lacking := sorted(records.difference(keys)):
-        raise StoreMismatch(f"repo={repo} has more of this store: {len(lacking)} blocks, e.g. {lacking[0]}. {_LONGER}")
+        raise StoreMismatch(f"repo={repo} has {len(lacking)} more blocks of this store, e.g. {lacking[0]}. {_LONGER}")
 
 
 def _stale(storage: Storage, before: HubFiles, pushed_keys: Iterable[str], keys: Collection[str]) -> list[str]:

@@ -92,7 +92,7 @@ class HubRepository:
                     raise
                 if (last := self._last_commit()).title != title:
                     raise StoreError(
-                        f"{self.repo} was changed by somebody else during the push (commit {last.commit_id}: "
+                        f"{self.repo} was changed by another client during the push (commit {last.commit_id}: "
                         f"{last.title}). Run the same command again; it continues."
                     ) from error
                 self.head = last.commit_id
@@ -117,7 +117,9 @@ def open_repository(repo: str, branch: str, private: bool | None) -> HubReposito
             api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
             info = api.dataset_info(repo)
         if private and not info.private:
-            raise ConfigError(f"private=true, but {repo} is public. Leave it out, or make the repository private.")
+            raise ConfigError(
+                f"private=true, but {repo} is public. Remove the setting, or make the repository private."
+            )
         is_new = False
         if branch != "main":
             try:

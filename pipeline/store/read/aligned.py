@@ -123,7 +123,7 @@ class AlignedStores:
                 )
         if options.token_filter.norms:
             raise ValueError(
-                "token_filter has norms, which would leave out other tokens of each store. Leave them out, and compare "
+                "token_filter has norms, which would drop different tokens from each store. Remove them, and compare "
                 "norms in the batches."
             )
         readings = [
@@ -168,8 +168,8 @@ def _require_same_tokenizer(store: ActivationStore, other: ActivationStore, diff
         return
     keys = ", ".join(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
     raise StoreMismatch(
-        f"{store.path} has the tokens of {_tokenizer_name(store)} and {other.path} those of {_tokenizer_name(other)}, "
-        f"which differ in {keys}. Use models with the same tokenizer. If one model accepts the other's tokens, set its "
+        f"{store.path} has tokens from {_tokenizer_name(store)}, {other.path} from {_tokenizer_name(other)}, and these "
+        f"differ in {keys}. Use models with the same tokenizer. If one model accepts the other's tokens, set its "
         f"model.tokenizer, and the same data.special_tokens, prefix and suffix. The first difference: {difference}"
     ) from difference
 

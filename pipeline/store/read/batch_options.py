@@ -71,8 +71,8 @@ class BatchOptions:
             raise ValueError(f"epochs is {self.epochs}, must be at least 1, or None for no end")
         if self.world > 1 and self.epochs is not None and self.token_filter.norms:
             raise ValueError(
-                f"how many tokens of each of {self.world} readers pass a filter of norms is not known before they are "
-                "read, so their numbers of batches could differ. Use epochs=None, and stop after a number of steps."
+                f"the {self.world} readers could have different numbers of batches, since only reading tells how many "
+                "tokens pass a filter of norms. Use epochs=None, and stop after a number of steps."
             )
 
 
@@ -101,7 +101,7 @@ class Reading:
         for named, what in ((self.options.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
             unknown = sorted(set(named) - set(self.names))
             if unknown:
-                raise ValueError(f"{what} names {unknown}, but the arrays that are read are {list(self.names)}")
+                raise ValueError(f"{what} names {unknown}, but the arrays to read are {list(self.names)}")
 
     @property
     def normalisation(self) -> Mapping[str, Normalisation]:
@@ -142,12 +142,12 @@ class Readable:
         single = is_key(keys)
         names = [self.key(key).name for key in ([keys] if single else keys)]
         if options.features and not self.features:
-            raise self.error(f"{self.subject} has no features (capture.encode). Leave out features=True.")
+            raise self.error(f"{self.subject} has no features (capture.encode). Remove features=True.")
         if not names and not options.features:
-            raise self.error(f"no activations of {self.subject} are asked for; it has {self._key_names()}.")
+            raise self.error(f"keys is empty; {self.subject} has {self._key_names()}.")
         forms = {spec.name: (spec.width, spec.dtype) for spec in self.layout.arrays if spec.name in names}
         if options.stack and len(set(forms.values())) != 1:
-            raise ValueError(f"stack=True needs one width and dtype, got {forms}. Leave it out to get them by name.")
+            raise ValueError(f"stack=True needs equal widths and dtypes, got {forms}. Remove it to get arrays by name.")
         outputs = [spec.name for spec in self.layout.outputs]
         if unknown := sorted(set(options.outputs) - set(outputs)):
             raise self.error(f"{self.subject} has no outputs {unknown}; it has {outputs} (capture.outputs).")
@@ -159,7 +159,7 @@ class Readable:
             parsed = _parse_key(key)
         except (TypeError, ValueError) as error:
             raise self.error(
-                f"{key!r} names no activation ({error}); {self.subject} has {self._key_names()}."
+                f"{key!r} is not the name of an activation ({error}); {self.subject} has {self._key_names()}."
             ) from error
         if parsed not in self.keys:
             raise self.error(f"{self.subject} has no {parsed.name}; it has {self._key_names()}.")

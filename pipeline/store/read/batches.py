@@ -125,7 +125,7 @@ class _BatchSource:
         num_pieces = self._num_pieces() // options.world
         if options.shuffle and places < min(MIN_PLACES, num_pieces):
             log.warning(
-                "a buffer of %g MiB shuffles tokens from only %d places in the store, %.0f MiB each, so batches hold "
+                "a buffer of %g MiB shuffles tokens from only %d places in the store, %.0f MiB each, so a batch has "
                 "few documents. Use buffer_mib=%d for %d places (there are two buffers), or fewer keys.",
                 *(options.buffer_mib, places, piece_mib, math.ceil(MIN_PLACES * piece_mib), MIN_PLACES),
             )

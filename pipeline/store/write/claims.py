@@ -166,7 +166,7 @@ class Claims:
             return False
         if vacancy.expired:
             name = _claim_name(vacancy.stream)
-            log.warning("%s is taken over from %s, which stopped renewing its claim", name, vacancy.expired)
+            log.warning("taking over %s from %s, which stopped renewing its claim", name, vacancy.expired)
         with self._lock:
             self._leases[vacancy.stream] = _Lease(generation, began)
         if self._closed.is_set():
@@ -210,7 +210,7 @@ class Claims:
             with lease.lock:
                 write(lease.generation)
         except StoreError as error:
-            log.warning("the claim on %s could not be released, and will expire: %s", _claim_name(stream), error)
+            log.warning("cannot release the claim on %s, which will expire: %s", _claim_name(stream), error)
 
     def close(self) -> None:
         """Releases all claims."""
@@ -233,7 +233,7 @@ class Claims:
         try:
             generation = self._write(stream, lease.generation)
         except StoreError as error:
-            log.warning("the claim on %s could not be renewed: %s", _claim_name(stream), error)
+            log.warning("cannot renew the claim on %s: %s", _claim_name(stream), error)
             return
         if generation is None:
             self._lose(stream, lease, "was taken over by another worker")
@@ -340,6 +340,6 @@ def _require_conditional_writes(storage: Storage, owner: str) -> None:
     storage.write(key, None)
     if ignored:
         raise StoreInvalid(
-            f"the storage of {storage.path} does not honour conditional writes, so streams cannot be claimed. "
+            f"the storage of {storage.path} does not support conditional writes, so streams cannot be claimed. "
             "Use run.worker_index and run.worker_count, or another store.path."
         )

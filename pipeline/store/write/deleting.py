@@ -37,18 +37,16 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     try:
         keys = StoreKeys(root.arrays, [spec.name for spec in root.metadata.outputs])
     except ValueError as error:
-        raise StoreInvalid(f"{path}/{ROOT_KEY} was edited: of its arrays {error}. Nothing is deleted.") from error
+        raise StoreInvalid(f"{path}/{ROOT_KEY} was edited: {error}. Nothing was deleted.") from error
     folder = storage.directory
     if folder is None:
         return _delete_objects(storage, keys)
     if os.path.islink(folder + ROOT_KEY):
-        raise StoreInvalid(f"{folder}{ROOT_KEY} is a symbolic link: the store is not {path}. Nothing is deleted.")
+        raise StoreInvalid(f"{folder}{ROOT_KEY} is a symbolic link: the store is not {path}. Nothing was deleted.")
     try:
         return _delete_files(folder, keys)
     except OSError as error:
-        raise StoreError(
-            f"{path} is not deleted: {error}. Remove the cause, and run the same command again."
-        ) from error
+        raise StoreError(f"cannot delete {path}: {error}. Remove the cause, and run the same command again.") from error
 
 
 def _delete_objects(storage: Storage, keys: StoreKeys) -> Iterator[str]:

@@ -13,7 +13,7 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
     if unfinished and not (is_forced or store.complete):
         return (
             f"streams {', '.join(map(str, unfinished))} are unfinished. Let the workers continue, start another, or "
-            f"run pipeline.finalize with force=true to complete the store with what it holds."
+            f"run pipeline.finalize with force=true to complete the store as it is."
         )
     holders = held_claims(store.storage)
     if holders and not is_forced:
@@ -23,7 +23,7 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
         )
     if not store.finish(is_forced):
         return (
-            "another run began to extend it, or it has lost commit records. Let that run go on, look at "
+            "another run began to extend it, or it has lost commit records. Let that run continue, run "
             "pipeline.verify, or run pipeline.finalize with force=true."
         )
     return None
@@ -37,7 +37,7 @@ def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
         end = _end_of_old_stream(blocks, share, store.layout.length)
     else:
         end = end_of(blocks, stream_share(target, store.metadata.num_streams, stream))
-    print(f"stream {stream}: {len(blocks)} blocks, {blocks.total('tokens'):,} tokens, {end or 'NOT AT ITS END'}")
+    print(f"stream {stream}: {len(blocks)} blocks, {blocks.total('tokens'):,} tokens, {end or 'UNFINISHED'}")
     return end is not None
 
 

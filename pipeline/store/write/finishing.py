@@ -68,7 +68,7 @@ def finish_store(
             return _try_to_finish(storage, layout, read, force)
         except _ChangedMeanwhile:
             continue
-    raise StoreError(f"{storage.path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")
+    raise StoreError(f"cannot complete {storage.path}: other processes changed it {_ATTEMPTS} times. Try again.")
 
 
 def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Streams], force: bool) -> StoreRoot | None:
@@ -166,4 +166,4 @@ def _settle_rows(storage: Storage, layout: StoreLayout, read: Callable[[], Strea
         set_rows(storage, names, rows)
         if read_root_generation(storage)[1] == generation:
             return
-    raise StoreError(f"{storage.path} could not be completed: other processes changed it {_ATTEMPTS} times. Try again.")
+    raise StoreError(f"cannot complete {storage.path}: other processes changed it {_ATTEMPTS} times. Try again.")

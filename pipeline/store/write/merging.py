@@ -61,8 +61,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     if holders := held_claims(storage):
         held = named_holders(holders)
         raise StoreError(
-            f"{path} cannot be merged into: workers hold its streams ({held}). Let them end first, or delete its "
-            "_claims/ if they are dead."
+            f"cannot merge into {path}: workers hold its streams ({held}). Let them end first, or delete its _claims/ "
+            "if they are dead."
         )
     missing = _missing(existing, opened)
     target = existing[0] if existing else _create(storage, opened[0])
@@ -108,7 +108,7 @@ def _require_fit(first: StoreWriter, other: StoreWriter) -> None:
     ]
     if different:
         lines = "".join(f"\n  {line}" for line in different)
-        raise StoreMismatch(f"the stores {first.path} and {other.path} are of different configurations:{lines}")
+        raise StoreMismatch(f"the stores {first.path} and {other.path} have different configurations:{lines}")
 
 
 def _formats(store: StoreWriter) -> dict[str, dict]:
@@ -145,7 +145,7 @@ def _missing_in_stream(
             if not held.is_same_block(record):
                 raise StoreMismatch(
                     f"block {record.block} of stream {stream} differs between {stores[holder].path} and {store.path}. "
-                    f"Only stores that computed different streams can be merged. Leave one out."
+                    f"Only stores that computed different streams can be merged. Leave out one of them."
                 )
     blocks = [
         (stream, block, number - len(existing))
@@ -228,7 +228,7 @@ def _start_block(
         if content is None and not (key in shards and _is_fill(source, record, shards[key])):
             problem = "is missing, although the block is committed"
         elif key in files and table_digest(content) != files[key]:
-            problem = "is not the file of its commit record"
+            problem = "does not match its commit record"
         else:
             return content
         raise StoreInvalid(f"{source.storage.url(key)} {problem}. {VERIFY_REMEDY}")

@@ -182,7 +182,7 @@ class StoreWriter:
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
         if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
-            raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the most a store can have.")
+            raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the limit of a store.")
         self._check_arrays(arrays)
         self._withdraw(stream, block)
         is_committed = self._records_storage.read(commit_key(stream, block)) is not None
@@ -260,8 +260,8 @@ class StoreWriter:
         [stored] = self.storage.read_checked([record.key], partial(parse_record, self.storage))
         if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
             raise StoreError(
-                f"{self.path}/{record.key} was meanwhile written with different content, by another run on this store. "
-                f"It stays. Run the same command again, with the same configuration as the other."
+                f"another run on this store has written {self.path}/{record.key} with different content, which is "
+                f"kept. Run the same command again, with the other run's configuration."
             )
         return stored
 

@@ -35,8 +35,7 @@ def require_vacant(storage: Storage) -> bool:
             )
         named = ", ".join(foreign[:_MAX_NAMED]) + (", ..." if len(foreign) > _MAX_NAMED else "")
         raise StoreInvalid(
-            f"{storage.path} is not empty and is not a store: {named}. A new store needs an empty or a new "
-            "place: choose another store.path."
+            f"{storage.path} is not empty and is not a store: {named}. Set store.path to an empty or new folder."
         )
 
     return next(storage.read_checked([ROOT_KEY], require_root))

@@ -141,7 +141,7 @@ def _hook_name(config: SAEConfig) -> str | None:
     hook_name = next((name for name in names if name is not None), None)
     if "reshape_activations" not in config and "hook_z" in (hook_name or ""):
         raise CheckpointError(
-            f"{config.where} is for {hook_name}, whose heads SAELens concatenated before version 6: expected an SAE "
+            f"{config.where} is for {hook_name}, whose heads SAELens versions before 6 concatenated: expected an SAE "
             f"that does not reshape activations. If the site's heads are already concatenated, set "
             f"reshape_activations to none."
         )
@@ -160,7 +160,7 @@ def _input_factor(files: Files, where: str) -> float:
     if not files.has(SCALER):
         raise CheckpointError(
             f"{where}: normalize_activations is {_AVERAGE}, but there is no {SCALER} with the scaling factor. Fold it "
-            f"with SAELens: sae.fold_activation_norm_scaling_factor(factor); sae.save_model(folder)."
+            f"in with SAELens: sae.fold_activation_norm_scaling_factor(factor); sae.save_model(folder)."
         )
     return read_config(files, SCALER).positive_float("scaling_factor")
 
