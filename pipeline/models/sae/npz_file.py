@@ -81,7 +81,7 @@ class NpzFile:
             raise self._damaged(f"{math.prod(shape) * dtype.itemsize} bytes of {name:.200} {shape}", f"{num_bytes}")
         if num_bytes > max(_SMALL_BYTES, _MAX_RATIO * member.compress_size):
             raise self._damaged(
-                f"{name:.200} with at most {_MAX_RATIO} times its {member.compress_size} compressed bytes",
+                f"{name:.200} of at most {_MAX_RATIO} times its {member.compress_size} compressed bytes",
                 f"{num_bytes}",
             )
         return shape, is_fortran, dtype
