@@ -7,8 +7,8 @@ Uses all devices of one machine. Writes build/first-day/report.md. The exit code
 failed.
 
 * Correctness: the bundled model's activations of every layer, in float32 and bfloat16, against float32 on this
-machine's
-  CPU; and rows of 2,048 tokens with the device's attention kernel (splash, cuDNN, `xla_segments`) against plain XLA.
+  machine's CPU; and rows of 2,048 tokens with the device's attention kernel (splash, cuDNN, `xla_segments`) against
+  plain XLA.
 * Speed: models of published shapes with random weights, from text to a durable store: tokens/s, MFU, idle devices, and
   what the run waited for. On a TPU, also the prediction of `pipeline.plan` for this slice.
 

@@ -28,7 +28,7 @@ def store_metadata(
 ) -> StoreMetadata:
     """The metadata of the job's store. data: the identity of the data. stored: the metadata of the existing store.
 
-    A setting that older stores do not record is omitted while it has its default value, so that they can be resumed.
+    A setting that stores of earlier versions lack is omitted while it has its default value: so they can be resumed.
 
     Reads the model's weights, and downloads those of a Hub model first. Raises CheckpointError for damaged weights.
     """
@@ -81,7 +81,7 @@ def sampling(data: GenerateData) -> Sampling:
 
 
 def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | None) -> dict[str, object]:
-    by_commit = stored is not None and "commit" in stored.model  # older stores record the Hub commit, not the weights
+    by_commit = stored is not None and "commit" in stored.model  # earlier versions store the commit, not the weights
     identity = model.identity(by_commit) | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
     if config.model.weights_dtype is not WeightsDtype.same:
         identity["weights_dtype"] = str(config.model.weights_dtype)

@@ -124,7 +124,7 @@ class Model:
         """What determines the activations, as plain JSON, wherever the checkpoint is stored.
 
         It contains the whole architecture, so that a message can say how two models differ. The weights are identified
-        by a digest of samples, which downloads a checkpoint from the Hub. With `by_commit`, as in older stores, the
+        by a digest of samples, which downloads a checkpoint from the Hub. With `by_commit`, as in earlier versions, the
         commit on the Hub identifies them instead.
 
         Raises CheckpointError for missing or damaged weights.
@@ -262,7 +262,7 @@ def _spelled_out(arch: Architecture) -> dict[str, object]:
     """The fields that differ from their defaults, so that a field added for one family does not change the identity
     of other families.
 
-    `gated` is left out: it follows from the family, and older stores lack it.
+    `gated` is left out: it follows from the family, and earlier versions did not store it.
     """
     everything = json.loads(json.dumps(dataclasses.asdict(arch)))  # lists in place of tuples, as stores have them
     return {

@@ -67,7 +67,7 @@ class Worker:
         while line := self._process.stdout.readline():
             if line.startswith("answer "):
                 return json.loads(line.removeprefix("answer "))
-        sys.exit("a worker has failed; its messages are above")
+        sys.exit("a worker failed; see its messages above")
 
 
 def answer(value: float | dict | str) -> None:

@@ -94,7 +94,7 @@ def measure_speed(folder: Path, repetitions: int, tokens: int) -> None:
     for place, what in enumerate(Cost._fields):
         alone, stored, both = (statistics.median(row[place][ratio] for row in rows) for ratio in range(3))
         print(f"{what}: a stream takes {alone:.3f} times its forward pass, {stored:.3f} times where it fills a store;")
-        print(f"    with a training, {both:.3f} times both")
+        print(f"    with training, {both:.3f} times both")
     print(f"{tokens} tokens, up to {reader.host_bytes / 2**20:.0f} MiB on the host")
 
 
@@ -154,7 +154,7 @@ def measure_shuffle(folder: Path, tokens: int) -> None:
 
 
 def last_losses(batches: Iterable[Batch], width: int) -> float:
-    """The mean loss of the last tenth of a training."""
+    """The mean loss of the last tenth of training."""
     training, losses = sae.Training(width), []
     for batch in batches:
         loss = sae.step(training, batch.activations)

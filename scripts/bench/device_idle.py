@@ -45,6 +45,6 @@ def device_idle(directory: Path) -> dict[str, float]:
 if __name__ == "__main__":
     fractions = device_idle(Path(sys.argv[1]))
     if not fractions:
-        sys.exit(f"no device did anything in the traces below {sys.argv[1]}")
+        sys.exit(f"no device activity in the traces below {sys.argv[1]}")
     for device, idle in fractions.items():
         print(f"{device}: idle {idle:.2%} of the time")

@@ -50,7 +50,7 @@ class SAE(nnx.Module):
 
 
 class Training(nnx.Module):
-    """The state of a training, except its position in the data."""
+    """The state of training, except its position in the data."""
 
     def __init__(self, width: int) -> None:
         self.sae = SAE(width, nnx.Rngs(0))
