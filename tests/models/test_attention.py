@@ -62,11 +62,11 @@ CHOSEN = {
     ),
     "gpu": (LLAMA, Devices("gpu"), 1000, "bfloat16", "cudnn", None),
     "gpu, float32": (LLAMA, Devices("gpu"), 1024, "float32", "xla", "bfloat16, and model.dtype is float32"),
-    "gpu, capped": (GEMMA, Devices("gpu"), 1024, "bfloat16", "xla", "has one of 50"),
+    "gpu, capped": (GEMMA, Devices("gpu"), 1024, "bfloat16", "xla", "has a softcap of 50"),
     "gpu, long heads": (replace(LLAMA, head_dim=256), Devices("gpu"), 1024, "bfloat16", "cudnn", None),
     "older gpu, long heads": (
         *(replace(LLAMA, head_dim=256), Devices("gpu", compute_capability="8.6"), 1024, "bfloat16", "xla"),
-        "at most 128, and the model has 256",
+        "at most 128, and the model's are 256",
     ),
     "old gpu": (LLAMA, Devices("gpu", compute_capability="7.5"), 1024, "bfloat16", "xla", r"8\.0 .* has 7\.5"),
 }
