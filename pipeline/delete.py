@@ -31,7 +31,9 @@ _MAX_NAMED = 5  # remaining files that the message names
 class Settings:
     path: str = store_path()
     confirm: bool = setting("confirm", "delete the store, instead of describing it", flag, default=False)
-    force: bool = setting("force", "ignore the claims of workers that are dead", flag, default=False)
+    force: bool = setting(
+        "force", "delete it although workers hold streams; only if they are dead", flag, default=False
+    )
 
 
 def delete(settings: Settings) -> int:

@@ -91,7 +91,7 @@ def _export_features(settings: Settings, store: ActivationStore, path: Path, con
         )
     done = write_latents(store, path, arrays, context, settings.splits or DEFAULT_SPLITS, settings.dtype)
     print(f"{settings.path}: {done.contexts:,} contexts of {context} tokens; {done.left_tokens} tokens left out")
-    print(f"{done.firings:,} feature values; the store lacks {done.not_stored:,} more (capture.encode_top)")
+    print(f"{done.firings:,} feature values; {done.not_stored:,} more were not stored (capture.encode_top)")
 
 
 def main(arguments: list[str]) -> int:

@@ -39,7 +39,7 @@ class Settings:
     revision: str = setting("revision", "its branch; created from main if it does not exist", default="main")
     private: bool | None = setting(
         "private",
-        "for a new repository: true or false; default: its owner's",
+        "for a new repository: true or false; default: its owner's setting",
         flag,
         default=None,
     )

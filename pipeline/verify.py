@@ -10,7 +10,7 @@ checked; each level includes those before it:
   checksums  the checksums of document tables, statistics and chunks, and the records' digests of the values
   all        the values agree with each other, with the document tables and with the statistics
 
-Exit codes: 0 the store is sound; 1 problems were found (they are listed, with commands that repair the store), or the
+Exit codes: 0 the store is sound; 1 problems were found (they are listed, with how to repair the store), or the
 store cannot be reached; 2 there is no store; 42 interrupted.
 """
 

@@ -63,6 +63,6 @@ def _require_no_credentials(config: RunConfig) -> None:
         for key, value in by_key.items():
             if has_credentials(str(value)):
                 raise ConfigError(
-                    f"{key} has a URL with credentials, which would be stored and logged. Provide them as the "
-                    f"storage's own tools expect (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+                    f"{key} has a URL with credentials, which would be stored and logged. Provide them in "
+                    f"the way that the storage's own tools expect (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
                 )

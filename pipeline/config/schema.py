@@ -247,7 +247,7 @@ class CaptureConfig:
     encode: Any = key(  # str, list of str or dict of str, by str
         None,
         "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*.resid_post` "
-        "with `{layer}` in the address; a list of SAEs for one array; null: none",
+        "with `{layer}` in the address; several SAEs for one array: a list; null: none",
     )
     encode_top: int = key(64, "with `encode`: features stored per token: those with the largest values")
     encode_threshold: float = key(0.0, "with `encode`: a feature fires if its value is larger than this")

@@ -67,8 +67,8 @@ def unusable_store_path(path: str) -> str | None:
     name, shown = "the store's path", repr(path)
     if has_credentials(path):
         return (
-            f"{name} is {shown}: credentials in a URL would be logged. Provide them as the storage's own tools expect "
-            "(GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+            f"{name} is {shown}: credentials in a URL would be logged. Provide them in the way that the storage's own "
+            "tools expect (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
         )
     url = _URL.match(path)
     if path.startswith(HUB_SCHEME):

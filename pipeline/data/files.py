@@ -179,7 +179,7 @@ def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> Non
     try:
         if os.fstat(opened).st_size == 0 and _has_content(opened):
             raise InputError(
-                f"{path} has size 0 but is not empty, like files in /proc: expected a regular file. Check {key}."
+                f"{path} has size 0 but is not empty, like files in /proc: expected a file on disk. Check {key}."
             )
     finally:
         os.close(opened)

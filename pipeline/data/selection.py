@@ -133,10 +133,10 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
         owners = " or ".join(str(choice) for choice, names in _SETTINGS.items() if surplus[0] in names)
         raise ConfigError(
             f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r} with capture.positions={positions}, but applies "
-            f"only to capture.positions={owners}. Remove one of them."
+            f"only to capture.positions={owners}. Remove it, or change capture.positions."
         )
-    _require_within("every", capture.every, 2, length, "the tokens of a row (batch.length)")
-    _require_within("per_row", capture.per_row, 1, length, "the tokens of a row (batch.length)")
+    _require_within("every", capture.every, 2, length, "at most the tokens of a row, batch.length")
+    _require_within("per_row", capture.per_row, 1, length, "at most the tokens of a row, batch.length")
     if capture.rate is not None and not 0 < capture.rate < 1:
         raise ConfigError(f"capture.rate is {capture.rate}. Set it to more than 0 and less than 1.")
     if capture.seed is not None and capture.seed < 0:
@@ -154,7 +154,7 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
 
 def _require_within(name: str, value: int | None, least: int, most: int, what: str) -> None:
     if value is not None and not least <= value <= most:
-        raise ConfigError(f"capture.{name} is {value}: expected {least} to {most}, {what}.")
+        raise ConfigError(f"capture.{name} is {value}. Set it to {least} to {most} ({what}).")
 
 
 def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | int | float]:
@@ -197,7 +197,7 @@ def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:
     if not ids:
         raise ConfigError(
             f"capture.regex={regex!r} matches none of the {tokenizer.vocab_size} tokens. Set it to a regular "
-            f"expression that occurs in the text of a token, such as ' the'."
+            f"expression that matches part of a token's text, such as ' the'."
         )
     return ids
 

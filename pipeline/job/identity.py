@@ -28,7 +28,8 @@ def store_metadata(
 ) -> StoreMetadata:
     """The metadata of the job's store. data: the identity of the data. stored: the metadata of the existing store.
 
-    A setting that stores of earlier versions lack is omitted while it has its default value: so they can be resumed.
+    A setting that stores of earlier versions lack is omitted while it has its default value, so that these can be
+    resumed.
 
     Reads the model's weights, and downloads those of a Hub model first. Raises CheckpointError for damaged weights.
     """

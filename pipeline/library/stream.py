@@ -192,7 +192,7 @@ class Stream:
     def _share(self, rank: int, world: int, store: str | os.PathLike[str] | None) -> Job:
         """The job of reader `rank` of `world`: its streams of documents, and the store that it fills, if any."""
         if not 0 <= rank < world:
-            raise ValueError(f"rank is {rank} with world={world}: expected 0 to {world - 1}")
+            raise ValueError(f"rank is {rank} with world={world}: expected a rank from 0 to world - 1")
         devices = _own_devices(replace(topology(self.config.run), workers=world, worker=rank))
         job = replanned(self._job, devices) if store is None else self._storing(os.fspath(store), devices)
         if not job.plan.streams.local:

@@ -75,7 +75,7 @@ class StoreTee:
         if not missing:
             return
         log.info(
-            "%s lacks earlier blocks of %d streams of documents than the state: computing these first",
+            "%s lacks blocks before the saved state in %d streams of documents: computing these first",
             *(self._store.path, len(missing)),
         )
         with closing(Feed(_Before(missing))) as feed:

@@ -65,7 +65,8 @@ def plan_generation(
     if topology.device_bytes is not None and weights.device_bytes + cache + others > topology.device_bytes:
         raise ConfigError(
             f"generation needs {weights.device_bytes / MIB:.0f} MiB for weights, {cache / MIB:.0f} MiB for keys and "
-            f"values, and {others / MIB:.0f} MiB for logits and activations on each device, which has "
+            f"values, and {others / MIB:.0f} MiB for logits{'' if kept is None else ' and kept activations'} on each "
+            f"device, which has "
             f"{topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
         )
     notes = weights.notes

@@ -43,7 +43,8 @@ def plan_weights(
         if device_memory is not None and sizes[default] > MAX_WEIGHTS_SHARE * device_memory and data > 1:
             sharding = Weights.fsdp
             notes = (
-                f"weights are divided over the {data} devices along data: {default}, they would take "
+                f"weights are divided over the {data} devices along data: with model.weights={default}, "
+                "they would take "
                 f"{sizes[default] / MIB:.0f} MiB, more than {MAX_WEIGHTS_SHARE:.0%} of a device's "
                 f"{device_memory / MIB:.0f} MiB",
             )

@@ -213,7 +213,7 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
         ({"outputs": ("loss",)}, ConfigError, r"no outputs \['loss'\]; it has \[\]"),
         ({"features": True}, ConfigError, "no features"),
         ({"rank": 2, "world": 3}, ConfigError, "rank 2 of 3 has no documents: .*row_groups_per_shard"),
-        ({"rank": 2, "world": 2}, ValueError, "rank is 2 with world=2: expected 0 to 1"),
+        ({"rank": 2, "world": 2}, ValueError, "rank is 2 with world=2: expected a rank from 0 to world - 1"),
         ({"epochs": 2}, ValueError, "a stream reads the data once"),
         ({"buffer_mib": 8}, ValueError, "give shuffle_buffer_tokens"),
         ({"framework": "tensorflow"}, ValueError, "tensorflow"),

@@ -102,7 +102,7 @@ POOR = {
     "small shards": (dict(shard_bytes=16 * MIB), "16 MiB.*raise store.shard_mib to 64-512"),
     "large shards": (dict(shard_bytes=1792 * MIB), "1792 MiB.*lower batch.rows"),
     "full hosts": (dict(host_bytes=150 * GIB), "150 of a host's 179 GiB; lower batch.rows"),
-    "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.*raise batch.rows to have at least about 241"),
+    "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.*batch.rows to reach at least about 241 tokens"),
     "odd widths": (dict(arch=replace(LLAMA, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
     "exchange": (dict(limits=replace(COMPUTE_BOUND, interconnect=0.25)), "4.0 times as long.*raise batch.rows"),
     "bound by the network": (dict(limits=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),

@@ -51,7 +51,7 @@ def advise(
     if tokens_per_chip < critical_tokens:
         yield (
             f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; raise "
-            f"batch.rows to have at least about {critical_tokens:.0f}"
+            f"batch.rows to reach at least about {critical_tokens:.0f} tokens"
         )
     unaligned = [
         f"{name} {size}"

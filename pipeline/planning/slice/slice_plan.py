@@ -119,7 +119,7 @@ class SlicePlan:
             lines.append(
                 f"decoding  a step reads {self.decoding.hbm_bytes / 1e9:.2f} GB on each chip and receives "
                 f"{self.decoding.received_bytes / 1e9:.2f}: at least {self.decoding.step_s * 1e3:.1f} ms, at most "
-                f"{self.decoding.tokens_per_s:,.0f} tokens/s, {usd:.2f} USD per million"
+                f"{self.decoding.tokens_per_s:,.0f} tokens/s, {usd:.2f} USD per million tokens"
             )
         lines += [f"note      {line}" for line in self.notes]
         return "\n".join([*lines, *(f"advice    {line}" for line in self.advice)])

@@ -5,7 +5,7 @@ row, K slots per row for selected tokens, S slots per row for activations (T or 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +22,7 @@ _WITHOUT_SIGN = 0x7FFF
 _RELATIVE = 1e-3
 
 
-def check_chain(records: Sequence[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
+def check_chain(records: Iterable[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
     """One stream's records, in block order: none is missing, and each starts where the previous one ends."""
     before, blocks_before = None, hashlib.sha256()
     for record in records:
@@ -86,7 +86,7 @@ def check_side_arrays(
             yield f"{rule}: {where(bad)}"
     filled = valid.any(axis=1)
     if filled.sum() != record.rows or not filled[: record.rows].all():
-        yield f"the record says that the first {record.rows} rows have tokens, but rows {_ranges(filled)} do"
+        yield f"the record says that the first {record.rows} rows have tokens; rows with tokens: {_ranges(filled)}"
     if valid.sum() != record.tokens:
         yield f"the record has {record.tokens} tokens, the arrays have {valid.sum()}"
 
@@ -145,7 +145,7 @@ def check_table(
         expected = np.arange(record.start["ordinal"], end) * num_streams + record.stream
         if not np.array_equal(numbers, expected):
             different = np.setxor1d(numbers, expected)
-            yield f"the table's documents are not those between the record's cursors: {different[:5].tolist()}"
+            yield f"the table lacks documents between the record's cursors, or has others: {different[:5].tolist()}"
 
 
 def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: int) -> Iterator[str]:

@@ -136,23 +136,20 @@ class CommitRecord:
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
         """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of a different version."""
-        content = parse_store_json(text, subject, _REMEDY)
+        content = parse_store_json(text, subject, VERIFY_REMEDY)
         try:
             digest = content.pop("sha256")
             record = cls._from_content(content)
             has_right_types = record._has_right_types()
         except (KeyError, TypeError, AttributeError) as error:
-            raise StoreInvalid(f"{subject} is not a commit record ({error}). {_REMEDY}") from error
+            raise StoreInvalid(f"{subject} is not a commit record ({error}). {VERIFY_REMEDY}") from error
         if not has_right_types or digest != json_digest(content):
-            raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {_REMEDY}")
+            raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {VERIFY_REMEDY}")
         if record.version != 1:
             raise StoreInvalid(
                 f"{subject} has version {record.version}, expected 1. Use a newer version of this program."
             )
         return record
-
-
-_REMEDY = "Delete the record; the next run recomputes the block."
 
 
 def commit_key(stream: int, block: int) -> str:

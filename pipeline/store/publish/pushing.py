@@ -113,7 +113,7 @@ def push_store(
         if progress is not None:
             progress(done, len(keys))
     if storage.read(ROOT_KEY) != text:
-        raise StoreError(f"{path} changed during the push. Run the same command again once its job has ended.")
+        raise StoreError(f"{path} changed during the push. Run the same command again once the store is finished.")
     present = before.read(CARD_KEY)
     readme = card(store, repo, branch, None if present is None else present.decode(errors="replace"))
     wanted = {*keys, ROOT_KEY}
@@ -154,7 +154,7 @@ def _stored_root(files: HubFiles, root: StoreRoot, repo: str) -> StoreRoot | Non
     try:
         stored = StoreRoot.from_json(text, files.url)
     except StoreInvalid as error:
-        raise StoreMismatch(f"repo={repo} has a store that cannot be extended: {error}") from error
+        raise StoreMismatch(f"repo={repo} has a store that cannot be read or updated: {error}") from error
     if stored.metadata.fingerprint() != root.metadata.fingerprint():
         different = ", ".join(pair.key for pair in stored.metadata.differences(root.metadata)[:3])
         raise StoreMismatch(

@@ -53,7 +53,7 @@ class ReadingOrder:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank is {self.rank} with world={self.world}: expected 0 to {self.world - 1}")
+            raise ValueError(f"rank is {self.rank} with world={self.world}: expected a rank from 0 to world - 1")
 
     def pieces(self, epoch: int) -> Iterator[Piece]:
         """This rank's pieces of an epoch."""

@@ -136,8 +136,8 @@ class ActivationStore:
         counts = tuple(np.bincount(blocks.column("stream"), minlength=root.metadata.num_streams).tolist())
         if root.blocks is not None and counts != root.blocks:
             raise StoreInvalid(
-                f"{storage.path} was completed with {sum(root.blocks)} blocks, but has records of {sum(counts)}, or "
-                "they are in other streams. Run the job again to compute missing blocks, or pipeline.verify to list "
+                f"{storage.path} was completed with {sum(root.blocks)} blocks, but has records of {sum(counts)}, or of "
+                "blocks in other streams. Run the job again to compute missing blocks, or pipeline.verify to list "
                 "them."
             )
         return cls(storage, root, blocks, last, arrays)

@@ -61,8 +61,8 @@ def merge_stores(sources: Sequence[str], path: str, progress: Callable[[int, int
     if holders := held_claims(storage):
         held = named_holders(holders)
         raise StoreError(
-            f"cannot merge into {path}: workers hold its streams ({held}). Let them end first, or delete its _claims/ "
-            "if they are dead."
+            f"cannot merge into {path}: workers hold streams ({held}). Let them end first or, if they are dead, delete "
+            f"{path}/_claims/."
         )
     missing = _missing(existing, opened)
     target = existing[0] if existing else _create(storage, opened[0])

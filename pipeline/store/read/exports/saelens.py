@@ -117,7 +117,7 @@ def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, st
         hook = attributes.get("hook_name")
         if name.endswith(Site.attn_pattern) and name.replace(Site.attn_pattern, Site.attn_entropy) in names:
             raise ConfigError(
-                f"export.arrays: in TransformerLens, {name} and its entropy are both {hook}. Export one of them."
+                f"export.arrays: in TransformerLens, {name} and its entropy are both {hook}. Export only one of them."
             )
         if not isinstance(hook, str) or hook in ("", "token_ids", *hooks.values()):
             raise StoreInvalid(f"{store.path}/{name}/zarr.json has the hook_name {hook!r}. {DAMAGE_REMEDY}")
