@@ -10,13 +10,13 @@ import pytest
 from pipeline.config import composing
 from pipeline.extraction import draining
 from pipeline.extraction.block_writer import BlockWriter
+from pipeline.extraction.buffers import BlockBuffers
 from pipeline.extraction.draining import CopyThreads, num_copy_threads
-from pipeline.extraction.job_run import run
 from pipeline.extraction.transfer import HostBlock, StepInFlight
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import open_job
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import assert_same_store, write_text
+from tests.jobs import assert_same_store, committed, write_text
 
 SHAPES = [(0, 4), (1, 3), (7, 5, 6), (16, 2, 3)]
 
@@ -74,11 +74,23 @@ def overrides(tmp_path) -> list[str]:
     return [f"data.path={text}", *sizes]
 
 
-def test_a_store_does_not_depend_on_the_number_of_threads(monkeypatch, tmp_path, overrides):
+def test_the_writer_waits_for_all_copies(monkeypatch, tmp_path, overrides):
+    """Blocks that one thread copies and blocks that several copy are the same."""
     monkeypatch.setattr(draining, "_PIECE_BYTES", 1000)
     for cores in (1, 32):
         monkeypatch.setattr(draining, "num_cores", lambda cores=cores: cores)
-        run(composing.compose([*overrides, f"store.path={tmp_path / str(cores)}"]))
+        job = open_job(composing.compose([*overrides, f"store.path={tmp_path / str(cores)}"]))
+        store, rng = StoreWriter.open(job.config.store.path, job.metadata, job.layout), np.random.default_rng(0)
+        with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:
+            writer = BlockWriter(store, job.plan, metrics)
+            for block in job.stream(0).blocks():
+                rows = slice(0, block.num_rows)
+                leaves = [leaf[rows] for leaf in BlockBuffers.allocate(job.plan).leaves()]
+                values = [jnp.asarray(rng.random(leaf.shape), leaf.dtype) for leaf in leaves]
+                copies = [HostBlock(number, rows, (), array) for number, array in enumerate(values)]
+                writer.submit(StepInFlight(block, 0, block.num_rows, copies, counts=None))
+            writer.close()
+    assert committed(tmp_path / "1") > 1
     assert_same_store(tmp_path / "32", tmp_path / "1")
 
 
