@@ -11,13 +11,14 @@ from pipeline.config import composing
 from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey
 from pipeline.extraction import int8_probe
-from pipeline.extraction.job_run import run
+from pipeline.extraction.job_run import measure_int8, run
 from pipeline.inspection.summary import summarise
 from pipeline.job.opening import open_job
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.int8_errors import Rounding, int8_errors
 from pipeline.store import ActivationStore
-from tests.jobs import assert_same_store, write_text
+from pipeline.store.write.store_writer import StoreWriter
+from tests.jobs import write_text
 
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 SITES = "capture.sites=[embed,resid_pre,q,attn_z,attn_out,mlp_in,mlp_post,resid_post]"
@@ -52,8 +53,7 @@ def direct_errors(job, rows, dtype: str, *, with_inputs: bool = False) -> dict[A
     return errors
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 0.01), ("bfloat16", 0.1)])
-@pytest.mark.parametrize("layers", ["[3]", "all"])
+@pytest.mark.parametrize(("layers", "dtype", "tolerance"), [("all", "float32", 0.01), ("[3]", "bfloat16", 0.1)])
 def test_errors_equal_those_of_two_forward_passes(layers: str, dtype: str, tolerance: float, text, tmp_path) -> None:
     """In bfloat16 the two programs round at different places, hence the larger tolerance."""
     job = open_job(job_config(text, tmp_path / "store", f"capture.layers={layers}", f"model.dtype={dtype}", SITES))
@@ -84,10 +84,14 @@ def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) 
     assert got == pytest.approx(direct_errors(job, rows, "float32"), rel=0.01)
 
 
-def test_a_store_records_the_error_and_refuses_another_weights_dtype(text, tmp_path) -> None:
+def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, tmp_path, monkeypatch) -> None:
+    measured, weights_error = [], int8_probe.weights_error
+    monkeypatch.setattr(int8_probe, "weights_error", lambda job: measured.append(weights_error(job)) or measured[-1])
     options = ("capture.layers=[2]", "capture.sites=[resid_post,final_norm]")
+    run(job_config(text, tmp_path / "whole", *options, "run.max_tokens=1000"))
     config = job_config(text, tmp_path / "whole", *options)
     run(config)
+    assert len(measured) == 1
     store = ActivationStore.open(tmp_path / "whole")
     job = open_job(config)
     exact = direct_errors(job, job.first_rows(1024), "float32")
@@ -113,18 +117,9 @@ def test_the_error_includes_int8_activations_and_a_store_refuses_another_activat
         run(job_config(text, tmp_path / "c", "model.activations_dtype=int8", "model.weights_dtype=same"))
 
 
-def test_the_error_is_measured_once(text, tmp_path, monkeypatch) -> None:
-    measured = []
-    weights_error = int8_probe.weights_error
-    monkeypatch.setattr(int8_probe, "weights_error", lambda job: measured.append(0) or weights_error(job))
-    for name, max_tokens in (("a", 1000), ("a", 2000), ("b", 2000)):
-        run(job_config(text, tmp_path / name, "capture.layers=[0]", f"run.max_tokens={max_tokens}"))
-    assert len(measured) == 2
-    assert_same_store(tmp_path / "a", tmp_path / "b")
-
-
 def test_float_weights_have_no_error(text, tmp_path) -> None:
-    run(job_config(text, tmp_path, "capture.layers=[0]", "run.max_tokens=1000", "model.weights_dtype=same"))
+    job = open_job(job_config(text, tmp_path, "capture.layers=[0]", "model.weights_dtype=same"))
+    measure_int8(job, StoreWriter.open(job.storage, job.metadata, job.layout))
     store = ActivationStore.open(tmp_path)
     assert store.weights_error is None
     assert "weights_dtype" not in store.metadata.model
