@@ -1,11 +1,9 @@
 import json
 import platform
 import re
-import time
 from pathlib import Path
 
 import jax
-import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,21 +58,6 @@ def on_devices(step: CompiledStep, inputs: dict[str, np.ndarray]) -> tuple[jax.A
     return tuple(jax.device_put(array, row_sharding(step.mesh)) for array in inputs.values())
 
 
-def test_dispatch_takes_about_a_millisecond_for_24_captured_layers(tmp_path: Path) -> None:
-    """CPU time of this thread, since other processes may be running. 1.04 ms was measured."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 24}))
-    keys = activation_keys(tuple(range(24)), (Site.resid_post,))
-    step, params = compiled(open_model(str(tmp_path), init="random"), "bfloat16", keys)
-    inputs = on_devices(step, batch())
-    seconds = []
-    for _ in range(50):
-        began = time.thread_time()
-        outputs = step(params, *inputs)
-        seconds.append(time.thread_time() - began)
-        jax.block_until_ready(outputs)
-    assert min(seconds) < 3e-3
-
-
 def test_the_compiler_gets_its_options(model: Model) -> None:
     def text(name: str, value: object) -> str:
         step, _ = compiled(model, "float32", activation_keys((0,), (Site.attn_in,)), compiler_options=((name, value),))
@@ -102,10 +85,10 @@ def program(path: Path, num_layers: int, num_captured: int) -> tuple[int, int]:
 
 
 def test_the_program_grows_with_the_captured_layers_not_with_depth(tmp_path: Path) -> None:
-    one, three, six = (program(tmp_path, 24, num_captured) for num_captured in (1, 3, 6))
-    assert [loops for _, loops in (one, three, six)] == [1, 3, 6]
-    assert six[0] - three[0] == pytest.approx(1.5 * (three[0] - one[0]), rel=0.05)
-    assert program(tmp_path, 80, 3) == three
+    one, two, three = (program(tmp_path, 12, num_captured) for num_captured in (1, 2, 3))
+    assert [loops for _, loops in (one, two, three)] == [1, 2, 3]
+    assert three[0] - two[0] == pytest.approx(two[0] - one[0], rel=0.05)
+    assert program(tmp_path, 40, 2) == two
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -164,21 +147,6 @@ def test_large_steps_use_onednn_and_compute_the_same(model: Model) -> None:
     expected = small(params, *on_devices(small, batch())).arrays
     for key, got, want in zip(KEYS, large(params, *on_devices(large, inputs)).arrays, expected, strict=True):
         np.testing.assert_allclose(got, np.tile(want, (128, 1, 1)), rtol=1e-5, atol=1e-6, err_msg=key.name)
-
-
-def test_a_step_is_compiled_exactly_once(model: Model) -> None:
-    compilations = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_args, **_kwargs: compilations.append(name) if name.endswith("backend_compile_duration") else None
-    )
-    mesh = make_mesh()
-    params = model.load(KEYS[-1:], "float32", replicated(mesh))
-    compilations.clear()
-    spec = step_spec(model, KEYS[-1:], rows=ROWS, length=LENGTH, dtype="bfloat16")
-    step = compile_step(model, spec, params, Partition(mesh))
-    for _ in range(3):
-        jax.block_until_ready(step(params, *on_devices(step, batch())))
-    assert len(compilations) == 1
 
 
 def test_rows_of_another_shape_are_refused(model: Model) -> None:
