@@ -1,18 +1,14 @@
 """The whole data path with real text, real tasks and a real tokenizer."""
 
 import json
-from contextlib import closing
 from functools import partial
 
-import numpy as np
-import pyarrow.parquet as pq
 import pytest
 from material import text_stream
 
 from pipeline.config.choices import LongDocuments, Template
-from pipeline.config.schema import ArcData, ParquetData
+from pipeline.config.schema import ArcData
 from pipeline.data.arc.augment import Augmentation
-from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.sources import open_source
 from pipeline.data.text.tokenizer import load_tokenizer
 from tests.data.arc.undoing import decode_prompt, original_grid
@@ -21,29 +17,6 @@ from tests.data.arc.undoing import decode_prompt, original_grid
 @pytest.fixture(scope="module")
 def tokenizer(shared):
     return load_tokenizer(str(shared / "tokenizers" / "qwen2"))
-
-
-def test_prose_is_recovered_from_its_tokens(shared, tokenizer):
-    folder = shared / "data" / "prose"
-    source = open_source(ParquetData(source="parquet", path=str(folder / "00[01]*.parquet")), tokenizer)
-    work = [
-        StreamWork(text_stream(source, tokenizer, stream=number, num_streams=2, rows_per_block=32, length=512))
-        for number in range(2)
-    ]
-    tokens: dict[str, list[np.ndarray]] = {}
-    slots = valid = 0
-    with closing(Feed(InTurn(work))) as feed:
-        for block in iter(feed.get, None):
-            slots += 0 if block.exhausted else block.tokens.size
-            valid += 0 if block.exhausted else block.num_tokens
-            for row in block.table.to_pylist():
-                tokens.setdefault(row["id"], []).append(block.tokens[block.documents == row["document"]])
-    table = pq.read_table(folder, filters=None, columns=["id", "text"]).slice(0, 148).to_pydict()
-    texts = dict(zip(table["id"], table["text"], strict=True))
-    assert tokens.keys() == texts.keys()
-    for name, pieces in tokens.items():
-        assert tokenizer.decode(np.concatenate(pieces)) == texts[name]
-    assert valid / slots > 0.97
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,15 @@ def stored_texts(shared, model, store, *overrides) -> tuple[ActivationStore, dic
 
 def test_prose_is_recovered_from_the_stored_token_ids(shared, model, tmp_path):
     prose = shared / "data" / "prose"
-    store, texts = stored_texts(shared, model, tmp_path / "store", "data=fineweb", f"data.path={prose}")
+    files = [f"data.path='{prose}/00[01]*.parquet'", "data.num_streams=2"]
+    store, texts = stored_texts(shared, model, tmp_path / "store", "data=fineweb", *files)
     originals = {}
-    for file in sorted(prose.glob("*.parquet")):
+    for file in sorted(prose.glob("00[01]*.parquet")):
         table = pq.read_table(file, columns=["id", "text"])
         originals |= dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
     # The Qwen2 tokenizer normalises text to NFC.
     assert texts == {name: unicodedata.normalize("NFC", text) for name, text in originals.items()}
-    assert store.num_tokens > 1_000_000
+    assert store.num_tokens > 0.97 * store.rows.size * 512 > 100_000
 
 
 def test_every_arc_grid_is_recovered_from_the_stored_token_ids(shared, model, tmp_path):
