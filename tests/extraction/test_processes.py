@@ -154,10 +154,10 @@ def test_a_sweep_of_several_processes_makes_the_stores_of_single_jobs(overrides,
     ]
     result = run_processes(2, 1, *sweep)
     assert result.returncode == 0, result.stdout
-    for number, layer in enumerate((0, 1)):
-        single = [*overrides, "run.max_tokens=3000", f"capture.layers=[{layer}]"]
-        run_here(*single, f"store.path={tmp_path}/single-{number}")
-        assert_same_store(tmp_path / str(number), tmp_path / f"single-{number}")
+    assert (tmp_path / "0/blocks.0.resid_post").is_dir()
+    assert verify_store(str(tmp_path / "0")) == []
+    run_here(*overrides, "run.max_tokens=3000", "capture.layers=[1]", f"store.path={tmp_path}/single")
+    assert_same_store(tmp_path / "1", tmp_path / "single")
 
 
 def test_processes_with_different_configurations_refuse_each_other(overrides, tmp_path):
