@@ -2,7 +2,7 @@
 
 import os
 import re
-import signal
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,9 @@ import pytest
 import zarr
 
 from pipeline.config import composing
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.export import main as export
-from pipeline.extraction.job_run import run as run_here
 from pipeline.inspect import main as inspect
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
@@ -24,7 +23,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.read.buffers import StoredBlocks
 from pipeline.store.read.reader import DocumentActivations
 from pipeline.store.write.deleting import delete_store
-from tests.jobs import assert_same_store, committed, run, run_and_signal, run_processes, write_text
+from tests.jobs import assert_same_store, committed, run_here, write_text
 
 KEYS = [(0, "resid_post"), (1, "attn_out")]
 OUTPUTS = ["capture.outputs=[loss,entropy,top_logprobs]", "capture.top_logprobs=3"]
@@ -43,19 +42,19 @@ SELECTIONS = {
 
 
 @pytest.fixture(scope="module")
-def overrides(tmp_path_factory) -> list[str]:
+def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=8)
     return [
         f"data.path={text}",
         "data.num_streams=2",
-        "batch.rows=4",
+        "batch.rows=2",
         "batch.length=128",
         "capture.layers=[0,1]",
         "capture.sites=[resid_post,attn_out]",
         "capture.dtype=float32",
         "model.dtype=float32",
         "store.shard_mib=1000",  # blocks, and so rows, are the same whatever is selected
-        "run.progress=false",
+        compilation_cache,
     ]
 
 
@@ -70,7 +69,7 @@ def documents(of_all) -> dict[int, DocumentActivations]:
 
 
 def made(path: Path, overrides: list[str], *more: str) -> ActivationStore:
-    run_here(composing.compose([*overrides, *more, f"store.path={path / 'store'}"]))
+    run_here(*overrides, *more, f"store.path={path / 'store'}")
     return ActivationStore.open(path / "store")
 
 
@@ -104,9 +103,14 @@ def test_attention_patterns_of_selected_tokens_stay_within_their_window(override
     )
 
 
+@pytest.fixture(scope="module")
+def every(overrides, tmp_path_factory) -> ActivationStore:
+    return made(tmp_path_factory.mktemp("every"), overrides, *SELECTIONS["every"])
+
+
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_stored_activations_equal_those_of_a_store_of_all_tokens(overrides, of_all, documents, tmp_path, name):
-    store = made(tmp_path, overrides, *SELECTIONS[name])
+def test_stored_activations_equal_those_of_a_store_of_all_tokens(overrides, of_all, every, documents, tmp_path, name):
+    store = every if name == "every" else made(tmp_path, overrides, *SELECTIONS[name])
     assert verify_store(store.path) == []
     table = store.documents.to_pandas().groupby("document")[["n_selected", "n_unselected"]].sum()
     total = 0
@@ -145,21 +149,16 @@ def test_stored_activations_equal_those_of_a_store_of_all_tokens(overrides, of_a
         (1, ["capture.positions=token", "capture.token=?", "capture.per_row=1", "batch.rows=1"], False),
     ],
 )
-def test_unused_slots_are_warned_about_once(tmp_path, caplog, documents, more, warns):
+def test_unused_slots_are_warned_about_once(tmp_path, compilation_cache, caplog, documents, more, warns):
     text = tmp_path / "text"
     text.mkdir()
     table = pa.table({"text": ["A short one."] * documents, "id": [str(n) for n in range(documents)]})
     pq.write_table(table, text / "0.parquet")
-    overrides = [f"data.path={text}", "batch.rows=4", "batch.length=16", "capture.layers=[1]", "run.progress=false"]
+    overrides = [f"data.path={text}", "batch.rows=4", "batch.length=16", "capture.layers=[1]", compilation_cache]
     store = made(tmp_path, [*overrides, "store.shard_mib=0.0625"], *more)
     assert (len(store.blocks) > 1) == (documents > 1)
     assert store.num_tokens > 0
     assert sum("slots for selected tokens are used" in message for message in caplog.messages) == warns
-
-
-@pytest.fixture(scope="module")
-def every(overrides, tmp_path_factory) -> ActivationStore:
-    return made(tmp_path_factory.mktemp("every"), overrides, *SELECTIONS["every"])
 
 
 def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):
@@ -271,17 +270,19 @@ def test_lost_objects_and_unstored_tokens_are_reported(overrides, tmp_path, capl
 
 
 def test_another_selection_is_refused(overrides, every):
-    result = run(*overrides, *OUTPUTS, "capture.positions=every", "capture.every=4", f"store.path={every.path}")
-    assert result.returncode == 2
-    assert "capture.every: the store has 8, this run asks for 4" in result.stderr
+    with pytest.raises(StoreMismatch, match=r"capture\.every: the store has 8, this run asks for 4") as caught:
+        made(Path(every.path).parent, overrides, *OUTPUTS, "capture.positions=every", "capture.every=4")
+    assert caught.value.exit_code == 2
 
 
-def test_two_processes_killed_and_resumed_make_the_same_store(overrides, tmp_path):
+def test_blocks_without_a_record_are_computed_again(overrides, tmp_path):
+    """A killed job leaves such blocks."""
     more = [*OUTPUTS, "capture.positions=last", "capture.per_row=4", "store.shard_mib=0.01"]
-    reference = made(tmp_path / "reference", overrides, *more)
-    path = tmp_path / "store"
-    run_and_signal(signal.SIGKILL, path, 2, (0, 1), *overrides, *more)
-    assert 2 <= committed(path) < committed(Path(reference.path))
-    result = run_processes(2, 1, *overrides, *more, f"store.path={path}")
-    assert result.returncode == 0, result.stdout
-    assert_same_store(path, Path(reference.path))
+    path = Path(made(tmp_path, overrides, *more).path)
+    reference = shutil.copytree(path, tmp_path / "reference")
+    for stream in (0, 1):
+        for record in sorted((path / f"_commits/stream-{stream:05}").iterdir())[1 + stream :]:
+            record.unlink()
+    assert committed(path) < committed(reference)
+    made(tmp_path, overrides, *more)
+    assert_same_store(path, reference)
