@@ -365,7 +365,8 @@ def test_reserved_device_memory_is_not_used():
     assert "reserved  3000 MiB on each device, for other uses" in plan.describe()
     chips = parse_slice("v5e-4")
     require_room(0, chips.chip.hbm_bytes - 3000 * MIB, plan, chips)
-    with pytest.raises(DoesNotFit, match=r"v5e has 12.82 besides the 2.93 of run.reserved_mib"):
+    inflight = f"with the activations of {plan.memory.inflight_steps} steps in flight"
+    with pytest.raises(DoesNotFit, match=rf"{inflight}; v5e has 12.82 besides the 2.93 of run.reserved_mib"):
         require_room(0, chips.chip.hbm_bytes - 3000 * MIB + 1, plan, chips)
 
 
