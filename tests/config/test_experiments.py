@@ -9,8 +9,9 @@ from pipeline.cli import main
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
+from pipeline.extraction import job_run
 from pipeline.store.read.reader import ActivationStore
-from tests.jobs import run, write_text
+from tests.jobs import write_text
 
 VALUES = {  # for keys without default
     "qwen_arc": ["data.path=/tasks", "store.path=/stores/a"],
@@ -52,12 +53,12 @@ def test_an_experiment_does_not_inherit_a_required_value_from_the_default_job(ex
 
 def test_a_sweep_fills_one_store_per_layer_and_site(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("STORES", str(tmp_path / "stores"))
-    done = run(
-        *("+experiment=sweep_sites", "model=tiny", f"data.path={write_text(tmp_path, files=1, documents=20)}"),
-        *("capture.layers=[1],[3]", "capture.sites=[mlp_out]", f"hydra.sweep.dir={tmp_path / 'multirun'}"),
-        *("batch.rows=4", "batch.length=128", "run.max_tokens=500"),
-    )
-    assert done.returncode == 0, done.stdout
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it for the process, which other tests share
+    job = ["+experiment=sweep_sites", "model=tiny", f"data.path={write_text(tmp_path, files=1, documents=20)}"]
+    job += ["capture.layers=[1],[3]", "capture.sites=[mlp_out]", f"hydra.sweep.dir={tmp_path / 'multirun'}"]
+    job += ["batch.rows=4", "batch.length=128", "run.max_tokens=500", "run.progress=false"]
+    monkeypatch.setattr(sys, "argv", ["run", *job])
+    main.main(job_run.run, "")
     for layer in (1, 3):
         store = ActivationStore.open(tmp_path / f"stores/gpt2/blocks.{layer}.mlp_out")
         assert (store.layers, store.sites) == ((layer,), ("mlp_out",))
