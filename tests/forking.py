@@ -27,6 +27,7 @@ LAUNCHER = "launch/local.py"
 READ_LATE = (
     *("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONUNBUFFERED", "PYTEST_", "HYDRA_FULL_ERROR"),
     *("TENSORSTORE_", "AWS_", "TF_CPP_", "TPU_"),
+    "TORCHINDUCTOR_",  # torch sets it, and jobs do not use torch
 )
 _STREAMS = (0, 1, 2)
 _MESSAGE_BYTES = 1 << 17

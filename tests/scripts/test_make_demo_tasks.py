@@ -6,17 +6,27 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "demo" / "make_demo_tasks.py"
+from scripts.demo import make_demo_tasks
+
+
+def contents(out: Path) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in out.iterdir()}
 
 
 def make(out: Path, *arguments: str) -> dict[str, str]:
-    subprocess.run([sys.executable, SCRIPT, "--out", out, *arguments], check=True, capture_output=True, timeout=120)
-    return {path.stem: path.read_text() for path in out.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["make_demo_tasks.py", "--out", str(out), *arguments])
+        make_demo_tasks.main()
+    return contents(out)
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> dict[str, str]:
-    return make(tmp_path_factory.mktemp("tasks"))
+    """Made in another process."""
+    out = tmp_path_factory.mktemp("tasks")
+    command = [sys.executable, make_demo_tasks.__file__, "--out", out]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return contents(out)
 
 
 def test_the_script_writes_tasks_of_many_kinds(tasks):

@@ -1,23 +1,26 @@
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "demo" / "make_demo_text.py"
+from scripts.demo import make_demo_text
+from scripts.demo.make_demo_text import Text
+
 FINEWEB = ["text", "id", "dump", "url", "date", "file_path", "language", "language_score", "token_count"]
-
-
-def make(out: Path, *arguments: str) -> list[Path]:
-    subprocess.run([sys.executable, SCRIPT, "--out", out, *arguments], check=True, capture_output=True, timeout=120)
-    return sorted(out.iterdir())
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> list[Path]:
-    return make(tmp_path_factory.mktemp("text"))
+    """Made in another process."""
+    out = tmp_path_factory.mktemp("text")
+    command = [sys.executable, make_demo_text.__file__, "--out", out]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return sorted(out.iterdir())
 
 
 def test_the_shards_have_finewebs_schema_and_several_row_groups(shards):
@@ -41,6 +44,18 @@ def test_the_documents_are_real_and_unique(shards):
     assert table["token_count"].to_pylist() == [len(text.split()) for text in table["text"].to_pylist()]
 
 
-def test_the_same_python_writes_the_same_bytes(shards, tmp_path):
-    again = make(tmp_path, "--shards", "6")
-    assert [path.read_bytes() for path in again] == [path.read_bytes() for path in shards]
+def test_the_same_python_writes_the_same_bytes(shards, tmp_path, monkeypatch):
+    """Extracts some modules' documents again, and writes all documents again, both in this process."""
+    rows = [row for path in shards for row in pq.read_table(path).to_pylist()]
+    texts = [Text(row["id"][len("<python:") : -1], row["file_path"], row["text"]) for row in rows]
+    make_demo_text.write_shards(sorted(texts), tmp_path / "again", 6)
+    assert [path.read_bytes() for path in sorted((tmp_path / "again").iterdir())] == [
+        path.read_bytes() for path in shards
+    ]
+    library, packages = Path(sysconfig.get_path("stdlib")), ("email", "json")
+    for package in packages:
+        shutil.copytree(library / package, tmp_path / "library" / package)
+    monkeypatch.setattr(sysconfig, "get_path", lambda _name: str(tmp_path / "library"))
+    extracted = [text for text in texts if text.file.startswith((*packages, "pydoc_data/topics"))]
+    assert len(extracted) > 100
+    assert make_demo_text.documents() == sorted(extracted)

@@ -1,6 +1,7 @@
 """The bundled checkpoint is small, standard and trained."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,11 @@ def test_the_folder_is_small_and_complete():
 
 
 def test_the_readme_gives_the_models_loss():
+    """In nats per token, of held-out text. Untrained, every token of the vocabulary is about as probable."""
     text = (MODEL / "README.md").read_text()
-    assert "Held-out text" in text
-    assert "untrained" in text
+    trained, untrained = map(float, *re.findall(r"Held-out text ([\d.]+) nats/token .*?, untrained ([\d.]+);", text))
+    assert 3 < trained < 4
+    assert untrained == pytest.approx(np.log(2048), abs=0.1)
 
 
 def test_the_tokenizer_is_lossless_and_splits_numbers_into_digits():
