@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline import Extractor
 from pipeline.core.errors import ConfigError, InputError, NotFiniteError, PipelineError, StoreMismatch
+from pipeline.library import ExtractedDocument
 from pipeline.step.compiler import _onednn_options
 from pipeline.store import ActivationStore
 from tests.jobs import ROOT, assert_same_store, run_here, write_model_of_zeros, write_text
@@ -43,40 +45,46 @@ def extractor() -> Extractor:
     return Extractor(TINY, layers=[2, 4], **FLOAT32, **SMALL)
 
 
-@pytest.mark.parametrize(
-    ("options", "overrides"),
-    [
-        ({}, []),
-        ({"dtype": "bfloat16", "model_dtype": "bfloat16"}, ["capture.dtype=bfloat16", "model.dtype=bfloat16"]),
-        ({"dtype": "int8", "int8_group": 32}, ["capture.dtype=int8", "capture.int8_group=32"]),
-        ({"packing": "pad", "long_documents": "cut"}, ["batch.packing=pad", "batch.long_documents=cut"]),
-        (
-            {"layers": "all", "sites": ["mlp_out", "final_norm"], "outputs": ["loss", "top_logprobs"]},
-            ["capture.layers=all", "capture.sites=[mlp_out,final_norm]", "capture.outputs=[loss,top_logprobs]"],
-        ),
-        (
-            {"positions": "last", "per_row": 2, "shard_mib": 0.01},
-            ["capture.positions=last", "capture.per_row=2", "store.shard_mib=0.01"],
-        ),
-        (
-            {"positions": "regex", "regex": "^ [A-Z]", "outputs": ["entropy"], "shard_mib": 0.01},
-            ["capture.positions=regex", 'capture.regex="^ [A-Z]"', "capture.outputs=[entropy]", "store.shard_mib=0.01"],
-        ),
-        (
-            {"encode": {"blocks.4.resid_post": SAE}, "encode_error": True, "keep": "both"},
-            [f"capture.encode={{blocks.4.resid_post: '{SAE}'}}", "capture.encode_error=true", "capture.keep=both"],
-        ),
-    ],
-    ids=["float32", "bfloat16", "int8", "pad and cut", "all layers, outputs", "last", "regex", "features"],
-)
-def test_results_equal_the_stores_bit_by_bit(text, texts, tmp_path, options, overrides):
-    """Steps have the shape of the command's if the documents fill several."""
-    defaults = ["capture.layers=[2,4]", "capture.dtype=float32", "model.dtype=float32"]
-    job = [f"data.path={text}", f"store.path={tmp_path / 'store'}", "batch.rows=4", "batch.length=128"]
-    run_here(*job, "store.shard_mib=0.25", *defaults, *overrides)
-    store = ActivationStore.open(tmp_path / "store")
+JOBS = {
+    "bfloat16, pad and cut": (
+        {"dtype": "bfloat16", "model_dtype": "bfloat16", "packing": "pad", "long_documents": "cut"},
+        ["capture.dtype=bfloat16", "model.dtype=bfloat16", "batch.packing=pad", "batch.long_documents=cut"],
+    ),
+    "int8, last": (
+        {"dtype": "int8", "int8_group": 32, "positions": "last", "per_row": 2, "shard_mib": 0.005},
+        [
+            *("capture.dtype=int8", "capture.int8_group=32", "store.shard_mib=0.005"),
+            *("capture.positions=last", "capture.per_row=2"),
+        ],
+    ),
+    "all layers, outputs, regex": (
+        {
+            **{"layers": "all", "sites": ["mlp_out", "final_norm"], "outputs": ["loss", "top_logprobs", "entropy"]},
+            **{"positions": "regex", "regex": "^ [A-Z]", "shard_mib": 0.01},
+        },
+        [
+            *("capture.layers=all", "capture.sites=[mlp_out,final_norm]"),
+            *("capture.outputs=[loss,top_logprobs,entropy]", "store.shard_mib=0.01"),
+            *("capture.positions=regex", 'capture.regex="^ [A-Z]"'),
+        ],
+    ),
+    "features": (
+        {"encode": {"blocks.4.resid_post": SAE}, "encode_error": True, "keep": "both"},
+        [f"capture.encode={{blocks.4.resid_post: '{SAE}'}}", "capture.encode_error=true", "capture.keep=both"],
+    ),
+}
+
+
+def run_job(text: Path, path: Path, *overrides: str) -> ActivationStore:
+    """Runs the command's job, with the settings of the fixture `extractor` and these overrides."""
+    job = [f"data.path={text}", f"store.path={path}", "batch.rows=4", "batch.length=128", "store.shard_mib=0.25"]
+    run_here(*job, "capture.layers=[2,4]", "capture.dtype=float32", "model.dtype=float32", *overrides)
+    return ActivationStore.open(path)
+
+
+def assert_same_results(results: list[ExtractedDocument], store: ActivationStore) -> None:
+    """Compares all results with the store's documents, bit by bit."""
     assert len(store.blocks) > 1
-    results = Extractor(TINY, **{"layers": [2, 4]} | FLOAT32 | SMALL | options)(texts)
     for number, result in enumerate(results):
         document = store.document(number)
         np.testing.assert_array_equal(result.tokens, document.text)
@@ -98,7 +106,27 @@ def test_results_equal_the_stores_bit_by_bit(text, texts, tmp_path, options, ove
     table = store.documents  # a document in two blocks has two rows
     cut = dict(zip(table["document"].to_pylist(), table["n_cut"].to_pylist(), strict=True))
     assert {number: result.num_cut for number, result in enumerate(results)} == cut
-    assert any(cut.values()) == ("long_documents" in options)
+
+
+@pytest.mark.parametrize(("options", "overrides"), JOBS.values(), ids=JOBS)
+def test_results_equal_the_stores_bit_by_bit(text, texts, tmp_path, options, overrides):
+    """Steps have the shape of the command's if the documents fill several."""
+    results = Extractor(TINY, **{"layers": [2, 4]} | FLOAT32 | SMALL | options)(texts)
+    assert_same_results(results, run_job(text, tmp_path / "store", *overrides))
+    assert any(result.num_cut for result in results) == ("long_documents" in options)
+
+
+def test_results_and_a_saved_store_equal_the_commands_store(extractor, text, texts, tmp_path):
+    store = run_job(text, tmp_path / "run")
+    assert_same_results(extractor(texts), store)
+    ids = pq.read_table(text)["id"].to_pylist()
+    saved = extractor.save(tmp_path / "saved", texts, ids=ids)
+    assert saved.complete
+    assert saved.documents.drop_columns(["source"]).equals(store.documents.drop_columns(["source"]))
+    for name in store.arrays:
+        assert saved.arrays[name].read().result().tobytes() == store.arrays[name].read().result().tobytes(), name
+    [result] = extractor([texts[3]])
+    np.testing.assert_allclose(result.activations[KEY], saved.document(ids[3]).activations[KEY], rtol=1e-5, atol=1e-5)
 
 
 def test_a_single_document_has_the_values_it_has_among_others(extractor, texts):
@@ -272,20 +300,6 @@ def test_a_model_that_changes_on_disk_is_not_saved(tmp_path):
         extractor.save(tmp_path / "store", ["a text"])
 
 
-def test_a_saved_store_equals_the_commands(extractor, text, texts, tmp_path):
-    ids = pq.read_table(text)["id"].to_pylist()
-    saved = extractor.save(tmp_path / "saved", texts, ids=ids)
-    job = [f"data.path={text}", f"store.path={tmp_path / 'run'}", "batch.rows=4", "batch.length=128"]
-    run_here(*job, "store.shard_mib=0.25", "capture.layers=[2,4]", "capture.dtype=float32", "model.dtype=float32")
-    run = ActivationStore.open(tmp_path / "run")
-    assert saved.complete
-    assert saved.documents.drop_columns(["source"]).equals(run.documents.drop_columns(["source"]))
-    for name in run.arrays:
-        assert saved.arrays[name].read().result().tobytes() == run.arrays[name].read().result().tobytes(), name
-    [result] = extractor([texts[3]])
-    np.testing.assert_allclose(result.activations[KEY], saved.document(ids[3]).activations[KEY], rtol=1e-5, atol=1e-5)
-
-
 def test_a_saved_store_is_resumed_extended_or_refused(extractor, texts, tmp_path):
     path, whole = tmp_path / "store", tmp_path / "whole"
     part = extractor.save(path, texts, max_tokens=3000)
@@ -330,11 +344,12 @@ print(jax.config.jax_platforms, jax.default_backend())
     assert (done.returncode, done.stdout, done.stderr) == (0, "None cpu\n", "")
 
 
-def test_the_packages_and_the_reader_import_neither_jax_nor_hydra():
+def test_the_packages_reader_writer_and_verify_import_neither_jax_nor_hydra():
     program = """
 import sys
-import pipeline, pipeline.store
-print([name for name in ("jax", "hydra", "omegaconf", "torch", "pipeline.library") if name in sys.modules])
+import pipeline, pipeline.store, pipeline.store.write.store_writer, pipeline.verify
+heavy = ("jax", "flax", "hydra", "omegaconf", "torch", "pipeline.library")
+print([name for name in heavy if name in sys.modules])
 try:
     pipeline.Extracter
 except AttributeError as error:

@@ -45,8 +45,15 @@ def reference(overrides, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(stream) -> list[Batch]:
-    return list(batches_of(stream))
+def ended(stream) -> tuple[list[Batch], StreamReader]:
+    """All batches, and their reader."""
+    batches = batches_of(stream)
+    return list(batches), batches
+
+
+@pytest.fixture(scope="module")
+def whole(ended) -> list[Batch]:
+    return ended[0]
 
 
 def batches_of(stream: Stream, **options) -> StreamReader:
@@ -102,10 +109,9 @@ def test_a_store_behind_the_state_gets_the_missing_blocks(stream, reference, who
     assert_same_store(path, reference)
 
 
-def test_a_state_at_the_end_fills_a_store(stream, reference, whole, tmp_path):
-    batches = batches_of(stream)
-    assert len(list(batches)) == len(whole)
-    assert not list(batches_of(stream, state=batches.state(), store=tmp_path / "store"))
+def test_a_state_at_the_end_fills_a_store(stream, reference, ended, tmp_path):
+    state = ended[1].state()
+    assert not list(batches_of(stream, state=state, store=tmp_path / "store"))
     assert_same_store(tmp_path / "store", reference)
 
 
