@@ -51,6 +51,7 @@ CASES: dict[str, tuple[Damage, str]] = {
         r"json has 1,099,.* bytes, expected at most",
     ),
     "no UTF-8": (content("tokenizer.json", b"\xff\xfe"), "is not a tokenizer: 'utf-8'"),
+    "unknown kind": (content("tokenizer.json", b'{"model": {"type": "unheard of"}}'), "is not a tokenizer"),
     "deep": (content("tokenizer.json", b'{"version":' * 10**5), "is not a tokenizer"),
     "long error": (
         content("tokenizer.json", b'{"truncation":"' + b"9" * 10**5 + b'"}'),
@@ -66,6 +67,7 @@ CASES: dict[str, tuple[Damage, str]] = {
     "settings: null": (content("tokenizer_config.json", b"null"), "its content is None, expected an object"),
     "a token, a list": (settings(bos_token=[1]), r"bos_token is \[1\], expected a string"),
     "a token, a number": (settings(eos_token=7), "eos_token is 7, expected a string"),
+    "a token with a list": (settings(eos_token={"content": ["a"]}), r"eos_token is \{'content': \['a'\]\}, expected"),
     "a token without content": (settings(eos_token={"x": 1}), r"eos_token is \{'x': 1\}, expected a string"),
     "template, an object": (settings(chat_template={"a": 1}), r"chat_template is \{'a': 1\}, expected a string"),
     "template, a number": (settings(chat_template=1), "chat_template is 1, expected a string"),
