@@ -175,7 +175,9 @@ def assert_readers_give(path: str, tokens: np.ndarray) -> None:
         np.testing.assert_array_equal(in_one_order(read(ActivationStore.open(path))), tokens, err_msg=name)
 
 
-@pytest.mark.parametrize("places", [ONE_BLOCK, EVERY_BLOCK], ids=["one block", "every block"])
+@pytest.mark.parametrize(
+    ("places", "store_path"), [(ONE_BLOCK, "local"), (EVERY_BLOCK, "memory")], indirect=["store_path"]
+)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_store_with_zero_blocks_is_sound_and_read_as_zeros(store_path, case, places):
     case.write(store_path, places)
@@ -185,6 +187,7 @@ def test_a_store_with_zero_blocks_is_sound_and_read_as_zeros(store_path, case, p
     assert_readers_give(store_path, in_one_order(np.concatenate(list(expected(case, places).values()))))
 
 
+@pytest.mark.parametrize("store_path", ["memory"], indirect=True)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_deleted_object_of_another_block_is_reported(store_path, case):
     """Even if the array has no objects for zero blocks."""

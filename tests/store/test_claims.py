@@ -1,5 +1,6 @@
 """Claims on streams: each has one owner at a time, even if owners die, sleep or cannot reach the store."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ import pytest
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import COMPLETION, Claims, claim_key, delete_claims, held_claims, read_claims
+from tests.forking import Forked
 from tests.store.emulators import new_bucket
 
 LEASE_S = 2.0  # on a busy machine a thread may have to wait for half a second
+SHORT_LEASE_S = 0.06  # with the fixture `clock`: renewals are frequent, and leases end only when a test says so
 
 
 @contextmanager
@@ -32,7 +35,17 @@ def wait_until(condition, timeout_s=60.0) -> None:
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < timeout_s
-        time.sleep(0.02)
+        time.sleep(0.005)
+
+
+def wait_for_renewal(path: str, stream: int) -> None:
+    """Waits for two writes of the claim by its owner: the second renewal began after this call."""
+
+    def number() -> int:
+        return json.loads(Storage.open(path).read(claim_key(stream)))["number"]
+
+    first = number()
+    wait_until(lambda: number() >= first + 2)
 
 
 class Clock:
@@ -64,14 +77,15 @@ def test_a_claimed_stream_cannot_be_claimed_until_it_is_released(store_path):
         assert b.holds(3)
 
 
-def test_a_claim_is_kept_for_longer_than_its_lease(tmp_path):
-    with claims(str(tmp_path)) as a, claims(str(tmp_path)) as b:
+def test_a_claim_is_kept_for_longer_than_its_lease(tmp_path, clock):
+    with claims(str(tmp_path), SHORT_LEASE_S) as a, claims(str(tmp_path), SHORT_LEASE_S) as b:
         assert claim(a, 0)
-        deadline = time.monotonic() + 2.5 * LEASE_S
-        while time.monotonic() < deadline:
+        for _ in range(6):
             assert not b.vacancies([0])
+            clock.now += 0.45 * SHORT_LEASE_S
+            wait_for_renewal(str(tmp_path), 0)
             assert a.holds(0)
-            time.sleep(LEASE_S / 10)
+        assert not b.vacancies([0])
 
 
 def test_only_one_of_many_simultaneous_claims_succeeds(store_path):
@@ -120,9 +134,8 @@ print("lost", flush=True)
 @contextmanager
 def holder(path, lease_s=LEASE_S):
     """A process that holds stream 0 as long as it can."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, path, str(lease_s)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", HOLDER, path, str(lease_s)]
+    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "True\n"
         yield process
@@ -145,39 +158,45 @@ def test_the_claim_of_a_killed_process_expires_after_its_lease(tmp_path, own_lea
         assert a.holds(0)
 
 
-def test_a_process_that_slept_too_long_notices_that_it_lost_its_claim(tmp_path):
+def test_a_process_that_slept_too_long_notices_that_it_lost_its_claim(tmp_path, clock):
     path = str(tmp_path)
-    with claims(path) as a, holder(path) as process:
+
+    def take_over() -> bool:
+        clock.now += LEASE_S  # the process has its own clock
+        return claim(a, 0)
+
+    with claims(path, SHORT_LEASE_S) as a, holder(path) as process:
         process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: claim(a, 0))
+        wait_until(take_over)
         process.send_signal(signal.SIGCONT)
         assert process.stdout.readline() == "lost\n"
-        time.sleep(LEASE_S / 2)
+        wait_for_renewal(path, 0)
         assert a.holds(0)
 
 
 def test_an_owner_that_cannot_renew_gives_up_before_others_may_claim(tmp_path, caplog, clock):
-    with claims(str(tmp_path)) as a:
+    with claims(str(tmp_path), SHORT_LEASE_S) as a:
         assert claim(a, 0)
         os.rename(tmp_path / "_claims", tmp_path / "away")
         (tmp_path / "_claims").write_text("in the way")
-        clock.now = 0.49 * LEASE_S
+        clock.now = 0.49 * SHORT_LEASE_S
         assert a.holds(0)
-        clock.now = 0.5 * LEASE_S
+        wait_until(lambda: "could not be renewed: " in caplog.text)
+        clock.now = 0.5 * SHORT_LEASE_S
         assert not a.holds(0)
         os.remove(tmp_path / "_claims")
         os.rename(tmp_path / "away", tmp_path / "_claims")
-        time.sleep(LEASE_S / 4)
+        time.sleep(SHORT_LEASE_S)
         assert not a.holds(0), "what was lost stays lost, although the store is back"
         assert not a.vacancies([0])
         a.release(0)
         assert claim(a, 0), "nobody took it meanwhile"
-    assert "could not be renewed" in caplog.text
+    assert f"could not be renewed for {SHORT_LEASE_S / 2:g} s" in caplog.text
 
 
-def test_deleting_claims_spares_those_renewed_since_they_were_read(store_path):
+def test_deleting_claims_spares_those_renewed_since_they_were_read(store_path, clock):
     storage = Storage.open(store_path)
-    with claims(store_path) as a:
+    with claims(store_path, lease_s=0.6) as a:
         assert claim(a, 0)
         before = read_claims(storage)
         wait_until(lambda: read_claims(storage) != before)
@@ -281,12 +300,14 @@ def test_damaged_claims_are_reported(tmp_path, text):
         a.vacancies([100_000])
 
 
-def test_claims_work_on_s3(s3):
+def test_claims_work_on_s3(s3, clock):
     path = f"{new_bucket('s3', s3.backend)}/store"
-    with claims(path) as a, claims(path) as b:
+    with claims(path, SHORT_LEASE_S) as a, claims(path) as b:
         assert claim(a, 0)
         assert claim(b, 1)
-        time.sleep(LEASE_S)
+        for _ in range(3):
+            clock.now += 0.45 * SHORT_LEASE_S
+            wait_for_renewal(path, 0)
         assert a.holds(0)
         assert not claim(b, 0)
         a.release(0)

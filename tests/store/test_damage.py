@@ -122,8 +122,19 @@ def test_progress_counts_blocks(tmp_path):
     assert calls == [(k, total) for k in range(1, total + 1)]
 
 
-@pytest.mark.parametrize("spec", EVERY_ARRAY, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("offset", [0, 37, -1, -17])
+OFFSETS = [0, 37, -1, -17]  # of values and of the shard's index
+
+
+@pytest.mark.parametrize(
+    ("spec", "offset", "store_path"),
+    [
+        (spec, OFFSETS[(number + shift) % len(OFFSETS)], place)
+        for number, spec in enumerate(EVERY_ARRAY)
+        for shift, place in ((0, "local"), (2, "memory"))
+    ],
+    ids=str,
+    indirect=["store_path"],
+)
 def test_a_flipped_byte_in_a_shard_is_reported(store_path, spec, offset):
     copy_store(store_path)
     flip(store_path, shard(spec), offset)

@@ -64,8 +64,7 @@ def run(path: str) -> StoreError | None:
     return None
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("scheme", ["gs", "s3"])
+@pytest.mark.parametrize(("scheme", "seed"), [("gs", 0), ("s3", 1), ("gs", 2), ("s3", 2)])
 def test_a_store_written_through_faults_equals_a_clean_one(scheme, seed, clean, request):
     _, faults = assert_survives(scheme, request.getfixturevalue("gcs" if scheme == "gs" else "s3"), seed, clean)
     assert faults

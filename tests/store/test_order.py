@@ -114,9 +114,17 @@ def test_a_store_without_blocks_has_no_pieces():
     assert empty.tokens_per_rank(0, np.empty(0, np.int64), lambda blocks: []) == [0, 0]
 
 
-def test_a_million_blocks_are_ordered_without_reading():
+def test_a_million_blocks_are_divided_into_pieces_window_by_window(monkeypatch):
+    made = []
+
+    def make(*values: int) -> Piece:
+        made.append(Piece(*values))
+        return made[-1]
+
+    monkeypatch.setattr("pipeline.store.read.order.Piece", make)
     many = order(block_rows=(10,) * 1_000_000, window_blocks=64, world=64, rank=63)
-    assert isinstance(next(many.pieces(0)), Piece)
+    assert next(many.pieces(0)).window == 0
+    assert 2 * 64 < len(made) <= 3 * 64  # pieces of one window
 
 
 @pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])

@@ -17,7 +17,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_stream_records
 from pipeline.store.write.merging import merge_stores
-from tests.jobs import run, run_here
+from tests.jobs import run_here
 
 STORES = Path(__file__).with_name("stores_of_0_1_0.zip")
 ASSETS = PACKAGE / "assets"
@@ -57,8 +57,7 @@ def test_a_store_is_extended(stores):
     before = ActivationStore.open(path)
     tokens, target = before.read_tokens(before.rows).tokens, 2 * before.num_tokens
     settings = ["batch.length=32", "batch.rows=4", "data.num_streams=2", "capture.layers=[2]", "store.shard_mib=0.02"]
-    done = run(f"data.path={stores / 'text'}", f"store.path={path}", f"run.max_tokens={target}", *settings)
-    assert done.returncode == 0, done.stderr
+    run_here(f"data.path={stores / 'text'}", f"store.path={path}", f"run.max_tokens={target}", *settings)
     store = ActivationStore.open(path)
     assert store.num_tokens >= target
     np.testing.assert_array_equal(store.read_tokens(before.rows).tokens, tokens)
