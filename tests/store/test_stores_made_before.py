@@ -67,7 +67,7 @@ def test_a_store_is_extended(stores):
     assert [record.digests is None for record in records].count(True) == sum(not r.truncated for r in before.blocks)
 
 
-def test_features_without_an_index_are_read_and_extended(tmp_path, monkeypatch):
+def test_features_without_an_index_are_read_and_extended(tmp_path, monkeypatch, compilation_cache):
     """feature_store.zip holds a store of features without statistics and index, made by an earlier version, and its
     inputs."""
     with zipfile.ZipFile(STORES.with_name("feature_store.zip")) as archive:
@@ -83,6 +83,7 @@ def test_features_without_an_index_are_read_and_extended(tmp_path, monkeypatch):
         *("data.path=text", "model.path=model", "model.init=random", f"model.tokenizer={ASSETS}/tiny-qwen2"),
         *("model.dtype=float32", "batch.rows=4", "batch.length=64", "store.shard_mib=0.02", "data.num_streams=2"),
         *("capture.layers=[1]", "capture.sites=[attn_in]", "capture.encode_top=8", f"capture.encode={{{name}: sae}}"),
+        compilation_cache,
     ]
     run_here(*settings, "run.max_tokens=3000", "store.path=store")
     run_here(*settings, "run.max_tokens=3000", "store.path=anew")
