@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import NUM_LAYERS, VOCAB_SIZE, reference_activations, save_random, torch
+from hf_reference import VOCAB_SIZE, reference_activations, save_random, torch
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
 
 LENGTH = 96  # of rows; longer than every window
-LAST_KEY = ActivationKey(NUM_LAYERS - 1, Site.resid_post)
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -37,7 +36,7 @@ TURNS = ["sliding_attention", "full_attention"] * 2
 GEMMA = {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
 GEMMA4 = {"layer_types": ALTERNATING, "num_kv_shared_layers": 2, "enable_moe_block": True, "attention_k_eq_v": True}
 GEMMA3_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
-NEOX_ODD_HEADS = {"hidden_size": 36, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}
+DELTA_FIRST = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 OLMOE = {"eos_token_id": None}
 GPT_OSS = {"sliding_window": 7}
 FAMILIES = {
@@ -45,7 +44,7 @@ FAMILIES = {
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "deepseek_v3": {"rope_parameters": MSCALE_ROPE},
     "gemma2": GEMMA,
-    "gemma3_text": GEMMA | {"layer_types": ALTERNATING},
+    "gemma3_text": GEMMA | {"num_hidden_layers": 2, "layer_types": TURNS[:2]},
     "gemma4_text": GEMMA4,
     "gpt2": {},
     "gpt_neox": {},
@@ -54,74 +53,70 @@ FAMILIES = {
     "mistral": {"sliding_window": 7},
     "mixtral": {},
     "olmo2": {},
-    "olmo3": {"sliding_window": 7},
+    "olmo3": {"sliding_window": 7, "num_hidden_layers": 2, "layer_types": TURNS[:2]},
     "olmoe": OLMOE,
     "phi3": {"partial_rotary_factor": 0.5},
     "qwen2": {},
-    "qwen2_moe": {"mlp_only_layers": [1]},
+    "qwen2_moe": {"num_hidden_layers": 2, "mlp_only_layers": [1]},
     "qwen3": {},
     "qwen3_moe": {},
-    "qwen3_next": {},
-    "qwen3_5_text": {},
+    "qwen3_next": DELTA_FIRST,
+    "qwen3_5_text": DELTA_FIRST,
     "smollm3": WINDOW,
 }
 """Tested for every site, and also for packing, padding and logits."""
 CASES = {
-    "qwen2 tied, one kv head": ("qwen2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen2 long theta": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "llama without groups": ("llama", {"num_key_value_heads": 4}),
-    "llama3 rope, head_dim": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
-    "llama gelu": ("llama", {"hidden_act": "gelu"}),
-    "qwen2 window in the last layers": ("qwen2", WINDOW | {"max_window_layers": 2}),
-    "mistral without window": ("mistral", {"sliding_window": None, "head_dim": 6}),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3 biases, one kv head, windows": (
+    "qwen2 tied, one kv head, window in the last layer, longrope": (
+        "qwen2",
+        WINDOW
+        | {"num_hidden_layers": 2, "max_window_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
+        | {"rope_parameters": LONG_ROPE | {"rope_theta": 1e6}},
+    ),
+    "llama without groups, llama3 rope, head_dim, gelu": (
+        "llama",
+        {"num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE, "head_dim": 16, "hidden_act": "gelu"},
+    ),
+    "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
+    "mistral without window, dynamic rope, head_dim": (
+        "mistral",
+        {"sliding_window": None, "head_dim": 6, "rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96},
+    ),
+    "qwen3 biases, one kv head, windows, yarn, head_dim": (
         "qwen3",
-        WINDOW | {"attention_bias": True, "num_key_value_heads": 1, "layer_types": ALTERNATING},
+        WINDOW
+        | {"num_hidden_layers": 2, "layer_types": TURNS[:2], "attention_bias": True, "num_key_value_heads": 1}
+        | {"head_dim": 16, "rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 4}},
     ),
     "olmo2 biases": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-5}),
-    "olmo3 biases, tied, scaled global rope": (
+    "olmo3 biases, tied, all heads, yarn in global layers": (
         "olmo3",
-        {"sliding_window": 7, "layer_types": ALTERNATING, "rope_parameters": GEMMA3_ROPES}
+        {"num_hidden_layers": 2, "layer_types": TURNS[:2], "sliding_window": 7, "rope_parameters": YARN_ROPES}
         | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
     "olmo3 two ropes, window longer than the row, head_dim": (
         "olmo3",
-        {"rope_parameters": GEMMA3_ROPES, "rms_norm_eps": 1e-6, "head_dim": 6, "num_key_value_heads": None},
+        {"num_hidden_layers": 2, "layer_types": TURNS[:2], "rope_parameters": GEMMA3_ROPES}
+        | {"rms_norm_eps": 1e-6, "head_dim": 6, "num_key_value_heads": None},
     ),
-    "olmo3 yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
-    "llama yarn": ("llama", {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}}),
-    "qwen2 yarn": ("qwen2", {"rope_parameters": YARN_ROPE}),
-    "qwen3 yarn": ("qwen3", {"rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 4}}),
-    "llama longrope": ("llama", {"rope_parameters": LONG_ROPE}),
-    "mistral dynamic": ("mistral", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96}),
-    "gpt-neox yarn": ("gpt_neox", {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}}),
-    "smollm3": ("smollm3", {}),
-    "smollm3 windows, biases, untied": (
+    "smollm3 windows where it rotates, yarn, one kv head, biases, untied": (
         "smollm3",
         WINDOW
-        | {"no_rope_layers": [0, 1, 0, 1, 0]}
+        | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0, 0], "rope_parameters": YARN_ROPE}
+        | {"num_key_value_heads": 1, "head_dim": 6}
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
-    "smollm3 windows where it rotates, yarn, one kv head": (
+    "smollm3 every second layer, all heads": (
         "smollm3",
-        WINDOW
-        | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0], "rope_parameters": YARN_ROPE}
-        | {"num_key_value_heads": 1, "head_dim": 6},
+        {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "num_key_value_heads": None},
     ),
-    "smollm3 every second layer, all heads": ("smollm3", {"no_rope_layer_interval": 2, "num_key_value_heads": None}),
-    "phi3": ("phi3", {}),
-    "phi3 head_dim, all heads": ("phi3", {"head_dim": 16, "num_key_value_heads": None}),
-    "phi3 window, partly rotating, tied, one kv head": (
+    "phi3 window, tied, one kv head, longrope, partly rotating": (
         "phi3",
-        {"sliding_window": 7, "partial_rotary_factor": 0.5, "tie_word_embeddings": True, "num_key_value_heads": 1},
-    ),
-    "phi3 longrope, partly rotating": (
-        "phi3",
-        {"num_key_value_heads": 4, "original_max_position_embeddings": 96, "partial_rotary_factor": 0.75}
+        {"sliding_window": 7, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "num_key_value_heads": 1}
+        | {"original_max_position_embeddings": 96}
         | {"rope_parameters": LONG_ROPE | {"short_factor": [1.0, 1.5, 7.5], "long_factor": [9.0] * 3}},
     ),
-    "phi3 longrope, attention_factor, head_dim": (
+    "phi3 head_dim, all heads": ("phi3", {"head_dim": 16, "num_key_value_heads": None}),
+    "phi3 longrope, attention_factor, gelu": (
         "phi3",
         {"head_dim": 8, "hidden_act": "gelu", "original_max_position_embeddings": 96}
         | {"rope_parameters": LONG_ROPE | {"attention_factor": 1.3, "factor": 2.0}},
@@ -130,51 +125,47 @@ CASES = {
     "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
     "gemma3 scaled global rope": (
         "gemma3_text",
-        GEMMA | {"layer_types": ALTERNATING, "num_key_value_heads": 1, "rope_parameters": GEMMA3_ROPES},
+        GEMMA
+        | {"num_hidden_layers": 2, "layer_types": TURNS[:2], "num_key_value_heads": 1, "rope_parameters": GEMMA3_ROPES},
     ),
     "gemma3 all local": ("gemma3_text", GEMMA),
-    "gemma4, inputs of layers, last layers with others' keys and wider": (
+    "gemma4, experts beside the MLP, values are keys in global layers, biases, other ropes": (
         "gemma4_text",
-        {"layer_types": TURNS, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 2.0},
+        {"layer_types": TURNS, "enable_moe_block": True, "top_k_experts": 6, "attention_k_eq_v": True}
+        | {"num_global_key_value_heads": 1, "attention_bias": True, "rope_parameters": GEMMA3_ROPES},
     ),
-    "gemma4, experts beside the MLP, values are keys in global layers": (
+    "gemma4, all heads alike, all layers global, values are keys, without inputs of layers": (
         "gemma4_text",
-        {"layer_types": TURNS, "hidden_size_per_layer_input": 0, "enable_moe_block": True}
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "global_head_dim": 8}
+        | {"attention_k_eq_v": True, "tie_word_embeddings": False, "hidden_size_per_layer_input": 0},
     ),
-    "gemma4, all of it, global keys for the last layer, biases, other ropes": (
+    "gemma4, all heads alike, window longer than the row, last layer with another's keys and wider": (
         "gemma4_text",
-        {"layer_types": ALTERNATING, "num_kv_shared_layers": 1, "attention_bias": True, "enable_moe_block": True}
-        | {"attention_k_eq_v": True, "rope_parameters": GEMMA3_ROPES, "top_k_experts": 6},
-    ),
-    "gemma4, all heads alike, all layers global, values are keys": (
-        "gemma4_text",
-        {"global_head_dim": 8, "attention_k_eq_v": True, "layer_types": ["full_attention"] * 4}
-        | {"num_kv_shared_layers": 2, "tie_word_embeddings": False},
-    ),
-    "gemma4, all heads alike, window longer than the row": (
-        "gemma4_text",
-        {"global_head_dim": 8, "sliding_window": 600, "layer_types": TURNS, "num_kv_shared_layers": 1},
+        {"num_hidden_layers": 3, "layer_types": ALTERNATING[:3], "num_kv_shared_layers": 1, "sliding_window": 600}
+        | {"global_head_dim": 8, "use_double_wide_mlp": True, "final_logit_softcapping": 2.0},
     ),
     "gpt-neox sequential, without biases": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
-    "gpt-neox odd heads, half rotating": ("gpt_neox", NEOX_ODD_HEADS),
+    "gpt-neox odd heads, half rotating, yarn": (
+        "gpt_neox",
+        {"hidden_size": 36, "rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}},
+    ),
     "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
     "bert odd heads, one type": ("bert", {"hidden_size": 20, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
-    "qwen3 moe": ("qwen3_moe", {"norm_topk_prob": True, "head_dim": 16}),
-    "qwen3 moe, dense layers, window, biases": (
+    "qwen3 moe, norm_topk_prob, every second layer, head_dim": (
         "qwen3_moe",
-        WINDOW | {"mlp_only_layers": [0, 2], "attention_bias": True, "tie_word_embeddings": True},
+        {"num_hidden_layers": 2, "decoder_sparse_step": 2, "norm_topk_prob": True, "head_dim": 16},
     ),
-    "qwen3 moe, every second layer, one expert": (
+    "qwen3 moe, one expert, a dense layer, window, biases": (
         "qwen3_moe",
-        {"decoder_sparse_step": 2, "num_experts_per_tok": 1},
+        WINDOW
+        | {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts_per_tok": 1}
+        | {"attention_bias": True, "tie_word_embeddings": True},
     ),
-    "qwen3 moe, all experts": ("qwen3_moe", {"num_experts_per_tok": 6}),
-    "qwen2 moe": ("qwen2_moe", {}),
     "qwen2 moe, norm_topk_prob, first layer dense, window": (
         "qwen2_moe",
         WINDOW
-        | {"norm_topk_prob": True, "mlp_only_layers": [0], "shared_expert_intermediate_size": 9, "qkv_bias": False},
+        | {"num_hidden_layers": 2, "mlp_only_layers": [0], "norm_topk_prob": True}
+        | {"shared_expert_intermediate_size": 9, "qkv_bias": False},
     ),
     "qwen3.5, alternating, tied, heads alike, half rotating, two taps": (
         "qwen3_5_text",
@@ -182,69 +173,75 @@ CASES = {
         | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "attention_bias": True, "hidden_act": "gelu"}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5}},
     ),
-    "qwen3.5 moe": ("qwen3_5_moe_text", {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
-    "qwen3-next, only DeltaNet at last, a dense layer, biases": (
+    "qwen3.5 moe": ("qwen3_5_moe_text", DELTA_FIRST | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
+    "qwen3-next, DeltaNet at last, a dense layer, biases": (
         "qwen3_next",
-        {"layer_types": ["full_attention"] * 2 + ["linear_attention"] * 2, "mlp_only_layers": [1]}
+        {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "mlp_only_layers": [0]}
         | {"norm_topk_prob": False, "attention_bias": True, "linear_num_value_heads": 6},
     ),
-    "mixtral": ("mixtral", {"sliding_window": 7}),
-    "mixtral without window": ("mixtral", {"num_experts": 3, "head_dim": 6, "hidden_act": "gelu"}),
+    "mixtral, window, three experts, head_dim, gelu": (
+        "mixtral",
+        {"sliding_window": 7, "num_experts": 3, "head_dim": 6, "hidden_act": "gelu"},
+    ),
     "olmoe, norm_topk_prob, biases": ("olmoe", OLMOE | {"norm_topk_prob": True, "attention_bias": True}),
     "gpt-oss, tied, yarn with another factor, one expert, one kv head": (
         "gpt_oss",
         GPT_OSS
-        | {"rope_parameters": YARN_ROPE | {"truncate": False}, "head_dim": 16, "layer_types": ALTERNATING}
+        | {"rope_parameters": YARN_ROPE | {"truncate": False}, "head_dim": 16}
         | {"tie_word_embeddings": True, "num_key_value_heads": 1, "num_experts_per_tok": 1, "swiglu_limit": 0.3},
     ),
-    "gpt-oss, yarn with attention_factor, all experts, without biases": (
+    "gpt-oss, all experts, without biases, windows longer than the row, default rope, all heads": (
         "gpt_oss",
-        GPT_OSS
-        | {"rope_parameters": YARN_ROPE | {"factor": 16.0, "attention_factor": 0.8}, "num_experts_per_tok": 6}
-        | {"attention_bias": False, "swiglu_alpha": 0.7, "head_dim": 6},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "num_key_value_heads": 4, "head_dim": 6}
+        | {"num_experts_per_tok": 6, "attention_bias": False, "swiglu_alpha": 0.7},
     ),
-    "gpt-oss, windows longer than the row, default rope, all heads": (
-        "gpt_oss",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "num_key_value_heads": 4},
-    ),
-    "deepseek v2": ("deepseek_v2", {}),
-    "deepseek v2, groups, yarn with mscale": (
+    "deepseek v2, one of the groups, yarn with mscale, biases, tied": (
         "deepseek_v2",
-        {"topk_method": "group_limited_greedy", "rope_parameters": MSCALE_ROPE, "routed_scaling_factor": 1.7},
+        {"topk_method": "group_limited_greedy", "topk_group": 1, "routed_scaling_factor": 1.7}
+        | {"rope_parameters": MSCALE_ROPE, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     ),
-    "deepseek v2, lite: plain queries, greedy, one scale for yarn": (
+    "deepseek v2, lite: plain, narrow queries, greedy, one scale for yarn, no dense layer": (
         "deepseek_v2",
-        {"q_lora_rank": None, "rope_parameters": YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707}},
+        {"num_hidden_layers": 2, "first_k_dense_replace": 0, "q_lora_rank": None}
+        | {"v_head_dim": 16, "qk_nope_head_dim": 2}
+        | {"rope_parameters": YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
-    "deepseek v2, biases, two dense layers, one group, tied": (
-        "deepseek_v2",
-        {"topk_method": "group_limited_greedy", "topk_group": 1, "attention_bias": True, "first_k_dense_replace": 2}
-        | {"tie_word_embeddings": True, "rms_norm_eps": 1e-3},
-    ),
-    "deepseek v2, every expert, no dense layer, narrow queries": (
-        "deepseek_v2",
-        {"num_experts_per_tok": 6, "first_k_dense_replace": 0, "v_head_dim": 16, "qk_nope_head_dim": 2},
-    ),
-    "deepseek v3": ("deepseek_v3", {}),
-    "deepseek v3, yarn with mscale, all groups, three shared experts": (
+    "deepseek v3, all groups, three shared experts, biases, yarn without mscale": (
         "deepseek_v3",
-        {"rope_parameters": MSCALE_ROPE, "topk_group": 3, "n_shared_experts": 3, "first_k_dense_replace": 3},
+        {"num_hidden_layers": 3, "topk_group": 3, "n_shared_experts": 3, "attention_bias": True}
+        | {"rope_parameters": YARN_ROPE},
     ),
     "deepseek v3, plain queries, norm_topk_prob off, other pairs, one group": (
         "deepseek_v3",
         {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False, "topk_group": 1}
         | {"rms_norm_eps": 1e-3},
     ),
-    "deepseek v3, biases, one expert, yarn without mscale": (
-        "deepseek_v3",
-        {"attention_bias": True, "num_experts_per_tok": 1, "rope_parameters": YARN_ROPE, "first_k_dense_replace": 0},
-    ),
     "deepseek v3, dense, linear rope": (
         "deepseek_v3",
-        {"first_k_dense_replace": 4, "rope_parameters": LINEAR_ROPE, "n_group": 1, "topk_group": 1},
+        {"num_hidden_layers": 2, "first_k_dense_replace": 2, "rope_parameters": LINEAR_ROPE}
+        | {"n_group": 1, "topk_group": 1},
     ),
-    "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
 }
+"""Tested for every site."""
+SCANNED = {
+    "alike": "llama",
+    "all local": "mistral",
+    "local and global": "qwen2 tied, one kv head, window in the last layer, longrope",
+    "local and global with two ropes": "gemma3_text",
+    "not all rotated": "smollm3 every second layer, all heads",
+    "local and global, rotated and not": "smollm3 windows where it rotates, yarn, one kv head, biases, untied",
+    "fused tensors": "phi3",
+    "dense and latent": "deepseek v3, dense, linear rope",
+    "sparse and latent": "deepseek v3, all groups, three shared experts, biases, yarn without mscale",
+    "local and global with sinks": "gpt_oss",
+    "DeltaNet and attention, two periods": "qwen3.5, alternating, tied, heads alike, half rotating, two taps",
+    "yarn in global layers": "olmo3 biases, tied, all heads, yarn in global layers",
+    "inputs of layers, local and global heads, two periods": (
+        "gemma4, experts beside the MLP, values are keys in global layers, biases, other ropes"
+    ),
+    "two layers with the keys of another one, experts beside MLPs": "gemma4_text",
+}
+"""Models whose layers are also computed by a scan: a capture of the last residual stream alone needs no layer apart."""
 
 
 ALIKE = (
@@ -278,10 +275,21 @@ class Forward:
         captured = self._apply(self._params, *batch, keys=self.keys)
         return {key: np.asarray(value, np.float32) for key, value in captured.items()}
 
+    def scanned(self, *batch: np.ndarray) -> np.ndarray:
+        """The last residual stream, captured alone, so that a scan computes the layers."""
+        params = self.model.load((self.last_key,), "float32", DEVICE)
+        return np.asarray(self._apply(params, *map(jnp.array, batch), keys=(self.last_key,))[self.last_key])
+
+    @property
+    def last_key(self) -> ActivationKey:
+        return ActivationKey(self.model.num_layers - 1, Site.resid_post)
+
 
 @pytest.fixture(scope="module")
 def forward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Forward:
-    return Forward(tmp_path_factory.mktemp("model"), request.param, FAMILIES[request.param])
+    """The model of a family or a case. pytest runs all tests of a model before those of the next one."""
+    family, overrides = CASES[request.param] if request.param in CASES else (request.param, FAMILIES[request.param])
+    return Forward(tmp_path_factory.mktemp("model"), family, overrides)
 
 
 def unpacked(rng: np.random.Generator, num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -300,7 +308,8 @@ def bound(key: ActivationKey, model: Model) -> float:
     return 1e-5 * (key.layer + 1 if key.site.per_layer else model.num_layers)
 
 
-def assert_every_site(forward: Forward) -> None:
+@pytest.mark.parametrize("forward", [*FAMILIES, *CASES], indirect=True)
+def test_every_site_of_every_layer_equals_transformers(forward: Forward) -> None:
     batch, model, keys = unpacked(np.random.default_rng(1), 2, LENGTH), forward.model, forward.keys
     expected = reference_activations(forward.reference, batch[0])
     got = forward(*batch)
@@ -312,47 +321,11 @@ def assert_every_site(forward: Forward) -> None:
     assert {key.name: value for key, value in errors.items() if not value <= bound(key, model)} == {}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_site_of_every_layer_equals_transformers(case: str, tmp_path) -> None:
-    assert_every_site(Forward(tmp_path, *CASES[case]))
-
-
-SCANNED = {
-    "alike": ("qwen2", {}),
-    "all local": ("mistral", {"sliding_window": 7}),
-    "local and global": ("qwen2", WINDOW | {"layer_types": ALTERNATING}),
-    "local and global with two ropes": ("gemma3_text", GEMMA | {"layer_types": ALTERNATING}),
-    "not all rotated": ("smollm3", {}),
-    "local and global, rotated and not": (
-        "smollm3",
-        WINDOW | {"layer_types": ALTERNATING, "no_rope_layers": [1, 1, 0, 0]},
-    ),
-    "fused tensors": ("phi3", {}),
-    "dense and sparse, latent": ("deepseek_v3", {"first_k_dense_replace": 2}),
-    "local and global with sinks": ("gpt_oss", GPT_OSS),
-    "DeltaNet and attention, two periods": ("qwen3_next", {"full_attention_interval": 2}),
-    "yarn in global layers": ("olmo3", {"sliding_window": 7, "rope_parameters": YARN_ROPES}),
-    "inputs of layers, local and global heads, two periods": ("gemma4_text", {"layer_types": TURNS}),
-    "two layers with the keys of another one, experts beside MLPs": ("gemma4_text", GEMMA4),
-}
-
-
-@pytest.mark.parametrize("case", SCANNED)
-def test_scanned_layers_equal_transformers(case: str, tmp_path) -> None:
-    family, overrides = SCANNED[case]
-    reference = save_random(family, tmp_path, **overrides)
-    batch = unpacked(np.random.default_rng(2), 2, 64)
-    model = open_model(str(tmp_path))
-    params = model.load((LAST_KEY,), "float32", DEVICE)
-    apply = jax.jit(model.apply, static_argnames="keys")
-    got = apply(params, *map(jnp.array, batch), keys=(LAST_KEY,))
-    expected = reference_activations(reference, batch[0])
-    assert error(np.asarray(got[LAST_KEY]), expected[LAST_KEY]) < bound(LAST_KEY, model)
-
-
-@pytest.mark.parametrize("forward", FAMILIES, indirect=True)
-def test_every_site_of_every_layer_of_a_family_equals_transformers(forward: Forward) -> None:
-    assert_every_site(forward)
+@pytest.mark.parametrize("forward", SCANNED.values(), ids=SCANNED.keys(), indirect=True)
+def test_scanned_layers_equal_transformers(forward: Forward) -> None:
+    batch, last = unpacked(np.random.default_rng(2), 2, LENGTH), forward.last_key
+    expected = reference_activations(forward.reference, batch[0])[last]
+    assert error(forward.scanned(*batch), expected) < bound(last, forward.model)
 
 
 @pytest.mark.parametrize("forward", FAMILIES, indirect=True)
@@ -383,8 +356,7 @@ def test_padding_does_not_reach_documents(forward: Forward) -> None:
     tokens, segments, positions = unpacked(np.random.default_rng(4), 2, LENGTH)
     segments[0, 10:] = 0
     other = np.where(segments == 0, (tokens + 1) % VOCAB_SIZE, tokens)
-    last = ActivationKey(forward.model.num_layers - 1, Site.resid_post)
-    one, two = (forward(ids, segments, positions)[last] for ids in (tokens, other))
+    one, two = (forward(ids, segments, positions)[forward.last_key] for ids in (tokens, other))
     assert not np.array_equal(one, two)
     np.testing.assert_array_equal(one[segments != 0], two[segments != 0])
 
