@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hf_reference import save_random
 from safetensors.numpy import load_file, save_file
-from test_parity import FAMILIES
+from test_parity import GEMMA, GEMMA4, GPT_OSS, MSCALE_ROPE
 
 from pipeline.config.composing import PACKAGE
 from pipeline.core.sites import ActivationKey, Site, activation_keys
@@ -69,36 +69,39 @@ def test_norms_round_only_their_output(kind: Norm) -> None:
 
 BOUNDS = {
     "bundled": 0.0105,
-    "bert": 0.0070,
+    "bert": 0.0065,
     "gemma2": 0.0200,
-    "gemma3_text": 0.0150,
     "gpt2": 0.0155,
     "gpt_neox": 0.0140,
-    "llama": 0.0390,
-    "mistral": 0.0360,
-    "olmo2": 0.0205,
-    "olmo3": 0.0210,
-    "phi3": 0.0290,
-    "qwen2": 0.0395,
-    "qwen3": 0.0135,
+    "olmo2": 0.0195,
+    "qwen3": 0.0130,
     "qwen3_5_text": 0.0330,
-    "smollm3": 0.0385,
 }
-"""Bounds for the residual stream at the worst layer: 1.5 times the measured error."""
+"""Bounds for the residual stream: 1.5 times the measured error. The bundled model is a Qwen2.
+LLaMA, Mistral, Phi-3 and SmolLM3 compute a part of what it and GPT-NeoX (which rotates in part) compute, OLMo 3 and
+Gemma 3 what OLMo 2 and Gemma 2 compute with the norms of Qwen3 and with windows, which only mask."""
 ROUTED = {
-    "deepseek_v3": (0.94, 0.064),
+    "deepseek_v3": (0.975, 0.025),
     "gemma4_text": (0.91, 0.034),
-    "gpt_oss": (0.89, 0.078),
-    "qwen3_moe": (0.88, 0.035),
+    "gpt_oss": (0.93, 0.078),
+    "qwen3_moe": (0.965, 0.034),
 }
 """Models with experts: bounds for the share of tokens with the same experts in all layers, and for their error."""
+
+OVERRIDES = {
+    "deepseek_v3": {"num_hidden_layers": 2, "rope_parameters": MSCALE_ROPE},
+    "gemma2": GEMMA,
+    "gemma4_text": GEMMA4,
+    "gpt_oss": GPT_OSS | {"num_hidden_layers": 2},
+    "qwen3_moe": {"num_hidden_layers": 2},
+}
 
 
 def save_rounded(name: str, path: Path) -> None:
     if name == "bundled":
         shutil.copytree(PACKAGE / "assets" / "tiny-qwen2", path, dirs_exist_ok=True)
     else:
-        save_random(name, path, **FAMILIES[name])
+        save_random(name, path, **OVERRIDES.get(name, {}))
     file = path / "model.safetensors"
     save_file({key: value.astype(ml_dtypes.bfloat16) for key, value in load_file(file).items()}, file)
 
@@ -115,11 +118,12 @@ def captured_in_both(model: Model, keys: tuple[ActivationKey, ...]) -> list[dict
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_the_error_of_every_site_and_layer_is_bounded(name: str, tmp_path) -> None:
-    """`pytest -s` shows a table of the errors."""
+def test_the_error_of_every_site_is_bounded(name: str, tmp_path) -> None:
+    """In the first and the last layer: layers between are as one of them, and their errors reach the last. `pytest -s`
+    shows a table of the errors."""
     save_rounded(name, tmp_path)
     model = open_model(str(tmp_path))
-    keys = activation_keys(tuple(range(model.num_layers)), model.sites)
+    keys = activation_keys((0, model.num_layers - 1), model.sites)
     keys = tuple(key for key in keys if not key.site.per_layer or has_site(model.arch, key.layer, key.site))
     captured = captured_in_both(model, keys)
     errors = {key: relative_error(*(each[key] for each in captured)) for key in keys}

@@ -1,7 +1,6 @@
 """The host memory that loading takes, measured in another process."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+
+from tests.jobs import run_program
 
 MIB = 1 << 20
 SLACK_MIB = 96  # pieces that four threads read, and the allocator's overhead
@@ -69,8 +70,7 @@ def save_checkpoint(path: Path, num_layers: int, in_fp8: bool = False) -> None:
 
 
 def load(path: Path, layer: int, dtype: str, weights_dtype: str) -> dict[str, float]:
-    arguments = [sys.executable, "-c", PROGRAM, str(path), str(layer), dtype, weights_dtype]
-    result = subprocess.run(arguments, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
+    result = run_program(PROGRAM, str(path), str(layer), dtype, weights_dtype)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

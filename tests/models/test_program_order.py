@@ -15,7 +15,7 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 
 model, partition = open_model(str(PACKAGE / "assets" / "tiny-qwen2"), init="random"), Partition(make_mesh(2))
-keys = activation_keys(tuple(range(model.num_layers)), model.sites)
+keys = activation_keys((1,), model.sites)  # of a layer apart, after one of a scan
 params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "float32"), model.leaves(keys))
 rows = (jax.ShapeDtypeStruct((2, 8), "int32"),) * 3
 apply = jax.jit(lambda params, *rows: model.apply(params, *rows, keys, partition=partition))

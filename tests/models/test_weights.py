@@ -166,14 +166,6 @@ def test_a_checkpoint_of_many_files_equals_one_file(tmp_path) -> None:
         np.testing.assert_array_equal(one[name], many[name])
 
 
-def test_a_checkpoint_without_head_gives_the_same_weights(tmp_path) -> None:
-    model = save_random("llama", tmp_path / "with")
-    model.model.save_pretrained(tmp_path / "without")
-    with_head, without = (loaded(open_model(str(tmp_path / name))) for name in ("with", "without"))
-    for name in with_head:
-        np.testing.assert_array_equal(with_head[name], without[name])
-
-
 def test_random_weights_depend_on_seed_and_tensor_only(tmp_path) -> None:
     save_random("qwen2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
