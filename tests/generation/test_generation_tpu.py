@@ -2,17 +2,14 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.planning.slice.chips import CHIPS
 from scripts.bench.published_shapes import SHAPES
-from tests.jobs import ROOT
+from tests.jobs import run_program
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (the extra `tpu`)")
 ROWS_PER_CHIP, MAX_PROMPT, NUM_NEW = 4, 1024, 1024
@@ -55,9 +52,7 @@ def compiled(path: Path, num_layers: int, tensor: int) -> dict:
     """Compiles Qwen2.5-7B's shape with `num_layers` layers for 64 v5e chips, with heads divided over `tensor` chips."""
     (path / "config.json").write_text(json.dumps(SHAPES["Qwen2.5-7B"] | {"num_hidden_layers": num_layers}))
     arguments = [str(path), "v5e:8x8", str(tensor), str(ROWS_PER_CHIP), str(MAX_PROMPT), str(NUM_NEW)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-c", PROGRAM, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3600)
+    done = run_program(PROGRAM, *arguments, timeout_s=3600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.jobs import ROOT
 from tests.models.fuzz_checkpoints import run_case
 
-LIMIT_S, LIMIT_MIB = 10, 2048
+LIMIT_CPU_S, LIMIT_MIB = 10, 2048
 CASES = 3000
 
 
@@ -28,7 +28,7 @@ def test_damage_ends_in_a_model_or_in_one_error(first: int, tmp_path: Path) -> N
 def assert_clear(result: dict) -> None:
     assert result["outcome"] in ("ok", 1, 2), result
     assert result["outcome"] == "ok" or 40 < len(result["message"]) < 2000, result
-    assert result["seconds"] < LIMIT_S, result
+    assert result["cpu_s"] < LIMIT_CPU_S, result
 
 
 @pytest.mark.slow
@@ -40,8 +40,8 @@ def test_thousands_of_damaged_checkpoints_stay_within_memory() -> None:
         threading.Thread(target=lambda: [lines.put(line) for line in process.stdout], daemon=True).start()
         outcomes = Counter()
         try:
-            for number in range(CASES):
-                result = json.loads(lines.get(timeout=LIMIT_S + (60 if number == 0 else 0)))  # JAX is imported first
+            for _ in range(CASES):
+                result = json.loads(lines.get(timeout=120))  # a case that hangs needs no CPU
                 assert_clear(result)
                 assert result["peak_mib"] < LIMIT_MIB, result
                 outcomes[result["outcome"]] += 1
