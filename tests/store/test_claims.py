@@ -181,7 +181,7 @@ def test_an_owner_that_cannot_renew_gives_up_before_others_may_claim(tmp_path, c
         (tmp_path / "_claims").write_text("in the way")
         clock.now = 0.49 * SHORT_LEASE_S
         assert a.holds(0)
-        wait_until(lambda: "could not be renewed: " in caplog.text)
+        wait_until(lambda: "cannot renew the claim on stream 0: " in caplog.text)
         clock.now = 0.5 * SHORT_LEASE_S
         assert not a.holds(0)
         os.remove(tmp_path / "_claims")
