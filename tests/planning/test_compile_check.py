@@ -36,7 +36,7 @@ def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProces
 
 
 COMPILED = {  # with splash attention
-    "Qwen2.5-0.5B on v5e-64": ("Qwen2.5-0.5B", "v5e-64", "[18]", 512, 2048, "replicated"),
+    "Qwen2.5-0.5B on v5e-64": ("Qwen2.5-0.5B", "v5e-64", "[18]", 128, 2048, "replicated"),
     "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[40]", 512, 2048, "fsdp"),
 }
 COMPILED_SLOWLY = {  # layers between two captured ones are compiled separately
@@ -80,7 +80,7 @@ def test_published_models_fit_slices(plans, case: str, record_property) -> None:
     else:
         assert program["collectives"]["all-gather"] > 0
     if "0.5B" in case:
-        assert program["temporary_bytes"] <= 200e6
+        assert program["temporary_bytes"] <= min(200e6, 25e6 * report["rows_per_chip"])
     assert program["peak_bytes"] < report["hbm_bytes_needed"] < report["hbm_bytes"]
     record_property(
         MEASURED,
@@ -167,15 +167,19 @@ mesh = make_mesh(1, slice_devices(parse_slice("v5e-4")))
 params = abstract_params(sae, ("w_enc", "b_enc", "threshold"), "bfloat16", mesh)
 rows = NamedSharding(mesh, PartitionSpec("data"))
 x = jax.ShapeDtypeStruct((64, 1024, 2304), "bfloat16", sharding=rows)  # 16 rows on each chip
-features = jax.jit(lambda x, params: encode(sae, params, x, 64, mesh=mesh)).lower(x, params).compile()
-assert features.memory_analysis().temp_size_in_bytes < 300 * 2**20
-sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"[a-z0-9]+\\[([0-9,]+)\\]", features.as_text()))
-assert max(sizes) == 2304 * width  # the matrix: no array of all tokens and features
+if every:
+    features = jax.jit(lambda x, params: encode(sae, params, x, 64, mesh=mesh)).lower(x, params).compile()
+    assert features.memory_analysis().temp_size_in_bytes < 300 * 2**20
+    sizes = (
+        math.prod(map(int, shape.split(",")))
+        for shape in re.findall(r"[a-z0-9]+\\[([0-9,]+)\\]", features.as_text())
+    )
+    assert max(sizes) == 2304 * width
 params = abstract_params(sae, ("w_enc", "b_enc", "threshold", "w_dec", "b_out"), "bfloat16", mesh)
 decodes = jax.jit(lambda x, params: encode(sae, params, x, 64, mesh=mesh, decodes=True)).lower(x, params).compile()
 assert decodes.memory_analysis().temp_size_in_bytes < 400 * 2**20
 sizes = (math.prod(map(int, shape.split(","))) for shape in re.findall(r"[a-z0-9]+\\[([0-9,]+)\\]", decodes.as_text()))
-assert max(sizes) == 2304 * width
+assert max(sizes) == 2304 * width  # the matrix: no array of all tokens and features
 """
 
 
