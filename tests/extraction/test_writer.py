@@ -26,10 +26,11 @@ from pipeline.extraction.job_run import run
 from pipeline.extraction.transfer import HostBlock, StepInFlight
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import open_job
+from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.io.shard_files import _lock
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import assert_same_store, write_text
+from tests.jobs import assert_same_store, own_compilation_cache, write_text
 from tests.models.sae_files import write_saelens
 
 ARRAY = "blocks.2.resid_post"
@@ -40,8 +41,16 @@ def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("text"), files=2, documents=60)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def cached_steps(compilation_cache: str) -> Iterator[None]:
+    """Jobs with equal steps compile one."""
+    with own_compilation_cache():
+        use_compilation_cache(compilation_cache.partition("=")[2])
+        yield
+
+
 def job_config(text: Path, store: Path, streams: int, *more: str) -> RunConfig:
-    sizes = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
+    sizes = ["batch.rows=2", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
     return composing.compose([f"data.path={text}", f"store.path={store}", f"data.num_streams={streams}", *sizes, *more])
 
 
@@ -178,12 +187,12 @@ def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatc
 
 
 def test_a_job_resumed_after_a_failed_write_makes_the_same_store(text, tmp_path):
-    config = job_config(text, tmp_path / "store", 2)
+    config = job_config(text, tmp_path / "store", 2, "run.max_tokens=8000")
     with failing_write(config, (0, 1), (1, 1)), pytest.raises(StoreError):
         run(config)
     assert committed_blocks(tmp_path / "store") == [(0, 0), (1, 0), (1, 1)]
     run(config)
-    run(job_config(text, tmp_path / "reference", 2))
+    run(job_config(text, tmp_path / "reference", 2, "run.max_tokens=8000"))
     assert_same_store(tmp_path / "store", tmp_path / "reference")
 
 
@@ -209,7 +218,7 @@ def test_metrics_that_are_slow_to_write_delay_no_commit(text, tmp_path):
 
 
 def test_metrics_that_cannot_be_written_are_warned_about(text, tmp_path, caplog):
-    config = job_config(text, tmp_path / "store", 1)
+    config = job_config(text, tmp_path / "store", 1, "run.max_tokens=3000")
     job = open_job(config)
     StoreWriter.open(config.store.path, job.metadata, job.layout)
     (tmp_path / "store/_metrics").write_bytes(b"")
