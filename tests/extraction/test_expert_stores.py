@@ -28,7 +28,7 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     (path / "model/config.json").write_text(json.dumps(SHAPE | {"vocab_size": vocab}))
     text = write_text(path / "text", files=2, documents=20)
     model = [f"model.path={path}/model", "model.init=random", f"model.tokenizer={PACKAGE}/assets/tiny-qwen2"]
-    sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "run.max_tokens=8000"]
+    sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "run.max_tokens=4000"]
     return [f"data.path={text}", *model, *sizes, "capture.layers=all", f"capture.sites=[{SITES}]", compilation_cache]
 
 

@@ -147,7 +147,11 @@ def test_stages_account_for_the_time_of_the_loop(text, disk):
 
 
 def test_a_profile_gives_the_devices_idle_time(text, tmp_path):
-    run(job_config(text, tmp_path / "store", f"run.profile={tmp_path / 'trace'}", "run.profile_after=3"))
+    run(
+        job_config(
+            text, tmp_path / "store", f"run.profile={tmp_path / 'trace'}", "run.profile_after=3", "run.max_tokens=3000"
+        )
+    )
     (idle,) = device_idle(tmp_path / "trace").values()
     assert 0 <= idle < 1
     assert list(tmp_path.rglob("perfetto_trace.json.gz"))

@@ -28,7 +28,14 @@ print("programs:", seen["compile_requests_use_cache"], seen["cache_hits"])
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
     text = write_text(tmp_path_factory.mktemp("text"), files=2, documents=10)
-    return [f"data.path={text}", "batch.rows=4", "batch.length=64", "capture.layers=[1]", "run.progress=false"]
+    return [
+        f"data.path={text}",
+        "run.progress=false",
+        "batch.rows=4",
+        "batch.length=64",
+        "capture.layers=[1]",
+        "run.max_tokens=1000",
+    ]
 
 
 def programs(*overrides: str, **environment: str) -> str:
