@@ -63,7 +63,7 @@ def compilations():
 
 
 def test_the_loop_compiles_nothing_and_makes_no_implicit_transfer(text, tmp_path, compilations):
-    config = job_config(text, tmp_path / "store")
+    config = job_config(text, tmp_path / "store", "run.max_tokens=4000")
     job = open_job(config)
     step = load_step(job)
     assert compilations, "the listener must see the step's compilation"
@@ -112,7 +112,7 @@ def test_the_store_does_not_depend_on_the_steps_in_flight(text, tmp_path, monkey
     stores = []
     for cores in (1, 1000):
         monkeypatch.setattr(devices, "num_cores", lambda cores=cores: cores)
-        config = job_config(text, tmp_path / str(cores), "run.max_tokens=6000")
+        config = job_config(text, tmp_path / str(cores), "run.max_tokens=4000")
         stores.append((tmp_path / str(cores), open_job(config).plan.memory.inflight_steps))
         run(config)
     (one, of_one), (many, of_many) = stores
@@ -163,7 +163,7 @@ def test_idle_time_is_covered_by_no_interval():
 
 @pytest.mark.parametrize("claim", [False, True])
 def test_blocks_of_a_complete_store_whose_records_were_deleted_are_computed_again(text, tmp_path, claim):
-    config = job_config(text, tmp_path / "store", "run.max_tokens=6000", f"run.claim={claim}")
+    config = job_config(text, tmp_path / "store", "run.max_tokens=3000", f"run.claim={claim}")
     run(config)
     before = objects(tmp_path / "store")
     (*_, last) = sorted((tmp_path / "store/_commits/stream-00000").iterdir())
