@@ -270,8 +270,10 @@ def test_waits_are_reported_and_memory_is_as_planned(stream):
     batches = batches_of(stream)
     next(batches)
     assert batches.waits.consumer > 0
-    for _ in batches:  # slowly, until the other half is full before this one is empty
-        time.sleep(0.05 * (batches.waits.devices < 0.1))
+    while batches._filler._filled.empty():  # until the other half is full before this one is empty
+        time.sleep(0.01)
+    time.sleep(0.5)
+    assert sum(1 for _ in batches) > 2 * BUFFER // SIZE
     assert batches.waits.devices > 0.1
     row_bytes, slot_bytes = 128 * 2 * 2 * 128, 2 * 2 * 128 + 20
     job = stream._job.plan.memory
