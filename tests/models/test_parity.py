@@ -200,9 +200,9 @@ CASES = {
         {"topk_method": "group_limited_greedy", "topk_group": 1, "routed_scaling_factor": 1.7}
         | {"rope_parameters": MSCALE_ROPE, "attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-3},
     ),
-    "deepseek v2, lite: plain, narrow queries, greedy, one scale for yarn, no dense layer": (
+    "deepseek v2, lite: plain, narrow queries, greedy choice of three, one scale for yarn, no dense layer": (
         "deepseek_v2",
-        {"num_hidden_layers": 2, "first_k_dense_replace": 0, "q_lora_rank": None}
+        {"num_hidden_layers": 2, "first_k_dense_replace": 0, "q_lora_rank": None, "num_experts_per_tok": 3}
         | {"v_head_dim": 16, "qk_nope_head_dim": 2}
         | {"rope_parameters": YARN_ROPE | {"mscale": 0.707, "mscale_all_dim": 0.707}},
     ),
