@@ -47,13 +47,8 @@ BORDERS = {  # the length, and the first positions of each row's documents, the 
 }
 
 
-@pytest.mark.parametrize(
-    ("borders", "key_noise", "decay"),
-    [
-        *(("several in chunks, padding", *pair) for pair in ((10.0, 0.1), (10.0, 5.0), (0.01, 0.001))),
-        *(("one document", 0.01, 0.001), ("a part of a chunk", 10.0, 0.1)),
-    ],
-)
+@pytest.mark.parametrize("borders", BORDERS)
+@pytest.mark.parametrize(("key_noise", "decay"), [(10.0, 0.1), (10.0, 5.0), (0.01, 0.001)])
 def test_chunks_equal_the_recurrence(borders: str, key_noise: float, decay: float) -> None:
     length, *starts = BORDERS[borders]
     segments = np.array([[sum(start <= t for start in row) for t in range(length)] for row in starts], np.int32)
