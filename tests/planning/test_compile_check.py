@@ -91,20 +91,14 @@ def test_published_models_fit_slices(plans, case: str, record_property) -> None:
 
 
 LONG_ROWS = ("topology=v5e-4", "capture.layers=[0]", "batch.length=8192")
+TOO_MUCH = {
+    "by the compiler": (512, 40_000, "ran out of memory"),
+    "by the activations of the steps in flight": (256, 1_000_000, "with the activations of 4 steps in flight"),
+}
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    ("rows", "inflight_mib", "message"),
-    [
-        pytest.param(512, 40_000, "ran out of memory", id="by the compiler"),
-        pytest.param(
-            *(256, 1_000_000, "with the activations of 4 steps in flight"),
-            id="by the activations of the steps in flight",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("rows", "inflight_mib", "message"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
 def test_a_job_that_does_not_fit_is_refused_with_a_remedy(shapes, rows: int, inflight_mib: int, message: str) -> None:
     done = plan(shapes, "Llama-3-8B", *LONG_ROWS, f"batch.rows={rows}", f"run.max_inflight_mib={inflight_mib}")
     assert done.returncode == EXIT_INVALID
