@@ -144,7 +144,7 @@ def test_a_stream_computes_the_features_of_the_store(alone, tmp_path) -> None:
     assert tokens_of(batches) == tokens_of(ActivationStore.open(str(tmp_path / "store")).batches([], 50, **options))
 
 
-def test_blocks_without_a_record_are_computed_again(alone, tmp_path) -> None:
+def test_two_processes_compute_blocks_without_a_record_again(alone, tmp_path) -> None:
     """A killed job leaves such blocks."""
     features, path = alone
     again = shutil.copytree(path, tmp_path / "store")
@@ -152,7 +152,8 @@ def test_blocks_without_a_record_are_computed_again(alone, tmp_path) -> None:
         for record in sorted((again / f"_commits/stream-{stream:05}").iterdir())[1 + stream :]:
             record.unlink()
     assert committed(again) < committed(path)
-    run_here(*features, f"store.path={again}")
+    done = run_processes(2, 1, *features, f"store.path={again}")
+    assert done.returncode == 0, done.stdout
     assert_same_store(again, path)
 
 

@@ -23,7 +23,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.read.buffers import StoredBlocks
 from pipeline.store.read.reader import DocumentActivations
 from pipeline.store.write.deleting import delete_store
-from tests.jobs import assert_same_store, committed, run_here, write_text
+from tests.jobs import assert_same_store, committed, run_here, run_processes, write_text
 
 KEYS = [(0, "resid_post"), (1, "attn_out")]
 OUTPUTS = ["capture.outputs=[loss,entropy,top_logprobs]", "capture.top_logprobs=3"]
@@ -275,8 +275,8 @@ def test_another_selection_is_refused(overrides, every):
     assert caught.value.exit_code == 2
 
 
-def test_blocks_without_a_record_are_computed_again(overrides, tmp_path):
-    """A killed job leaves such blocks."""
+def test_two_processes_compute_blocks_without_a_record_again(overrides, tmp_path):
+    """A killed job leaves such blocks. Afterwards two processes have nothing to do."""
     more = [*OUTPUTS, "capture.positions=last", "capture.per_row=4", "store.shard_mib=0.01"]
     path = Path(made(tmp_path, overrides, *more).path)
     reference = shutil.copytree(path, tmp_path / "reference")
@@ -284,5 +284,10 @@ def test_blocks_without_a_record_are_computed_again(overrides, tmp_path):
         for record in sorted((path / f"_commits/stream-{stream:05}").iterdir())[1 + stream :]:
             record.unlink()
     assert committed(path) < committed(reference)
-    made(tmp_path, overrides, *more)
+    done = run_processes(2, 1, *overrides, *more, f"store.path={path}")
+    assert done.returncode == 0, done.stdout
+    assert_same_store(path, reference)
+    done = run_processes(2, 1, *overrides, *more, f"store.path={path}")
+    assert done.returncode == 0, done.stdout
+    assert "nothing to do" in done.stdout
     assert_same_store(path, reference)
