@@ -105,10 +105,10 @@ class Feed:
             raise item
         return None
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Ends the thread, which reads at most one more document. Later calls of `get` return None.
 
-        Waits for at most a second, since a source may hang; the thread then ends with the process. The thread itself
+        Waits for at most `timeout_s`, since a source may hang; the thread then ends with the process. The thread itself
         may call this, if it garbage-collects the feed's reader.
         """
         with self._changed:
@@ -117,7 +117,7 @@ class Feed:
             self._ready.append(None)
             self._changed.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_TIMEOUT_S)
+            self._thread.join(timeout_s)
 
     def _produce(self, work: Work) -> None:
         self._resumed = time.perf_counter()

@@ -34,6 +34,7 @@ from pipeline.store.read.rows import slot_side_arrays
 log = logging.getLogger("pipeline")
 
 _JOIN_TIMEOUT_S = 60.0  # for the step in progress
+_FEED_TIMEOUT_S = 10.0  # for the document in progress: a thread in a library's C++ code may abort a process that exits
 
 
 class FeedPosition(NamedTuple):
@@ -142,6 +143,8 @@ class Filler:
         self.stop()
         if self._thread is not None:
             self._thread.join(_JOIN_TIMEOUT_S if self._tee is None else None)
+        if self._feed is not None:
+            self._feed.close(_FEED_TIMEOUT_S)
         if self._tee is not None and self._error is not None:
             error, self._error = self._error, None
             raise error

@@ -135,7 +135,7 @@ def test_a_smaller_target_than_the_stores_is_refused(stream, reference, override
     batches_of(stream, store=path).close()
     before = objects(path)
     smaller = Stream.from_config([*overrides, "run.max_tokens=2300"])
-    with pytest.raises(StoreMismatch, match="is to hold all tokens, but run.max_tokens is 2300"):
+    with pytest.raises(StoreMismatch, match="is all tokens, but run.max_tokens is 2300"):
         batches_of(smaller, store=path)
     assert objects(path) == before
     assert list(batches_of(stream, store=path))
