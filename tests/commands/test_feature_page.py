@@ -170,7 +170,7 @@ def test_stores_without_an_index_by_feature_are_refused(real_store, encoded_stor
         ([f"store.path={real_store}", page], "has no features"),
         ([f"store.path={two}", page], "inspect.sae is missing"),
         ([f"store.path={two}", page, f"inspect.sae={ENCODERS[0][0]}"], "has no index by feature"),
-        ([f"store.path={encoded_store}", "inspect.features=[1]"], "inspect.features is of the page of features"),
+        ([f"store.path={encoded_store}", "inspect.features=[1]"], "inspect.features is only for the page of features"),
     ]
     for arguments, message in cases:
         assert main(arguments) == 2

@@ -101,8 +101,8 @@ def test_the_recipe_for_two_models_makes_aligned_stores(tmp_path, monkeypatch):
     with pytest.raises(StoreMismatch) as raised:
         open_aligned([paths[0], paths[2]])
     for words in (
-        f"the tokens of the tokenizer {models[0]}",
-        f"those of the tokenizer {models[2]}",
+        f"has tokens from the tokenizer {models[0]}",
+        f"from the tokenizer {models[2]}",
         "sha256",
         "block 0",
     ):

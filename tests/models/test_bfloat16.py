@@ -69,22 +69,22 @@ def test_norms_round_only_their_output(kind: Norm) -> None:
 
 BOUNDS = {
     "bundled": 0.0105,
-    "bert": 0.0065,
+    "bert": 0.0070,
     "gemma2": 0.0200,
     "gpt2": 0.0155,
     "gpt_neox": 0.0140,
-    "olmo2": 0.0195,
-    "qwen3": 0.0130,
+    "olmo2": 0.0205,
+    "qwen3": 0.0135,
     "qwen3_5_text": 0.0330,
 }
 """Bounds for the residual stream: 1.5 times the measured error. The bundled model is a Qwen2.
 LLaMA, Mistral, Phi-3 and SmolLM3 compute a part of what it and GPT-NeoX (which rotates in part) compute, OLMo 3 and
 Gemma 3 what OLMo 2 and Gemma 2 compute with the norms of Qwen3 and with windows, which only mask."""
 ROUTED = {
-    "deepseek_v3": (0.975, 0.025),
+    "deepseek_v3": (0.96, 0.025),
     "gemma4_text": (0.91, 0.034),
     "gpt_oss": (0.93, 0.078),
-    "qwen3_moe": (0.965, 0.034),
+    "qwen3_moe": (0.94, 0.034),
 }
 """Models with experts: bounds for the share of tokens with the same experts in all layers, and for their error."""
 
