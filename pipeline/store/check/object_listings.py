@@ -54,7 +54,10 @@ def check_objects(
     if is_complete or scope.level is Level.objects or scope.sample < 1:
         problems += _check_files(storage, store.root.metadata, scope, streams, is_complete)
     listed = [records.listed * layout.num_streams + stream for stream, records in streams.items()]
-    blocks = _Blocks(np.sort(np.concatenate([np.empty(0, np.int64), *listed])), join_tables(streams))
+    blocks = _Blocks(
+        np.sort(np.concatenate([np.empty(0, np.int64), *listed])),
+        join_tables(records.table for records in streams.values()),
+    )
     lacking: dict[str, Bool[np.ndarray, " blocks"]] = {}
     for spec in layout.all_arrays:
         is_present, others = _list_shards(storage, layout, scope, spec, blocks.listed)

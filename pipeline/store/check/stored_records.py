@@ -1,6 +1,6 @@
 """Checks a store's commit records, stream by stream, and what repeats them: block tables and consolidated records."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -130,7 +130,7 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
     records = _RecordReader(storage, with_lines)
     chain_problems = [Problem(record.key, what) for record, what in check_chain(records.read(keys))]
     problems += records.problems + chain_problems
-    table = BlockTable(np.concatenate([np.empty(0, DTYPE), *records.tables]))
+    table = join_tables(records.tables)
     problems += _check_count(root, stream, len(table))
     problems += _check_stream_table(storage, stream, table)
     problems += check_header(storage, stream, table)
@@ -153,7 +153,7 @@ class _RecordReader:
     def __init__(self, storage: Storage, with_lines: bool) -> None:
         self._storage = storage
         self._with_lines = with_lines
-        self.tables: list[np.ndarray] = []  # the values of a BlockTable for each part
+        self.tables: list[BlockTable] = []
         self.last: CommitRecord | None = None
         self.num_digests = 0
         self.problems: list[Problem] = []
@@ -166,7 +166,7 @@ class _RecordReader:
             parsed = [_parse(key, text) for key, text in zip(some, self._storage.read_many(some), strict=True)]
             self.problems += [result for result in parsed if isinstance(result, Problem)]
             records = [result for result in parsed if isinstance(result, CommitRecord)]
-            self.tables.append(BlockTable.from_records(records).values)
+            self.tables.append(BlockTable.from_records(records))
             self.num_digests += sum(record.digests is not None for record in records)
             if self._with_lines:
                 self.lines += [record.to_line() for record in records]
@@ -283,6 +283,6 @@ def _agree(table: BlockTable, expected: BlockTable) -> bool:
     return np.array_equal(table[:num_blocks].values, expected[:num_blocks].values)
 
 
-def join_tables(streams: Mapping[int, StreamRecords]) -> BlockTable:
-    """The readable blocks of all streams, by stream."""
-    return BlockTable(np.concatenate([np.empty(0, DTYPE), *(records.table.values for records in streams.values())]))
+def join_tables(tables: Iterable[BlockTable]) -> BlockTable:
+    """The blocks of all tables, one table after the other."""
+    return BlockTable(np.concatenate([np.empty(0, DTYPE), *(table.values for table in tables)]))

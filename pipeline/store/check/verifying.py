@@ -110,7 +110,7 @@ class _BlockChecks:
         others: the last records of the streams outside of the scope.
         """
         storage = self._store.storage
-        table = join_tables(self._streams)
+        table = join_tables(records.table for records in self._streams.values())
         numbers = np.stack([table.column("stream"), table.column("block")], axis=1)
         numbers = numbers[np.fromiter((self._scope.reads_block(*pair) for pair in numbers), bool, len(numbers))]
         changed: list[Problem] = []  # of records that could be read before
