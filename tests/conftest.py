@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.forking import Forked, collect_seldom
-from tests.jobs import HASTE, HASTY_FLAGS, ROOT, run, run_here, write_text
+from tests.jobs import HASTE, HASTY_FLAGS, ROOT, own_compilation_cache, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
@@ -156,6 +156,16 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compilation-cache"  # one per suite
     folder.mkdir(exist_ok=True)
     return f"run.compilation_cache={folder}"
+
+
+@pytest.fixture(scope="module")
+def cached_steps(compilation_cache: str) -> Iterator[None]:
+    """Makes jobs in this process compile equal steps once."""
+    from pipeline.step.compilation_cache import use_compilation_cache  # not at the top, as JAX
+
+    with own_compilation_cache():
+        use_compilation_cache(compilation_cache.partition("=")[2])
+        yield
 
 
 @pytest.fixture(scope="session")

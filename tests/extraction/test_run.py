@@ -20,27 +20,19 @@ from pipeline.extraction.job_run import fill, load_step, open_store, run, work_l
 from pipeline.job.opening import open_job, print_plan
 from pipeline.models.leaves import num_params
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT
-from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.device_idle import device_idle, idle_fraction
-from tests.jobs import assert_same_store, committed, objects, own_compilation_cache, write_text
+from tests.jobs import assert_same_store, committed, objects, write_text
 
+pytestmark = pytest.mark.usefixtures("cached_steps")
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     return write_text(tmp_path_factory.mktemp("text"), files=2, documents=24)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached_steps(compilation_cache: str) -> Iterator[None]:
-    """Jobs with equal steps compile one."""
-    with own_compilation_cache():
-        use_compilation_cache(compilation_cache.partition("=")[2])
-        yield
 
 
 def job_config(text, store, *overrides):

@@ -26,27 +26,19 @@ from pipeline.extraction.job_run import run
 from pipeline.extraction.transfer import HostBlock, StepInFlight
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import open_job
-from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.io.shard_files import _lock
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import assert_same_store, own_compilation_cache, write_text
+from tests.jobs import assert_same_store, write_text
 from tests.models.sae_files import write_saelens
 
+pytestmark = pytest.mark.usefixtures("cached_steps")
 ARRAY = "blocks.2.resid_post"
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     return write_text(tmp_path_factory.mktemp("text"), files=2, documents=60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cached_steps(compilation_cache: str) -> Iterator[None]:
-    """Jobs with equal steps compile one."""
-    with own_compilation_cache():
-        use_compilation_cache(compilation_cache.partition("=")[2])
-        yield
 
 
 def job_config(text: Path, store: Path, streams: int, *more: str) -> RunConfig:

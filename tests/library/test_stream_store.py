@@ -8,7 +8,7 @@ import pytest
 from pipeline import Stream
 from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.library import StreamReader
-from pipeline.store import ActivationStore, Batch
+from pipeline.store import ActivationStore
 from pipeline.store.format.commits import commit_key
 from tests.jobs import assert_same_store, committed, objects, run_here, write_text
 from tests.token_batches import assert_all_same
@@ -42,18 +42,6 @@ def reference(overrides, tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("command") / "store"
     run_here(*overrides, f"store.path={path}")
     return path
-
-
-@pytest.fixture(scope="module")
-def ended(stream) -> tuple[list[Batch], StreamReader]:
-    """All batches, and their reader."""
-    batches = batches_of(stream)
-    return list(batches), batches
-
-
-@pytest.fixture(scope="module")
-def whole(ended) -> list[Batch]:
-    return ended[0]
 
 
 def batches_of(stream: Stream, **options) -> StreamReader:

@@ -55,18 +55,6 @@ def store(overrides, tmp_path_factory) -> ActivationStore:
     return ActivationStore.open(path)
 
 
-@pytest.fixture(scope="module")
-def ended(stream) -> tuple[list[Batch], StreamReader]:
-    """All batches of seed 3, and their reader."""
-    batches = batches_of(stream)
-    return list(batches), batches
-
-
-@pytest.fixture(scope="module")
-def whole(ended) -> list[Batch]:
-    return ended[0]
-
-
 def batches_of(stream: Stream, **options) -> StreamReader:
     return stream.batches(SIZE, **{"shuffle_buffer_tokens": BUFFER, "seed": 3} | options)
 

@@ -29,14 +29,8 @@ def job(text: Path, store: Path, *overrides: str) -> ActivationStore:
         compose(
             [
                 *(f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=128", "capture.layers=[1]"),
-                *(
-                    sites,
-                    "store.shard_mib=0.25",
-                    "run.progress=false",
-                    "data.num_streams=2",
-                    "run.max_tokens=4000",
-                    *overrides,
-                ),
+                *(sites, "store.shard_mib=0.25", "run.progress=false", "data.num_streams=2", "run.max_tokens=4000"),
+                *overrides,
             ]
         )
     )
