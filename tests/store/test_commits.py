@@ -98,8 +98,8 @@ def test_a_record_under_another_name_is_refused(tmp_path):
 
 def test_consolidated_records_are_read_as_written(tmp_path):
     storage = Storage.open(str(tmp_path))
-    records = {0: [replace(RECORD, stream=0, block=0)], 3: [replace(RECORD, block=block) for block in range(3)]}
-    text = b"".join(record.to_line() for stream in records.values() for record in stream)
+    records = [replace(RECORD, stream=0, block=0), *(replace(RECORD, block=block) for block in range(3))]
+    text = b"".join(record.to_line() for record in records)
     assert text.count(b"\n") == 4
     storage.write(CONSOLIDATED_KEY, text)
     assert read_consolidated(storage, consolidated_digest(text)) == records

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Int64
 from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.stored_blocks import OpenStore
-from pipeline.store.check.stored_records import StreamRecords, join_tables, keys_of_no_stream, read_again, stream_prefix
+from pipeline.store.check.stored_records import StreamRecords, keys_of_no_stream, read_again, stream_prefix
 from pipeline.store.features.index_file import index_key
 from pipeline.store.format.arrays import fill_digest
 from pipeline.store.format.block_table import BlockTable
@@ -56,7 +56,7 @@ def check_objects(
     listed = [records.listed * layout.num_streams + stream for stream, records in streams.items()]
     blocks = _Blocks(
         np.sort(np.concatenate([np.empty(0, np.int64), *listed])),
-        join_tables(records.table for records in streams.values()),
+        BlockTable.join(records.table for records in streams.values()),
     )
     lacking: dict[str, Bool[np.ndarray, " blocks"]] = {}
     for spec in layout.all_arrays:

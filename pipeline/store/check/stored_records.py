@@ -1,6 +1,6 @@
 """Checks a store's commit records, stream by stream, and what repeats them: block tables and consolidated records."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -13,7 +13,7 @@ from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.block_checks import check_chain
 from pipeline.store.check.id_index import check_header
 from pipeline.store.check.scope import Scope
-from pipeline.store.format.block_table import DTYPE, TABLE_KEY, BlockTable, stream_table_key, table_sha256
+from pipeline.store.format.block_table import TABLE_KEY, BlockTable, stream_table_key, table_sha256
 from pipeline.store.format.commits import (
     COMMITS_PREFIX,
     CONSOLIDATED_KEY,
@@ -130,7 +130,7 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
     records = _RecordReader(storage, with_lines)
     chain_problems = [Problem(record.key, what) for record, what in check_chain(records.read(keys))]
     problems += records.problems + chain_problems
-    table = join_tables(records.tables)
+    table = BlockTable.join(records.tables)
     problems += _check_count(root, stream, len(table))
     problems += _check_stream_table(storage, stream, table)
     problems += check_header(storage, stream, table)
@@ -281,8 +281,3 @@ def _check_stream_table(storage: Storage, stream: int, records: BlockTable) -> I
 def _agree(table: BlockTable, expected: BlockTable) -> bool:
     num_blocks = min(len(table), len(expected))
     return np.array_equal(table[:num_blocks].values, expected[:num_blocks].values)
-
-
-def join_tables(tables: Iterable[BlockTable]) -> BlockTable:
-    """The blocks of all tables, one table after the other."""
-    return BlockTable(np.concatenate([np.empty(0, DTYPE), *(table.values for table in tables)]))

@@ -15,8 +15,9 @@ from pipeline.store.check.merged_statistics import StreamStatistics, check_merge
 from pipeline.store.check.object_listings import MissingArrays, check_objects
 from pipeline.store.check.scope import EVERYTHING, Level, Scope
 from pipeline.store.check.stored_blocks import CheckedBlock, OpenStore, check_block
-from pipeline.store.check.stored_records import StreamRecords, check_records, join_tables, read_again, read_last
+from pipeline.store.check.stored_records import StreamRecords, check_records, read_again, read_last
 from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, refused_arrays, stored_layout
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
@@ -110,7 +111,7 @@ class _BlockChecks:
         others: the last records of the streams outside of the scope.
         """
         storage = self._store.storage
-        table = join_tables(records.table for records in self._streams.values())
+        table = BlockTable.join(records.table for records in self._streams.values())
         numbers = np.stack([table.column("stream"), table.column("block")], axis=1)
         numbers = numbers[np.fromiter((self._scope.reads_block(*pair) for pair in numbers), bool, len(numbers))]
         changed: list[Problem] = []  # of records that could be read before

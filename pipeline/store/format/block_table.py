@@ -68,6 +68,11 @@ class BlockTable(Sequence[Block]):
     def from_records(cls, records: Iterable[CommitRecord]) -> "BlockTable":
         return cls(np.array([_row(record) for record in records], DTYPE))
 
+    @classmethod
+    def join(cls, tables: Iterable["BlockTable"]) -> "BlockTable":
+        """The blocks of all tables, one table after the other."""
+        return cls(np.concatenate([np.empty(0, DTYPE), *(table.values for table in tables)]))
+
     def __len__(self) -> int:
         return len(self.values)
 
@@ -99,7 +104,7 @@ class BlockTable(Sequence[Block]):
         return (self.values["flags"] & _CONTINUES) != 0
 
     def with_record(self, record: CommitRecord) -> "BlockTable":
-        return BlockTable(np.append(self.values, np.array([_row(record)], DTYPE)))
+        return BlockTable.join([self, BlockTable.from_records([record])])
 
     def in_row_order(self, num_streams: int) -> "BlockTable":
         """The same blocks, in the order of their rows in the store."""
@@ -206,8 +211,8 @@ def read_stream(storage: Storage, stream: int, list_all: bool = False) -> Stream
         except StoreInvalid:
             records = []
         if records and _agree(indexed, records[0]):
-            later = BlockTable.from_records(records[1:])
-            return StreamBlocks(BlockTable(np.concatenate([indexed.values, later.values])), records[-1], len(indexed))
+            table = BlockTable.join([indexed, BlockTable.from_records(records[1:])])
+            return StreamBlocks(table, records[-1], len(indexed))
     records = read_stream_records(storage, stream)
     return StreamBlocks(BlockTable.from_records(records), records[-1] if records else None)
 
@@ -231,8 +236,7 @@ def read_streams(storage: Storage, streams: Sequence[int], list_all: bool = Fals
 
 def join_streams(streams: Mapping[int, StreamBlocks]) -> BlockTable:
     """One table of all streams' blocks, in row order. The keys of `streams` are 0, 1, 2, ..."""
-    values = [np.empty(0, DTYPE), *(stream.table.values for stream in streams.values())]
-    return BlockTable(np.concatenate(values)).in_row_order(len(streams))
+    return BlockTable.join(stream.table for stream in streams.values()).in_row_order(len(streams))
 
 
 def split_streams(table: BlockTable, num_streams: int) -> list[BlockTable]:

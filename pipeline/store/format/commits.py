@@ -167,9 +167,6 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-Records = dict[int, list[CommitRecord]]  # by stream, in block order
-
-
 def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all: bool = True) -> list[CommitRecord]:
     """The records of a stream's committed blocks, from block `first` on.
 
@@ -231,12 +228,9 @@ def consolidated_digest(text: bytes) -> str:
     return hashlib.sha256(text).hexdigest()
 
 
-def read_consolidated(storage: Storage, sha256: str | None) -> Records | None:
+def read_consolidated(storage: Storage, sha256: str | None) -> list[CommitRecord] | None:
     """The consolidated records; None if there are none with this sha256. Raises StoreError."""
     text = None if sha256 is None else storage.read(CONSOLIDATED_KEY)
     if text is None or consolidated_digest(text) != sha256:
         return None
-    records: Records = {}
-    for record in map(CommitRecord.from_line, text.splitlines()):
-        records.setdefault(record.stream, []).append(record)
-    return records
+    return list(map(CommitRecord.from_line, text.splitlines()))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.block_table import DTYPE, BlockTable
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.ids.index_file import Entries, IndexHeader, id_hash, ids_key, read_headers
 from pipeline.store.io.storage import Storage
 
@@ -54,8 +54,7 @@ class StoredIds:
 
     def _join(self, tables: Sequence[BlockTable]) -> BlockTable:
         """One table of all blocks, in row order."""
-        values = np.concatenate([np.empty(0, DTYPE), *(table.values for table in tables)])
-        return BlockTable(values).in_row_order(len(self._streams))
+        return BlockTable.join(tables).in_row_order(len(self._streams))
 
     @cached_property
     def _indexes(self) -> dict[int, _UsableIndex]:

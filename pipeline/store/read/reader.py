@@ -402,9 +402,8 @@ def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[Co
     table = read_table(storage, root.blocks_sha256) if root.complete else None
     if table is not None:
         return table, []
-    consolidated = read_consolidated(storage, root.commits_sha256) if root.complete else None
-    if consolidated is not None:
-        records = [record for stream in consolidated.values() for record in stream]
+    records = read_consolidated(storage, root.commits_sha256) if root.complete else None
+    if records is not None:
         return BlockTable.from_records(records).in_row_order(root.metadata.num_streams), []
     streams = read_streams(storage, range(root.metadata.num_streams))
     return join_streams(streams), [blocks.last for blocks in streams.values() if blocks.last is not None]
