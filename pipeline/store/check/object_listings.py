@@ -147,11 +147,8 @@ def _list_in_parts(storage: Storage, prefix: str, in_parts: bool) -> Iterator[li
     if not in_parts:
         yield storage.list_keys(prefix)
         return
-    digits = tuple(prefix + digit for digit in _DIGITS)
-    yield from map_ahead(storage.list_keys, digits, _LISTINGS_AT_ONCE)
-    for first, stop in ((prefix, digits[0]), (prefix + ":", end_of_prefix(prefix))):
-        [keys] = storage.list_ranges([(first, stop)])
-        yield [key for key in keys if key.startswith(prefix) and not key.startswith(digits)]
+    yield from map_ahead(storage.list_keys, [prefix + digit for digit in _DIGITS], _LISTINGS_AT_ONCE)
+    yield from storage.list_ranges([(prefix, prefix + "0"), (prefix + ":", end_of_prefix(prefix))])
 
 
 def _check_files(

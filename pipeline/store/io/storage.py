@@ -164,7 +164,7 @@ class KeyValueStore:
     def list_keys(self, prefix: str = "", start: str = "") -> list[str]:
         """The keys >= `start` that begin with `prefix`, sorted."""
         [keys] = self.list_ranges([(max(prefix, start), end_of_prefix(prefix))])
-        return [key for key in keys if key.startswith(prefix)]
+        return keys
 
     def list_ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[str]]:
         """The keys in each range (start, stop), sorted; an empty stop is the end. The ranges are listed

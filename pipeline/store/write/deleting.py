@@ -2,21 +2,19 @@
 
 import os
 import stat
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from threading import Event
-
-import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
 from pipeline.store.format.keys import LOCK_SUFFIX, StoreKeys
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.io.directories import raise_unless_gone
-from pipeline.store.io.storage import Storage, StorageLike
+from pipeline.store.io.storage import Storage, StorageLike, write_many
 
 _DELETIONS_AT_ONCE = 128
 _LISTINGS_AT_ONCE = 2  # a listing holds the keys of one array
@@ -73,21 +71,8 @@ def _delete_prefixes(delete: Callable[[str, Event], None], prefixes: Sequence[st
 
 
 def _delete_prefix(storage: Storage, keys: StoreKeys, prefix: str, should_stop: Event) -> None:
-    under_way: deque[tuple[str, ts.Future]] = deque()
-    keys_to_delete = [] if should_stop.is_set() else filter(keys.is_own, storage.list_keys(prefix))
-    for key in keys_to_delete:
-        if should_stop.is_set():
-            return
-        under_way.append((key, storage.start_write(key, None)))
-        if len(under_way) > _DELETIONS_AT_ONCE:
-            _wait(storage, *under_way.popleft())
-    while under_way:
-        _wait(storage, *under_way.popleft())
-
-
-def _wait(storage: Storage, key: str, deletion: ts.Future) -> None:
-    with storage.errors(key):
-        deletion.result()
+    own_keys = [] if should_stop.is_set() else filter(keys.is_own, storage.list_keys(prefix))
+    write_many(storage, ((key, None) for key in takewhile(lambda _: not should_stop.is_set(), own_keys)))
 
 
 def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
