@@ -11,11 +11,11 @@ from jaxtyping import Bool, Int64
 from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.stored_blocks import OpenStore
-from pipeline.store.check.stored_records import StreamRecords, keys_of_no_stream, read_again, stream_prefix
+from pipeline.store.check.stored_records import StreamRecords, keys_of_no_stream, read_again
 from pipeline.store.features.index_file import index_key
 from pipeline.store.format.arrays import fill_digest
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.keys import index_prefix
+from pipeline.store.format.keys import index_prefix, stream_prefix
 from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.problems import Problem, Remedy

@@ -5,8 +5,8 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from pipeline.store.check.stored_records import stream_prefix
 from pipeline.store.format.commits import COMMITS_PREFIX, parse_commit_key
+from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import MERGED_PREFIX
 from pipeline.store.generated.group_keys import GENERATED_PREFIX

@@ -22,6 +22,7 @@ from pipeline.store.format.commits import (
     consolidated_digest,
     parse_commit_key,
 )
+from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage, end_of_prefix
@@ -49,11 +50,6 @@ class StreamRecords:
     num_digests: int
     problems: tuple[Problem, ...]
     lines: bytes = b""
-
-
-def stream_prefix(prefix: str, stream: int) -> str:
-    """The prefix of a stream's keys below a prefix such as `_commits/`."""
-    return f"{prefix}stream-{stream:05d}/"
 
 
 def check_records(storage: Storage, root: StoreRoot, scope: Scope) -> tuple[dict[int, StreamRecords], list[Problem]]:

@@ -15,7 +15,7 @@ from crc32c import crc32c
 from jaxtyping import Float32, Int32, Int64, Shaped, UInt32
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.keys import index_prefix
+from pipeline.store.format.keys import block_key, index_prefix
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.io.failures import DAMAGE_REMEDY
 
@@ -61,7 +61,7 @@ class ByFeature:
 
 def index_key(features: str, stream: int, block: int) -> str:
     """The key of a block's index, relative to the store. `features`: the prefix of the names of the SAE's arrays."""
-    return f"{index_prefix(features)}stream-{stream:05d}/block-{block:06d}.csc"
+    return block_key(index_prefix(features), stream, block, ".csc")
 
 
 def index_keys(metadata: StoreMetadata, stream: int, block: int) -> list[str]:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format.keys import block_key, stream_prefix
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.parsing import parse_store_json
@@ -154,11 +155,7 @@ class CommitRecord:
 
 def commit_key(stream: int, block: int) -> str:
     """The key of a block's commit record, relative to the store."""
-    return f"{_stream_prefix(stream)}block-{block:06d}.json"
-
-
-def _stream_prefix(stream: int) -> str:
-    return f"{COMMITS_PREFIX}stream-{stream:05d}/"
+    return block_key(COMMITS_PREFIX, stream, block, ".json")
 
 
 def parse_commit_key(key: str) -> tuple[int, int] | None:
@@ -210,7 +207,7 @@ def require_record(storage: Storage, key: str, text: bytes | None) -> CommitReco
 def _list_blocks(storage: Storage, stream: int, first: int) -> list[int]:
     """The blocks of a stream that have a record, from `first` on, ascending."""
     start = commit_key(stream, first) if first < _KEYS_IN_ORDER else ""
-    parsed = filter(None, map(parse_commit_key, storage.list_keys(_stream_prefix(stream), start)))
+    parsed = filter(None, map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream), start)))
     return sorted(block for _, block in parsed if block >= first)
 
 

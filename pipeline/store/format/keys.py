@@ -1,7 +1,7 @@
 """The keys of a store's objects. Objects with other keys at the same address are neither deleted nor read."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.int8 import scale_name
@@ -9,7 +9,7 @@ from pipeline.store.format.layout import ERROR_PARTS, FEATURE_PARTS, OUTPUT_NAME
 
 LOCK_SUFFIX = ".__lock"  # of TensorStore's temporary local files; a killed process leaves them behind
 
-INDEX_PREFIX = "_features/"  # the indexes by feature
+_INDEX_FOLDER = "_features"  # the indexes by feature
 
 IDS_PREFIX = "_ids/"  # the indexes of document ids, one per stream
 
@@ -35,6 +35,18 @@ _FIXED = (
     rf"{IDS_PREFIX}stream-\d{{5,}}\.ids",
     r"stats/zarr\.json",
 )
+_FOLDERS_OF_STREAMS = ("_commits", "_documents", "_stats", "_generated")  # with a folder for each stream
+_FLAT_FOLDERS = ("_blocks", "_ids", "_claims", "_claims_test", "_metrics", "_data")
+
+
+def stream_prefix(prefix: str, stream: int) -> str:
+    """The prefix of a stream's keys below a prefix such as `_commits/`."""
+    return f"{prefix}stream-{stream:05d}/"
+
+
+def block_key(prefix: str, stream: int, block: int, suffix: str) -> str:
+    """The key of one of a block's own objects, relative to the store."""
+    return f"{stream_prefix(prefix, stream)}block-{block:06d}{suffix}"
 
 
 def is_worker_key(key: str) -> bool:
@@ -71,7 +83,7 @@ def encoded_array(features: str) -> str | None:
 
 def index_prefix(features: str) -> str:
     """The prefix of the keys of an SAE's indexes by feature. `features`: a result of `features_name`."""
-    return f"{INDEX_PREFIX}{features.removeprefix('features.')}/"
+    return f"{_INDEX_FOLDER}/{features.removeprefix('features.')}/"
 
 
 def is_array_name(name: str) -> bool:
@@ -94,42 +106,27 @@ class StoreKeys:
         wrong = [name for name in activations if not is_activation_name(name)]
         if wrong:
             raise ValueError(f"{wrong!r} are not names of activation arrays")
-        sides = [*(spec.name for spec in (*SIDE_ARRAYS, SELECTED)), *outputs]
-        arrays = "|".join(map(re.escape, [*sides, *activations, *map(scale_name, activations)]))
-        generated = "|".join(map(re.escape, activations)) or "(?!)"
+        sides = (spec.name for spec in (*SIDE_ARRAYS, SELECTED))
+        names = tuple(dict.fromkeys((*sides, *outputs, *activations, *map(scale_name, activations))))
         features = [name.removesuffix(".index") for name in outputs if name.endswith(".index")]
-        reconstructed = [encoded_array(name) for name in features]  # have statistics even if they are not stored
-        summarised = "|".join(map(re.escape, [*activations, *reconstructed, *features])) or "(?!)"
-        indexed = "|".join(re.escape(index_prefix(name)[:-1]) for name in features) or "(?!)"
+        reconstructed = map(encoded_array, features)  # have statistics even if they are not stored
+        arrays, summarised = _any_of(names), _any_of([*activations, *reconstructed, *features])
+        indexed = _any_of(index_prefix(name)[:-1] for name in features)
         patterns = (
             *_FIXED,
             rf"({arrays})/(zarr\.json|c/\d+/0(/0)?)",
             rf"stats/({summarised})/(zarr\.json|c/0/0)",
             rf"({indexed})/stream-\d{{5,}}/block-\d{{6,}}\.csc",
-            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({generated})\.activations",
+            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({_any_of(activations)})\.activations",
         )
         self._keys = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
         self._folders = re.compile(
-            rf"(_commits|_documents|_stats|_generated)(/stream-\d{{5,}})?|_blocks|_ids|_claims|_claims_test|_metrics|_data"
-            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({summarised})(/c(/0)?)?)?"
-            rf"|{INDEX_PREFIX[:-1]}|({indexed})(/stream-\d{{5,}})?",
+            rf"({_any_of(_FOLDERS_OF_STREAMS)}|{indexed})(/stream-\d{{5,}})?|{_any_of((*_FLAT_FOLDERS, _INDEX_FOLDER))}"
+            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({summarised})(/c(/0)?)?)?",
             re.ASCII,
         )
-        names = dict.fromkeys((*sides, *activations, *map(scale_name, activations)))
-        others = (
-            "_documents",
-            "_stats",
-            "stats",
-            INDEX_PREFIX[:-1],
-            "_blocks",
-            IDS_PREFIX[:-1],
-            "_metrics",
-            "_claims",
-            "_claims_test",
-            "_generated",
-            "_data",
-        )
-        self.prefixes = tuple(f"{name}/" for name in ("_commits", *names, *others))
+        folders = (*_FOLDERS_OF_STREAMS, *names, *_FLAT_FOLDERS, "stats", _INDEX_FOLDER)
+        self.prefixes = tuple(f"{folder}/" for folder in folders)
         """The prefixes of all keys; that of the commit records comes first."""
 
     def is_own(self, key: str) -> bool:
@@ -139,3 +136,8 @@ class StoreKeys:
     def is_own_folder(self, key: str) -> bool:
         """Whether this is a folder (without a trailing slash) of a store on a local disk."""
         return self._folders.fullmatch(key) is not None
+
+
+def _any_of(names: Iterable[str]) -> str:
+    """A regular expression for any of the names; it matches nothing if there are none."""
+    return "|".join(map(re.escape, names)) or "(?!)"

@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord, read_stream_records
 from pipeline.store.format.int8 import dequantised
+from pipeline.store.format.keys import block_key
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.norms import l2_norms
 from pipeline.store.format.tables import decode_committed, encode_table
@@ -215,7 +216,7 @@ def _merge_groups(
 
 def statistics_key(stream: int, block: int) -> str:
     """The key of a block's statistics, relative to the store."""
-    return f"{STATISTICS_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
+    return block_key(STATISTICS_PREFIX, stream, block, ".parquet")
 
 
 def encode_statistics(statistics: BlockStatistics, block: int = 0, running: BlockStatistics | None = None) -> bytes:

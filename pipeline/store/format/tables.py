@@ -11,6 +11,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.block_table import Block
 from pipeline.store.format.commits import CommitRecord, commit_key, require_record
+from pipeline.store.format.keys import block_key
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.storage import Storage
@@ -20,7 +21,7 @@ TABLES_PREFIX = "_documents/"
 
 def table_key(stream: int, block: int) -> str:
     """The key of a block's document table, relative to the store."""
-    return f"{TABLES_PREFIX}stream-{stream:05d}/block-{block:06d}.parquet"
+    return block_key(TABLES_PREFIX, stream, block, ".parquet")
 
 
 def encode_table(table: pa.Table) -> bytes:

@@ -12,8 +12,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.problems import Problem, Remedy
-from pipeline.store.generated.group_keys import group_key, stream_prefix
+from pipeline.store.generated.group_keys import GENERATED_PREFIX, group_key
 from pipeline.store.generated.kept_activations import check_kept
 from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.parsing import parse_store_json
@@ -25,7 +26,8 @@ _REMEDY = "Delete this group and all later groups of its stream; the next run ge
 
 def stored_groups(storage: Storage, stream: int) -> list[str]:
     """The keys of a stream's groups. Raises StoreInvalid unless they are 0, 1, 2, ..."""
-    keys = [key for key in storage.list_keys(stream_prefix(stream)) if re.fullmatch(r".*/group-\d{6,}\.parquet", key)]
+    stored = storage.list_keys(stream_prefix(GENERATED_PREFIX, stream))
+    keys = [key for key in stored if re.fullmatch(r".*/group-\d{6,}\.parquet", key)]
     keys.sort(key=lambda key: (len(key), key))
     for index, key in enumerate(keys):
         if key != group_key(stream, index):
@@ -91,7 +93,7 @@ def check_groups(
     try:
         keys = stored_groups(storage, stream)
     except StoreError as error:
-        yield Problem(stream_prefix(stream), str(error), Remedy.regenerate)
+        yield Problem(stream_prefix(GENERATED_PREFIX, stream), str(error), Remedy.regenerate)
         return
     for index, key in enumerate(keys):
         try:

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.generated.group_keys import GENERATED_PREFIX, group_key, stream_prefix
+from pipeline.store.format.keys import stream_prefix
+from pipeline.store.generated.group_keys import GENERATED_PREFIX, group_key
 from pipeline.store.io.storage import Storage
 
 _SUFFIX = ".activations"
@@ -24,7 +25,7 @@ def kept_key(stream: int, index: int, array: str) -> str:
 
 def first_without_kept(storage: Storage, stream: int, groups: range, arrays: Sequence[str]) -> int:
     """The first of a stream's `groups` without activations of all `arrays`; the end of `groups` if all have them."""
-    stored = set(storage.list_keys(stream_prefix(stream)))
+    stored = set(storage.list_keys(stream_prefix(GENERATED_PREFIX, stream)))
     lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= stored)
     return next(lacking, groups.stop)
 
