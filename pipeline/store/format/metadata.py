@@ -27,6 +27,11 @@ ROOT_KEY = "zarr.json"
 
 _ATTEMPTS = 100  # to change a root that other processes are changing
 
+_OPTIONAL = (  # fields of StoreRoot that are absent in the JSON where they are None or False
+    *("target", "blocks", "blocks_sha256", "commits_sha256", "statistics_digests", "array_digests"),
+    *("may_be_not_finite", "weights_error", "cache_error"),
+)
+
 Json = Mapping[str, Any]
 
 
@@ -190,22 +195,12 @@ class StoreRoot:
 
     def to_json(self) -> bytes:
         """The text of zarr.json, with a checksum of the attributes that reveals edits."""
-        optional = {
-            "target": self.target,
-            "blocks": None if self.blocks is None else list(self.blocks),
-            "blocks_sha256": self.blocks_sha256,
-            "commits_sha256": self.commits_sha256,
-            "statistics_digests": self.statistics_digests,
-            "array_digests": self.array_digests,
-            "may_be_not_finite": self.may_be_not_finite or None,
-            "weights_error": self.weights_error,
-            "cache_error": self.cache_error,
-        }
+        optional = {name: getattr(self, name) for name in _OPTIONAL}
         attributes = {
             "version": FORMAT_VERSION,
             "complete": self.complete,
-            "arrays": list(self.arrays),
-            **{name: value for name, value in optional.items() if value is not None},
+            "arrays": self.arrays,
+            **{name: value for name, value in optional.items() if value is not None and value is not False},
             **{f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)},
             "fingerprint": self.metadata.fingerprint(),
             "created": self.created,
@@ -239,25 +234,14 @@ class StoreRoot:
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
             raise StoreInvalid(f"{subject} was edited: its fingerprint does not match its content.")
-        arrays, blocks = tuple(attributes["arrays"]), attributes.get("blocks")
+        arrays = tuple(attributes["arrays"])
         captured = metadata.capture.get("arrays")
         if captured is not None and list(arrays) != captured:
             raise StoreInvalid(f"{subject} was edited: arrays is {list(arrays)}, but capture.arrays is {captured}.")
-        return cls(
-            metadata,
-            arrays,
-            created=attributes["created"],
-            complete=attributes["complete"],
-            target=attributes.get("target"),
-            blocks=None if blocks is None else tuple(blocks),
-            blocks_sha256=attributes.get("blocks_sha256"),
-            commits_sha256=attributes.get("commits_sha256"),
-            statistics_digests=attributes.get("statistics_digests"),
-            array_digests=attributes.get("array_digests"),
-            may_be_not_finite=attributes.get("may_be_not_finite", False),
-            weights_error=attributes.get("weights_error"),
-            cache_error=attributes.get("cache_error"),
-        )
+        optional = {name: attributes[name] for name in _OPTIONAL if name in attributes}
+        if optional.get("blocks") is not None:
+            optional["blocks"] = tuple(optional["blocks"])
+        return cls(metadata, arrays, attributes["created"], attributes["complete"], **optional)
 
 
 def read_metadata(store: StorageLike) -> StoreMetadata | None:

@@ -91,10 +91,8 @@ _RULES = (
 )
 
 
-def require_root_types(attributes: Any, subject: str) -> None:
+def require_root_types(attributes: Mapping[str, Any], subject: str) -> None:
     """Raises StoreInvalid for a wrong value, naming `subject`, the key, its value and what was expected."""
-    if not isinstance(attributes, dict):
-        raise StoreInvalid(f"{subject} is damaged: activation_store is {attributes!r:.80}, expected an object.")
     for rule in _RULES:
         value = _value(attributes, rule.key)
         is_unset = not rule.required and (value is _ABSENT or (value is None and rule.null))

@@ -126,6 +126,10 @@ class Statistics:
         return Normalisation(self.mean.astype(np.float32), scale.astype(np.float32))
 
 
+_SUMS = (  # the fields of Statistics that are sums over tokens
+    *("count", "not_finite", "norm_sum", "norm_histogram"),
+    *("squared_error", "fired", "num_active", "cosine_sum"),
+)
 BlockStatistics = Mapping[str, Statistics]  # by array name
 
 
@@ -186,19 +190,8 @@ def merge(parts: Iterable[Statistics]) -> Statistics:
     for part in parts:
         counts = np.array([total.count, part.count])
         mean, m2 = _merge_groups(counts, np.stack([total.mean, part.mean]), np.stack([total.m2, part.m2]))
-        total = Statistics(
-            count=total.count + part.count,
-            not_finite=total.not_finite + part.not_finite,
-            mean=mean,
-            m2=m2,
-            norm_sum=total.norm_sum + part.norm_sum,
-            norm_histogram=total.norm_histogram + part.norm_histogram,
-            squared_error=_combine_optional(operator.add, total.squared_error, part.squared_error),
-            fired=_combine_optional(operator.add, total.fired, part.fired),
-            maximum=_combine_optional(np.maximum, total.maximum, part.maximum),
-            num_active=_combine_optional(operator.add, total.num_active, part.num_active),
-            cosine_sum=_combine_optional(operator.add, total.cosine_sum, part.cosine_sum),
-        )
+        sums = {name: _combine_optional(operator.add, getattr(total, name), getattr(part, name)) for name in _SUMS}
+        total = Statistics(**sums, mean=mean, m2=m2, maximum=_combine_optional(np.maximum, total.maximum, part.maximum))
     return total
 
 
