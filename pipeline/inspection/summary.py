@@ -20,6 +20,8 @@ from pipeline.store.io.parsing import parse_store_json
 # The maximum number of document tables to read, from evenly spaced blocks.
 MAX_TABLES = 64
 
+_LOG_LIMIT = 1 << 62  # numbers in a run's log are below it; NaN is not
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -138,13 +140,13 @@ def _snapshots(key: str, text: bytes | None) -> list[Mapping[str, Any]]:
 
 
 def _is_snapshot(line: Any) -> bool:
-    """Whether a line of a log has the numbers that the charts need."""
-    if not isinstance(line, dict) or not isinstance(line.get("seconds"), dict):
+    """Whether a line of a log has the finite numbers that the charts and the page need."""
+    stages = line.get("seconds") if isinstance(line, dict) else None
+    if not isinstance(stages, dict) or not all(isinstance(stage, dict) for stage in stages.values()):
         return False
-    stages = line["seconds"].values()
-    numbers = [line.get(name) for name in ("elapsed_s", "tokens")]
-    numbers += [value for stage in stages if isinstance(stage, dict) for value in stage.values()]
-    return all(isinstance(stage, dict) for stage in stages) and all(type(n) in (int, float) for n in numbers)
+    numbers = [line.get(name) for name in ("elapsed_s", "tokens", "tokens_per_s", "peak_rss_mib")]
+    numbers += [value for stage in stages.values() for value in stage.values()]
+    return all(type(n) in (int, float) and abs(n) < _LOG_LIMIT for n in numbers)
 
 
 def _joined(*parts: object) -> str:

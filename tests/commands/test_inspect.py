@@ -1,8 +1,11 @@
 """`python -m pipeline.inspect` describes the store correctly."""
 
+import json
+import math
 import re
 import subprocess
 import sys
+from contextlib import closing
 from html.parser import HTMLParser
 
 import numpy as np
@@ -14,6 +17,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.inspect import Settings, main
 from pipeline.inspection.sample import take_sample
 from pipeline.inspection.summary import summarise
+from pipeline.job.metrics import Metrics
 from pipeline.store import ActivationStore
 from pipeline.store.io.storage import Storage
 from tests.jobs import ROOT, run
@@ -169,11 +173,26 @@ def test_values_that_are_not_finite_are_counted(tmp_path):
     assert np.isfinite(view.valid_norms).all()
 
 
-def test_a_damaged_log_is_reported(tmp_path, capsys):
-    write_store(str(tmp_path))
-    Storage.open(str(tmp_path)).write("_metrics/run.jsonl", b'{"tokens": 1')
-    assert main([f"store.path={tmp_path}"]) == 2
-    assert "_metrics/run.jsonl" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "_metrics/run.jsonl, a run's log, is not JSON"),
+        ({"tokens_per_s": "<b>"}, "_metrics/run.jsonl is not a run's log"),
+        ({"peak_rss_mib": None}, "_metrics/run.jsonl is not a run's log"),
+        ({"elapsed_s": math.nan}, "_metrics/run.jsonl is not a run's log"),
+        ({"tokens": 10**400}, "_metrics/run.jsonl is not a run's log"),
+        ({"seconds": {"feed": {"work": math.inf}}}, "_metrics/run.jsonl is not a run's log"),
+        ({"seconds": {"feed": 1.0}}, "_metrics/run.jsonl is not a run's log"),
+        ({}, None),
+    ],
+)
+def test_a_damaged_log_is_reported(tmp_path, capsys, change, message):
+    write_store(str(tmp_path / "store"))
+    with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=1)) as metrics:
+        line = b'{"tokens": 1' if change is None else json.dumps(metrics.snapshot() | change).encode()
+    Storage.open(str(tmp_path / "store")).write("_metrics/run.jsonl", line)
+    assert main([f"store.path={tmp_path / 'store'}", f"inspect.html={tmp_path / 'page.html'}"]) == (2 if message else 0)
+    assert (message or "") in capsys.readouterr().err
 
 
 def test_a_missing_store_is_refused(tmp_path, capsys):
