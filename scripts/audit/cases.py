@@ -18,20 +18,18 @@ from typing import Any
 import jax
 
 from pipeline.config import composing
-from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
+from pipeline.config.choices import CacheDtype, WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.generation.decode import compile_programs
 from pipeline.generation.spec import GenerationSpec
-from pipeline.models.checkpoints.loading import abstract_params
-from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.leaves import LeafTree
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import parse_slice
-from pipeline.planning.slice.compile_check import slice_devices
+from pipeline.planning.slice.compile_check import abstract_weights, slice_devices
 from pipeline.planning.slice.slice_plan import plan_job
 from pipeline.step.compiled_step import compile_step, make_partition
 from pipeline.store.format.layout import ITEM_BYTES
@@ -116,10 +114,7 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, slice_devices(tpu_slice))
     with_int8 = config.model.weights_dtype is WeightsDtype.int8
     leaves, dtype = model.leaves(step.forward_keys, with_head=bool(step.head_outputs)), str(config.model.dtype)
-    params = abstract_params(leaves, dtype, partition.leaf_sharding, with_int8)
-    if config.model.activations_dtype is ActivationsDtype.int8:
-        params = with_int8_inputs(params)
-    compiled = compile_step(model, step, params, partition)
+    compiled = compile_step(model, step, abstract_weights(config, leaves, partition), partition)
     mesh = partition.mesh.shape
     weights = model.weight_bytes(step.forward_keys, dtype, with_int8, bool(step.head_outputs))
     read = weights.on_device(mesh["tensor"]) - _embedding_bytes(leaves, dtype, mesh["tensor"])
@@ -143,10 +138,7 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
         cache_is_int8=config.data.cache_dtype is CacheDtype.int8,
         attention=plan.step.attention,
     )
-    params = abstract_params(leaves, dtype, partition.leaf_sharding, with_int8)
-    if config.model.activations_dtype is ActivationsDtype.int8:
-        params = with_int8_inputs(params)
-    programs = compile_programs(model, params, partition, spec)
+    programs = compile_programs(model, abstract_weights(config, leaves, partition), partition, spec)
     described = _described(partition, config, str(generation.weights.sharding), programs.attention.name)
     weights = model.generation.weight_bytes(dtype, with_int8).on_device(generation.tensor)
     if "head" in leaves:

@@ -19,7 +19,10 @@ from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import abstract_params
+from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import with_int8_inputs
+from pipeline.models.leaves import LeafTree
+from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.models.sae.params import abstract_params as abstract_sae
 from pipeline.planning.plan import Plan
@@ -31,7 +34,6 @@ _COLLECTIVE = re.compile(
     r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
     r".* channel_id=(\d+)"
 )
-
 _REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
 
 _LIBTPU_OPTIONS = {
@@ -41,7 +43,6 @@ _LIBTPU_OPTIONS = {
     # No chip is used, so another process may load libtpu at the same time.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-
 
 _REMEDY = (
     "Lower batch.rows (plan.search=true finds the largest that fits), batch.length or run.max_inflight_mib, divide the "
@@ -80,14 +81,18 @@ def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
     return description.devices
 
 
+def abstract_weights(config: RunConfig, leaves: LeafTree, partition: Partition) -> Params:
+    """The shapes and shardings of the weights that a run with this configuration loads."""
+    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    params = abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
+    return with_int8_inputs(params, config.model.activations_dtype is ActivationsDtype.int8)
+
+
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
     """Compiles the step of a run with this plan. Raises DoesNotFit."""
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
-    with_int8 = config.model.weights_dtype is WeightsDtype.int8
     leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.head_outputs))
-    params = abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
-    if config.model.activations_dtype is ActivationsDtype.int8:
-        params = with_int8_inputs(params)
+    params = abstract_weights(config, leaves, partition)
     if plan.step.encoders:
         params["encoders"] = {
             encoder.name: abstract_sae(encoder.sae, encoder.arrays, str(config.model.dtype), partition.mesh)
