@@ -7,7 +7,6 @@ bucket is `gcs_standin` with 50 ms per request, which serves the local files.
 """
 
 import argparse
-import multiprocessing
 import os
 import shutil
 import time
@@ -25,6 +24,7 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import StoreLayout, feature_specs
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.gcs_standin import control, environment, server
 
 PATH = Path("build/bench/features")
 ARRAY, WIDTH, TOP = "blocks.5.resid_post", 16384, 64
@@ -61,9 +61,8 @@ def write_store(num_blocks: int) -> None:
     sides |= {"positions": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), shape).copy()}
     for block in range(num_blocks):
         index = np.minimum(rng.zipf(1.2, (*shape, TOP)) - 1, WIDTH - 1)
-        index = ((index + np.arange(TOP)) % WIDTH).astype(
-            np.int32
-        )  # a token occasionally has a feature twice, which does not matter here
+        # A token occasionally has a feature twice, which does not matter here.
+        index = ((index + np.arange(TOP)) % WIDTH).astype(np.int32)
         value = -np.sort(-np.abs(rng.normal(size=(*shape, TOP))), axis=2)
         parts = {"index": index, "value": value.astype("bfloat16"), "n_active": np.full(shape, TOP, np.int32)}
         matrix, key = by_feature(index, parts["value"], WIDTH), index_key(FEATURES, 0, block)
@@ -100,20 +99,18 @@ def measure(store: ActivationStore) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=1000)
-    timed(f"{parser.parse_args().blocks} blocks written", lambda: write_store(parser.parse_args().blocks))
+    num_blocks = parser.parse_args().blocks
+    timed(f"{num_blocks} blocks written", lambda: write_store(num_blocks))
     print("local files")
     store = timed("  opened", lambda: ActivationStore.open(str(PATH)))
     measure(store)
     timed("  all features of all tokens", lambda: sum(1 for _ in store.batches([], 4096, features=True)))
 
-    from scripts.bench.gcs_standin import Behaviour, environment, serve_process
-
-    spawn = multiprocessing.get_context("spawn")
-    receiver, ready = spawn.Pipe()
-    spawn.Process(target=serve_process, args=(Files(), Behaviour(), ready), daemon=True).start()
-    os.environ.update(environment(receiver.recv()))
-    print("bucket, 50 ms per request")
-    measure(timed("  opened", lambda: ActivationStore.open("gs://bucket/store")))
+    with server(Files()) as url:
+        os.environ.update(environment(url))
+        control(url, latency_s=0.05)
+        print("bucket, 50 ms per request")
+        measure(timed("  opened", lambda: ActivationStore.open("gs://bucket/store")))
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ from pipeline.store.format.statistics import (
 from pipeline.store.format.tables import table_digest
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
-from scripts.bench.bench_scale import server
-from scripts.bench.gcs_standin import control, environment
+from scripts.bench.gcs_standin import control, environment, server
 
 RESULTS = Path("build/bench-hosts.json")
 LENGTH = 8  # tokens per row; a row is a block with one document
@@ -248,7 +247,7 @@ def empty_store(folder: Path, latency_s: float | None) -> Iterator[tuple[str, st
     if latency_s is None:
         yield str(folder / "store"), None
         return
-    with server(None) as url:
+    with server() as url:
         os.environ |= environment(url)
         control(url, latency_s=latency_s)
         yield "gs://bench-hosts/store", url

@@ -16,7 +16,6 @@ speed is 20 times the measured one.
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -96,32 +95,29 @@ def timed(read: Callable[[], int]) -> tuple[float, float]:
 
 def read_remote(num_tokens: int, slowdown: float) -> None:
     """Prints the speed and the number of requests of one epoch for each case."""
-    from scripts.bench.gcs_standin import Behaviour, control, environment, serve_process
+    from scripts.bench.gcs_standin import control, environment, server
 
-    spawn = multiprocessing.get_context("spawn")
-    receiver, ready = spawn.Pipe()
-    spawn.Process(target=serve_process, args=(None, Behaviour(latency_s=0), ready), daemon=True).start()
-    server = receiver.recv()
-    os.environ.update(environment(server))
-    for name, tokens, all_layers, cases in (
-        ("few", num_tokens, LAYERS, (LAYERS[:1], LAYERS)),
-        ("many", num_tokens // 3, MANY_LAYERS, (MANY_LAYERS,)),
-    ):
-        write_store(tokens, f"{REMOTE}-{name}", all_layers)
-        store = ActivationStore.open(f"{REMOTE}-{name}")
-        for layers in cases:
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            control(server, latency_s=0.05 * slowdown, bytes_per_s=1e8 / slowdown)
-            began = time.perf_counter()
-            mib = reader_bytes(store, layers, epochs=1, stack=False) / (1 << 20)
-            seconds = (time.perf_counter() - began) / slowdown
-            counters = control(server, latency_s=0, bytes_per_s=None)["counters"]
-            peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-            print(
-                f"{len(layers)} layers: {mib / seconds:.0f} MiB/s, {mib:.0f} MiB, {counters['get']} requests, peak of "
-                f"memory {peak} MiB higher",
-                flush=True,
-            )
+    with server() as url:
+        os.environ.update(environment(url))
+        for name, tokens, all_layers, cases in (
+            ("few", num_tokens, LAYERS, (LAYERS[:1], LAYERS)),
+            ("many", num_tokens // 3, MANY_LAYERS, (MANY_LAYERS,)),
+        ):
+            write_store(tokens, f"{REMOTE}-{name}", all_layers)
+            store = ActivationStore.open(f"{REMOTE}-{name}")
+            for layers in cases:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                control(url, latency_s=0.05 * slowdown, bytes_per_s=1e8 / slowdown)
+                began = time.perf_counter()
+                mib = reader_bytes(store, layers, epochs=1, stack=False) / (1 << 20)
+                seconds = (time.perf_counter() - began) / slowdown
+                counters = control(url, latency_s=0, bytes_per_s=None)["counters"]
+                peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
+                print(
+                    f"{len(layers)} layers: {mib / seconds:.0f} MiB/s, {mib:.0f} MiB, {counters['get']} requests, peak "
+                    f"of memory {peak} MiB higher",
+                    flush=True,
+                )
 
 
 def main() -> None:

@@ -15,34 +15,18 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import pairwise, product
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from scripts.bench.gcs_standin import Behaviour, Provider, environment, serve_process
+from scripts.bench.gcs_standin import environment, server
 from scripts.bench.scale_paths import PATHS, shape_and_target
 from scripts.bench.scale_store import BUILD, make_store
 
 RESULTS = Path("build/bench-scale.json")
 CLAIM_STREAMS = 10_000  # each stream has an object for its claim
 KINDS = ("list", "get", "put", "delete")
-
-
-@contextmanager
-def server(provider: Provider | None) -> Iterator[str]:
-    """The URL of a stand-in in a separate process, initially without latency."""
-    context = get_context("spawn")
-    receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=serve_process, args=(provider, Behaviour(latency_s=0), sending), daemon=True)
-    process.start()
-    try:
-        yield receiving.recv()
-    finally:
-        process.kill()
-        process.join()
 
 
 def measure(name: str, blocks: int, streams: int, latency_s: float = 0.05, limit_s: float = 300) -> dict[str, Any]:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from pipeline.core.errors import StoreError
 from pipeline.store.io.storage import Storage, StorageOptions
-from scripts.bench.bench_scale import server
-from scripts.bench.gcs_standin import control, environment
+from scripts.bench.gcs_standin import control, environment, server
 
 CONTENT = bytes(1024)
 WARM_UP_S = 3
@@ -79,7 +78,7 @@ def main() -> None:
     parser.add_argument("--latency-s", type=float, default=0.05)
     parser.add_argument("--timeout-s", type=float, default=120, help="after the refusals")
     options = parser.parse_args()
-    with server(None) as url:
+    with server() as url:
         os.environ.update(environment(url))
         result = storm(url, options.clients, options.refuse_s, options.latency_s, options.timeout_s)
     Path("build").mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from multiprocessing import parent_process
+from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 from urllib.parse import parse_qsl, unquote
@@ -347,11 +347,25 @@ def serving(stand_in: StandIn) -> Iterator[str]:
         loop.close()
 
 
-def serve_process(provider: Provider | None, behaviour: Behaviour, ready: Connection) -> None:
+@contextmanager
+def server(provider: Provider | None = None) -> Iterator[str]:
+    """Runs the server in a separate process, initially without latency. Yields its URL."""
+    context = get_context("spawn")
+    receiving, sending = context.Pipe(duplex=False)
+    process = context.Process(target=_serve_process, args=(provider, sending), daemon=True)
+    process.start()
+    try:
+        yield receiving.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve_process(provider: Provider | None, ready: Connection) -> None:
     """The main function of a server process, which ends with its parent. Sends its URL through `ready`."""
 
     async def serve() -> None:
-        _, url = await _start(StandIn(provider, behaviour), 0)
+        _, url = await _start(StandIn(provider, Behaviour(latency_s=0)), 0)
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(parent_process().sentinel, ended.set)
         ready.send(url)
