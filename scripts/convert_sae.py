@@ -5,9 +5,8 @@
 INPUT is either
 
 * a folder from dictionary_learning (https://github.com/saprmarks/dictionary_learning) with ae.pt and config.json, for
-one
-  of the classes AutoEncoder, AutoEncoderNew, AutoEncoderTopK, BatchTopKSAE, MatryoshkaBatchTopKSAE, JumpReluAutoEncoder
-  and GatedAutoEncoder; or
+  one of the classes AutoEncoder, AutoEncoderNew, AutoEncoderTopK, BatchTopKSAE, MatryoshkaBatchTopKSAE,
+  JumpReluAutoEncoder and GatedAutoEncoder; or
 * a layer of Qwen-Scope (https://huggingface.co/collections/Qwen/qwen-scope): layerN.sae.pt. Its k is the number after
   "L0_" in the repository's name: set it with --k, or keep that name for the folder.
 
@@ -195,10 +194,8 @@ def main() -> None:
         kind, path, k = trainer["dict_class"], options.input / "ae.pt", trainer["k"]
         metadata = {"model_name": trainer.get("lm_name"), "hook_name": options.hook_name}
     else:
-        number, size = (
-            re.search(r"layer(\d+)\.sae\.pt$", str(options.input)),
-            re.search(r"L0_(\d+)", str(options.input)),
-        )
+        number = re.search(r"layer(\d+)\.sae\.pt$", str(options.input))
+        size = re.search(r"L0_(\d+)", str(options.input))
         if number is None:
             sys.exit(f"{options.input}: expected a folder with ae.pt and config.json, or a file layerN.sae.pt.")
         kind, path, k = "Qwen-Scope", options.input, int(size[1]) if size else None

@@ -169,7 +169,7 @@ def _write_statistics(store: StoreWriter, block: TokenBlock, statistics: BlockSt
     return replace(commit_record(block), statistics_sha256=table_digest(content), blocks_before=before)
 
 
-def run_hosts(folder: Path, path: str, shape: Shape, seed: int = 0) -> Figures:
+def run_hosts(folder: Path, path: str, shape: Shape) -> Figures:
     """Starts the hosts, and restarts each host that ends before the store is complete.
 
     One of the running hosts is killed after every random number of computed blocks.
@@ -177,7 +177,7 @@ def run_hosts(folder: Path, path: str, shape: Shape, seed: int = 0) -> Figures:
     context = get_context("forkserver")
     context.set_forkserver_preload([__name__])
     computed = context.RawArray("q", shape.hosts)  # without a lock, which a killed host might hold
-    rng = random.Random(seed)
+    rng = random.Random(0)
     kill_at = sorted(rng.sample(range(1, shape.blocks * 9 // 10), shape.kills), reverse=True)
     hosts: dict[int, BaseProcess] = {}
     doomed: set[int] = set()

@@ -18,7 +18,7 @@ from bench_host import BUILD, broadcast_step, open_broadcast_job, prepare, run_j
 from pipeline.store.format.layout import MIB
 
 TOKENS = 200_000
-MORE = 50  # MiB: text, the step's own memory, holes
+MORE = 50  # MiB: text, the step's own memory, fragmentation
 CASES: dict[str, list[str]] = {
     "as it is": [],
     "a quarter of the tokens": [f"run.max_tokens={TOKENS // 4}"],

@@ -2,7 +2,7 @@
 
     make bench-peers                     # everything; about 35 minutes on two free cores
     python scripts/bench/bench_peers.py --workloads W1 --peers ours,hf_hook --repetitions 3
-    python scripts/bench/bench_peers.py --docs # also writes the table and the plot into docs/
+    python scripts/bench/bench_peers.py --docs   # also writes the table and the plot into docs/
 
 W1: GPT-2's shape, long documents, rows of 256, block 5. W2: the same, all 12 blocks. W3: documents of 20 to 250 tokens,
 block 5. W4: Qwen2.5-0.5B's shape, rows of 1024, layer 15 of 24. All float32. Each tool has a separate process, which

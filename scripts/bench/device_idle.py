@@ -1,5 +1,6 @@
-"""Prints the share of a trace's time in which each device was idle:
-python scripts/bench/device_idle.py DIRECTORY (as run.profile).
+"""Prints the share of a trace's time in which each device was idle.
+
+    python scripts/bench/device_idle.py DIRECTORY     # the directory of run.profile
 
 The share is of the time from a device's first to its last event in the trace. A TPU or GPU is busy while one of its
 operations runs, the CPU backend while any program runs.

@@ -24,7 +24,7 @@ def write_table(result: dict) -> str:
     """One line per workload and tool; the ratio is this project's rate divided by the tool's."""
     lines = [
         "| | tool | tokens/s | all runs | ours / theirs | CPU s per 1000 tokens | peak, MiB | bytes per token "
-        "| kept beside | isolated | max difference |",
+        "| also stored | isolated | max difference |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, peers in result["workloads"].items():

@@ -102,12 +102,10 @@ class SyntheticStore:
         if key in self._fixed:
             return self._fixed[key]
         kind = next((kind for kind in self._kinds if key.startswith(f"{PLACE}/{kind}")), None)
-        i = (
-            None
-            if kind is None
-            else bisect.bisect_left(range(self.shape.blocks), key, key=lambda i: self._key(kind, i))
-        )
-        if i is None or i == self.shape.blocks or self._key(kind, i) != key:
+        if kind is None:
+            return None
+        i = bisect.bisect_left(range(self.shape.blocks), key, key=lambda i: self._key(kind, i))
+        if i == self.shape.blocks or self._key(kind, i) != key:
             return None
         place = self._place(kind, i)
         if kind == "_commits/":
@@ -116,8 +114,7 @@ class SyntheticStore:
             return encode_table(table(self.shape, *place))
         if kind == "_stats/":
             return self._statistics.encoded(place[1])
-        [spec] = (spec for spec in self.layout.all_arrays if spec.name == kind.removesuffix("/c/"))
-        return self._shard(spec, *place)
+        return self._shard(self._spec(kind.removesuffix("/c/")), *place)
 
     def keys_from(self, start: str) -> Iterator[str]:
         fixed = itertools.islice(self._fixed_keys, bisect.bisect_left(self._fixed_keys, start), None)
@@ -139,8 +136,10 @@ class SyntheticStore:
         per_block = {"_commits/": commit_key, "_documents/": table_key, "_stats/": statistics_key}
         if kind in per_block:
             return f"{PLACE}/{per_block[kind](stream, block)}"
-        [spec] = (spec for spec in self.layout.all_arrays if spec.name == kind.removesuffix("/c/"))
-        return f"{PLACE}/{self.layout.shard_key(spec, stream, block)}"
+        return f"{PLACE}/{self.layout.shard_key(self._spec(kind.removesuffix('/c/')), stream, block)}"
+
+    def _spec(self, name: str) -> ArraySpec:
+        return next(spec for spec in self.layout.all_arrays if spec.name == name)
 
     def _place(self, kind: str, i: int) -> tuple[int, int]:
         """Stream and block of the i-th of the sorted keys of one kind."""
@@ -159,14 +158,12 @@ class SyntheticStore:
     def record(self, stream: int, block: int) -> CommitRecord:
         """A block's commit record."""
         documents = arrays(self.shape, self.layout, stream, block)["documents"]
-        digests = self._digests | {
-            "documents": values_digest(documents, self.layout.chunk_shape(_documents(self.layout)))
-        }
+        chunk_shape = self.layout.chunk_shape(self._spec("documents"))
         return replace(
             record(block, stream),
             table_sha256=table_digest(encode_table(table(self.shape, stream, block))),
             statistics_sha256=self._statistics.sha256(block),
-            digests=digests,
+            digests=self._digests | {"documents": values_digest(documents, chunk_shape)},
             blocks_before=self.stream_table(stream, block).digest(),
         )
 
@@ -221,10 +218,6 @@ class _RunningStatistics:
 
     def encoded(self, block: int) -> bytes:
         return encode_statistics(self._own, block, self.running(block) if block else None)
-
-
-def _documents(layout: StoreLayout) -> ArraySpec:
-    return next(spec for spec in layout.all_arrays if spec.name == "documents")
 
 
 def arrays(shape: StoreShape, layout: StoreLayout, stream: int, block: int) -> dict[str, np.ndarray]:

@@ -23,7 +23,7 @@ from scipy import ndimage
 Grid = Int8[np.ndarray, "height width"]
 Rng = np.random.Generator
 
-MIN_SIDE, MAX_SIDE = 3, 20
+MIN_SIDE = 3
 
 
 @dataclass(frozen=True)

@@ -84,9 +84,8 @@ def show_features(path: Path) -> None:
 def marked(store: ActivationStore, tokenizer: TextTokenizer, row: int, slot: int) -> str:
     """The text around a token in a row, with the token in brackets."""
     rows = store.read_tokens(row)
-    window = [
-        t for t in range(max(0, slot - 8), min(slot + 5, store.length)) if rows.segments[t] == rows.segments[slot]
-    ]
+    near = range(max(0, slot - TOKENS_BEFORE), min(slot + TOKENS_AFTER + 1, store.length))
+    window = [t for t in near if rows.segments[t] == rows.segments[slot]]
     parts = [tokenizer.decode(rows.tokens[[t]]) for t in window]
     parts[window.index(slot)] = f"[{parts[window.index(slot)]}]"
     return " ".join("".join(parts).split())

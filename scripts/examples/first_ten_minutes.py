@@ -1,6 +1,6 @@
 """The first ten minutes for users of TransformerLens or SAELens: activations in memory, a probe, a store.
 
-python scripts/examples/first_ten_minutes.py [--model Qwen/Qwen2.5-0.5B --layer 12]
+    python scripts/examples/first_ten_minutes.py [--model Qwen/Qwen2.5-0.5B --layer 12]
 
 docs/reading.md maps the names of TransformerLens and SAELens.
 """

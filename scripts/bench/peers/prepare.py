@@ -1,6 +1,6 @@
 """Writes the inputs of all extractors: checkpoints with published shapes and random weights, and the texts.
 
-python scripts/bench/peers/prepare.py DEMO_TEXT TOKENIZER WORKLOAD...
+    python scripts/bench/peers/prepare.py DEMO_TEXT TOKENIZER WORKLOAD...
 
 Long documents are cut to whole rows, so that joining them and keeping them apart gives the same rows.
 """
