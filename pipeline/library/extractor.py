@@ -89,7 +89,8 @@ class Extractor:
         revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
         special_tokens, prefix and suffix of `data`; rows, packing and long_documents of `batch`; int8_group, outputs,
         top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode and encode_* of
-        `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`; tensor of `mesh`.
+        `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`; tensor of `mesh`;
+        reserved_mib of `run`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """

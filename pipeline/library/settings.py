@@ -11,26 +11,21 @@ from pipeline.config.schema import ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.suggestions import did_you_mean
 
-KEYS = {
-    **{"model": "model.path", "revision": "model.revision", "tokenizer": "model.tokenizer"},
-    **{"model_dtype": "model.dtype", "weights_dtype": "model.weights_dtype"},
-    **{"activations_dtype": "model.activations_dtype", "attention": "model.attention", "weights": "model.weights"},
-    **{"init": "model.init", "seed": "model.seed", "tensor": "mesh.tensor"},
-    **{"on_error": "data.on_error", "special_tokens": "data.special_tokens"},
-    **{"prefix": "data.prefix", "suffix": "data.suffix"},
-    **{"rows": "batch.rows", "length": "batch.length"},
-    **{"packing": "batch.packing", "long_documents": "batch.long_documents"},
-    **{"layers": "capture.layers", "sites": "capture.sites", "dtype": "capture.dtype"},
-    **{"int8_group": "capture.int8_group", "outputs": "capture.outputs", "top_logprobs": "capture.top_logprobs"},
-    "on_not_finite": "capture.on_not_finite",
-    **{"encode": "capture.encode", "encode_top": "capture.encode_top", "encode_dtype": "capture.encode_dtype"},
-    **{"encode_threshold": "capture.encode_threshold", "encode_index": "capture.encode_index"},
-    **{"encode_error": "capture.encode_error", "keep": "capture.keep"},
-    **{"positions": "capture.positions", "every": "capture.every", "token": "capture.token", "regex": "capture.regex"},
-    **{"rate": "capture.rate", "sample_seed": "capture.seed", "per_row": "capture.per_row"},
-    **{"shard_mib": "store.shard_mib", "rows_per_block": "store.rows_per_block"},
-    **{"compression": "store.compression", "reserved_mib": "run.reserved_mib"},
+_OPTIONS = {
+    "model": ("revision", "tokenizer", "weights_dtype", "activations_dtype", "attention", "weights", "init", "seed"),
+    "data": ("on_error", "special_tokens", "prefix", "suffix"),
+    "batch": ("rows", "length", "packing", "long_documents"),
+    "capture": (
+        *("layers", "sites", "dtype", "int8_group", "outputs", "top_logprobs", "on_not_finite", "positions", "every"),
+        *("token", "regex", "rate", "per_row", "keep", "encode", "encode_top", "encode_dtype", "encode_threshold"),
+        *("encode_index", "encode_error"),
+    ),
+    "store": ("shard_mib", "rows_per_block", "compression"),
+    "mesh": ("tensor",),
+    "run": ("reserved_mib",),
 }
+KEYS = {option: f"{section}.{option}" for section, options in _OPTIONS.items() for option in options}
+KEYS |= {"model": "model.path", "model_dtype": "model.dtype", "sample_seed": "capture.seed"}
 """The key of the command's configuration that each option sets."""
 
 _IN_MEMORY = {"store.path": "in-memory", "data.path": "in-memory"}  # required keys, which only `save` uses
