@@ -169,7 +169,7 @@ def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedSt
 
 
 def load_weights(
-    config: RunConfig, model: Model, plan: Plan, partition: Partition, encoders: Sequence[Encoder] = ()
+    config: RunConfig, model: Model, plan: Plan, partition: Partition, encoders: Sequence[Encoder]
 ) -> Params:
     """Loads the weights of the SAEs, and those that the captured sites need, onto the devices of the partition."""
     params = model.load(

@@ -110,9 +110,8 @@ class PromptDelta:
         return DeltaCache(**self._cache)
 
     def convolve(self, name: str, x: Float[Array, "B P *heads"], taps: Array, segments: Array) -> Array:
-        positions = self._lengths[:, None] - jnp.arange(
-            taps.shape[-1] - 1, 0, -1
-        )  # the last; negative before the prompt
+        # The prompt's last positions; negative before it begins.
+        positions = self._lengths[:, None] - jnp.arange(taps.shape[-1] - 1, 0, -1)
         positions = positions.reshape(*positions.shape, *[1] * (x.ndim - 2))
         last_inputs = jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1)
         self._cache[name] = jnp.where(positions >= 0, last_inputs, 0)

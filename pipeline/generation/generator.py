@@ -90,7 +90,6 @@ class Generator:
 
         Raises InputError for a prompt that is empty or longer than `max_prompt`.
         """
-        prompts = iter(prompts)
         state: State = self.programs.empty()
         tenants: list[Prompt | None] = [None] * self.rows
         while not stop():
@@ -107,7 +106,7 @@ class Generator:
                 _local_rows(array) for array in (report.is_active, report.counts, report.completions)
             )
             self.counts.prefills += num_prefills
-            self.counts.prefill_slots += num_prefills * self._no_rows().prompts.size
+            self.counts.prefill_slots += num_prefills * self.programs.new_rows.prompts.size // jax.process_count()
             self.counts.segments += 1
             self.counts.row_steps += int(report.steps) * self.rows
             for row, tenant in enumerate(tenants):

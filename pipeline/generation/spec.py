@@ -21,9 +21,7 @@ class GenerationSpec:
     dtype: str = "float32"  # of the captured activations
     cache_is_int8: bool = False  # int8 keys and values; else they have the weights' dtype
     attention: str = "auto"  # the requested implementation, for the prefill
-    segment_steps: int = (
-        16  # decoding steps between host checks; after its end, a row idles for half of them on average
-    )
+    segment_steps: int = 16  # decoding steps between the host's checks; an ended row idles for half of them on average
 
     @property
     def length(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float32, Float64, Int32
 
 from pipeline.core.errors import StoreInvalid
+from pipeline.core.sites import ActivationKey
 from pipeline.store import ActivationStore, TokenRows
 from pipeline.store.format.norms import l2_norms
 from pipeline.store.read.order import permutation
@@ -79,21 +80,20 @@ def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSamp
     rows = np.sort(store.rows[permutation(len(store.rows), seed)[:num_rows]])
     side_arrays = store.read_tokens(rows)
     valid = side_arrays.segments > 0
-    views = tuple(_view(store, key.name, rows, valid) for key in store.keys)
+    views = tuple(_view(store, key, rows, valid) for key in store.keys)
     return StoreSample(rows, side_arrays, views, store.read_tokens(rows, whole=True), store.read_selected(rows))
 
 
-def _view(store: ActivationStore, name: str, rows: np.ndarray, valid: np.ndarray) -> ActivationView:
-    key = next(key for key in store.keys if key.name == name)
+def _view(store: ActivationStore, key: ActivationKey, rows: np.ndarray, valid: np.ndarray) -> ActivationView:
     values = store.read(key.layer if key.site.per_layer else None, key.site, rows)[valid]
     norms = np.full(valid.shape, np.nan, np.float32)
     norms[valid] = l2_norms(values)
     finite = np.isfinite(values).all(axis=1)
     step = -(-int(finite.sum()) // SPECTRUM_TOKENS) or 1
     return ActivationView(
-        name=name,
+        name=key.name,
         width=values.shape[1],
-        dtype=store.arrays[name].dtype.name,
+        dtype=store.arrays[key.name].dtype.name,
         norms=norms,
         spectrum=_spectrum(values[finite][::step].astype(np.float64)),
         non_finite=int((~finite).sum()),

@@ -24,7 +24,7 @@ def store_metadata(
     tokenizer: TextTokenizer,
     data: Mapping[str, object],
     stored: StoreMetadata | None,
-    encoders: Sequence[Encoder] = (),
+    encoders: Sequence[Encoder],
 ) -> StoreMetadata:
     """The metadata of the job's store. data: the identity of the data. stored: the metadata of the existing store.
 

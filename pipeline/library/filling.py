@@ -88,7 +88,7 @@ class Filler:
         memories: Sequence[TokenMemory],
         reading: Reading,
         rank: int,
-        tee: StoreTee | None = None,
+        tee: StoreTee | None,
     ) -> None:
         self.waits = Waits()
         self.begins: dict[int, FeedPosition] = {}

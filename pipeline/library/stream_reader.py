@@ -46,7 +46,7 @@ class StreamReader(Iterator[Batch]):
         half_steps: int,
         state: Mapping[str, Any] | None,
         *,
-        fills_store: bool = False,
+        fills_store: bool,
     ) -> None:
         """half_steps: steps per half of the buffer. fills_store: whether to fill the job's store, too.
 
@@ -106,7 +106,7 @@ class StreamReader(Iterator[Batch]):
         self._filler.close()
 
 
-def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool = False) -> int:
+def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool) -> int:
     """The peak host memory of activations and side arrays: both halves of the buffer, steps in flight, batches gathered
     ahead and, if the stream fills a store, the memory for that."""
     slot_bytes = sum(spec.position_bytes for spec in _read_arrays(job, reading))

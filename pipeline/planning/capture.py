@@ -37,7 +37,7 @@ def plan_checks(config: RunConfig) -> CheckPlan:
     )
 
 
-def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec, ...] = ()) -> StepSpec:
+def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec, ...]) -> StepSpec:
     """The spec of a run's step. Raises ConfigError for a site or layer that the model does not have, for a row length
     that it does not support, and for settings that contradict each other."""
     capture, batch = config.capture, config.batch

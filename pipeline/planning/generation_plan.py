@@ -112,7 +112,7 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     return tensor, replace(plan, notes=plan.notes + notes)
 
 
-def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int, is_int8: bool = False) -> int:
+def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int, is_int8: bool) -> int:
     """Bytes of all layers' caches, over all devices, for rows of `length` tokens: keys and values (int8 with float32
     scales), and for a DeltaNet the last inputs of its convolutions and its float32 states."""
     num_delta = sum(arch.blocks(layer).is_delta for layer in range(arch.num_layers))

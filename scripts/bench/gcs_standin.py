@@ -131,9 +131,9 @@ class Objects:
 class StandIn:
     """The server's state: objects, behaviour, and counters of requests since the last reset."""
 
-    def __init__(self, provider: Provider | None = None, behaviour: Behaviour | None = None) -> None:
+    def __init__(self, behaviour: Behaviour, provider: Provider | None = None) -> None:
         self.objects = Objects(provider)
-        self.set_behaviour(behaviour or Behaviour())
+        self.set_behaviour(behaviour)
 
     def set_behaviour(self, behaviour: Behaviour) -> None:
         """Sets the behaviour, and resets the counters."""
@@ -365,7 +365,7 @@ def _serve_process(provider: Provider | None, ready: Connection) -> None:
     """The main function of a server process, which ends with its parent. Sends its URL through `ready`."""
 
     async def serve() -> None:
-        _, url = await _start(StandIn(provider, Behaviour(latency_s=0)), 0)
+        _, url = await _start(StandIn(Behaviour(latency_s=0), provider), 0)
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(parent_process().sentinel, ended.set)
         ready.send(url)
@@ -406,7 +406,7 @@ def main() -> None:
     port = options.pop("port")
 
     async def serve() -> None:
-        _, url = await _start(StandIn(behaviour=Behaviour(**options)), port)
+        _, url = await _start(StandIn(Behaviour(**options)), port)
         print(" ".join(f"{name}={value}" for name, value in environment(url).items()), flush=True)
         await asyncio.Event().wait()
 

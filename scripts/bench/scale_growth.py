@@ -20,7 +20,7 @@ KINDS = ("list", "get", "put", "delete")
 
 def requests(names: Sequence[str], blocks: Sequence[int]) -> dict[str, dict[int, int]]:
     """Requests by path and number of blocks. TensorStore must not have been used for `gs://` before in this process."""
-    stand_in = StandIn(behaviour=Behaviour(latency_s=0))
+    stand_in = StandIn(Behaviour(latency_s=0))
     counts: dict[str, dict[int, int]] = {name: {} for name in names}
     with serving(stand_in) as url:
         os.environ.update(environment(url))

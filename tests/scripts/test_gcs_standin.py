@@ -22,7 +22,7 @@ from scripts.bench.gcs_standin import PAGE_KEYS, Behaviour, Objects, StandIn, co
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[tuple[StandIn, str]]:
     """The server without latency, and its URL."""
-    server = StandIn(behaviour=Behaviour(latency_s=0))
+    server = StandIn(Behaviour(latency_s=0))
     with serving(server) as url:
         yield server, url
 
