@@ -269,7 +269,7 @@ class StoreWriter:
         """Opens a store, complete or not, for more blocks. No process completes it before it holds `target` tokens."""
         # Grow the arrays first, then change the root; finishing does the reverse. So an incomplete store always has
         # room for a block.
-        set_rows(self.storage, self._array_names(), MAX_ROWS)
+        set_rows(self.storage, self.root.array_names, MAX_ROWS)
 
         def reopened(root: StoreRoot) -> StoreRoot:
             before = root.target
@@ -283,7 +283,7 @@ class StoreWriter:
         self.root = change_root(self.storage, reopened)
         while any(array.shape[0] != MAX_ROWS for array in self.arrays.values()):
             # A process that was still finishing the store has trimmed them.
-            set_rows(self.storage, self._array_names(), MAX_ROWS)
+            set_rows(self.storage, self.root.array_names, MAX_ROWS)
             self.arrays = open_or_create(self.storage, self.layout)
 
     def finish(self, force: bool = False) -> bool:
@@ -302,9 +302,6 @@ class StoreWriter:
 
     def _change_root(self, **changes: object) -> None:
         self.root = change_root(self.storage, lambda root: replace(root, **changes))
-
-    def _array_names(self) -> list[str]:
-        return [spec.name for spec in self.layout.all_arrays]
 
     def _withdraw(self, stream: int, block: int) -> None:
         blocks = self.streams[stream]
