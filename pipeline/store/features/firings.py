@@ -3,7 +3,7 @@
 Shapes: n firings, F features of the SAE.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Float32, Float64, Int64
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.features.index_file import decode_entry, decode_firings, entry_range, firings_range, index_key
 from pipeline.store.format.block_table import Block
+from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.statistics import Statistics
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage
@@ -69,17 +70,16 @@ class FeatureStatistics:
 class FeatureIndexes:
     """The indexes by feature of an SAE.
 
-    features: the prefix of its arrays' names. width: F. value_type: the dtype of values. slots: slots per row.
-    blocks: the store's blocks, in row order. first_row: returns the first row of a block (stream, block).
+    features: the prefix of its arrays' names. width: F. value_type: the dtype of values. blocks: the store's blocks, in
+    row order.
     """
 
     storage: Storage
     features: str
     width: int
     value_type: np.dtype
-    slots: int
+    layout: StoreLayout
     blocks: Sequence[Block]
-    first_row: Callable[[int, int], int]
 
     def read(self, feature: int, top: int | None = None) -> Firings:
         """All firings of a feature, or the `top` strongest. Costs two small reads per block; with `top`, one per block
@@ -96,9 +96,9 @@ class FeatureIndexes:
         for n, content in zip(fires, contents, strict=True):
             block = self.blocks[n]
             block_firings = decode_firings(content, entries[n], self.value_type, keys[n])
-            row, slot = np.divmod(block_firings.slots.astype(np.int64), self.slots)
+            row, slot = np.divmod(block_firings.slots.astype(np.int64), self.layout.slots)
             in_block = row < block.rows  # a longer run may have replaced a truncated block since the store was opened
-            rows.append(self.first_row(block.stream, block.block) + row[in_block])
+            rows.append(self.layout.first_row(block.stream, block.block) + row[in_block])
             slots.append(slot[in_block])
             values.append(block_firings.values[in_block])
         firings = Firings(*map(np.concatenate, (rows, slots, values)))

@@ -15,17 +15,16 @@ from itertools import count
 from typing import NoReturn, Self
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import Int64
 
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
-from pipeline.store.io.storage import Storage
 from pipeline.store.read.batch_options import Reading
 from pipeline.store.read.buffers import StoredBlocks
 from pipeline.store.read.gathering import Batch, Gatherer, Position, TokenMemory
 from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
+from pipeline.store.read.stored_objects import StoredObjects
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,7 @@ class BatchReader(Iterator[Batch]):
 
     def __init__(
         self,
-        storage: Storage,
-        layout: StoreLayout,
-        arrays: Mapping[str, ts.TensorStore],
+        objects: StoredObjects,
         blocks: BlockTable,
         reading: Reading,
         state: Mapping[str, int] | None = None,
@@ -61,7 +58,7 @@ class BatchReader(Iterator[Batch]):
         """order: shared by several readers that yield the same tokens; None for the reader's own."""
         # The generator refers to the source and not to the reader, so that there is no reference cycle: dropping the
         # reader ends its threads at once instead of at the next garbage collection.
-        self._source = _BatchSource(storage, layout, arrays, blocks, reading, order)
+        self._source = _BatchSource(objects, blocks, reading, order)
         self._position = Position() if state is None else self._source.restored(dict(state))
         self._batches = self._source.read(self._position)
 
@@ -97,19 +94,13 @@ class _BatchSource:
     """Makes a reader's batches, in threads."""
 
     def __init__(
-        self,
-        storage: Storage,
-        layout: StoreLayout,
-        arrays: Mapping[str, ts.TensorStore],
-        blocks: BlockTable,
-        reading: Reading,
-        order: ReadingOrder | None,
+        self, objects: StoredObjects, blocks: BlockTable, reading: Reading, order: ReadingOrder | None
     ) -> None:
         blocks = blocks[blocks.column("rows") > 0]
         self._reading = reading
         self._options = reading.options
-        self._blocks = StoredBlocks(storage, layout, arrays, blocks)
-        self._order = order or reading_order(blocks, [(layout, reading)])
+        self._blocks = StoredBlocks(objects, blocks)
+        self._order = order or reading_order(blocks, [(objects.layout, reading)])
 
     @property
     def fixed_state(self) -> dict[str, int]:

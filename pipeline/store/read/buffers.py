@@ -1,18 +1,16 @@
 """Reads pieces of blocks into the memory from which batches are gathered."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import Bool, Int64, Shaped
 
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.layout import DOCUMENTS, MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.tables import read_tables
 from pipeline.store.generated.completions import completion_slots
-from pipeline.store.io.storage import Storage
 from pipeline.store.read.filters import COMPLETIONS, TokenFilter
 from pipeline.store.read.gathering import TokenMemory
 from pipeline.store.read.order import Buffer, ReadingOrder
@@ -35,57 +33,44 @@ FILES_AT_ONCE = 4  # threads that read local store shards
 class StoredBlocks:
     """The committed blocks of a store, and the side arrays of the current window's blocks."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        layout: StoreLayout,
-        arrays: Mapping[str, ts.TensorStore],
-        blocks: BlockTable,
-    ) -> None:
-        self._storage = storage
-        self.layout = layout
-        self.arrays = arrays
+    def __init__(self, objects: StoredObjects, blocks: BlockTable) -> None:
+        self._storage = objects.storage
+        self.layout = objects.layout
+        self.arrays = objects.arrays
         self.blocks = blocks
-        self._objects = StoredObjects(storage, layout, arrays)
-        self._plain = frozenset(name for name, array in arrays.items() if has_plain_chunks(array))
+        self._objects = objects
+        self._plain = frozenset(name for name, array in self.arrays.items() if has_plain_chunks(array))
         self._threads = ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="read") if self._plain else None
         # By block: its window, and side arrays [rows, slots] by name.
         self._side_arrays: dict[int, tuple[int, dict[str, np.ndarray]]] = {}
 
-    @property
-    def is_remote(self) -> bool:
-        return self._storage.is_remote
-
-    def retry_read(self, read: Callable[[], None]) -> None:
-        """Calls `read`, again if it finds something damaged or missing; see `KeyValueStore.retry_read`."""
-        self._storage.retry_read(read)
-
     def fill(self, memory: TokenMemory, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
         """Waits until no task uses the memory, then reads the buffer's pieces into it. Raises StoreError."""
         memory.wait_for_users()
-        self.retry_read(lambda: self._fill(memory, buffer, order, token_filter))
+        self._storage.retry_read(lambda: self._fill(memory, buffer, order, token_filter))
 
     def _fill(self, memory: TokenMemory, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
         row_numbers: list[np.ndarray] = []
         row = 0
-        with ReadsAhead(self.is_remote) as reads:
+        with ReadsAhead(self._storage.is_remote) as reads:
             for piece in buffer.pieces:
-                first = self.first_row(piece.block) + piece.first
+                first = self._first_row(piece.block) + piece.first
                 for name, target in memory.targets.items():
-                    reads.add(self.start(name, first, target[row : row + piece.num_rows]))
+                    threads = self._threads if name in self._plain else None
+                    reads.add(RowRead(self.arrays[name], first, target[row : row + piece.num_rows], threads))
                 row_numbers.append(np.arange(first, first + piece.num_rows))
                 row += piece.num_rows
             completions = {COMPLETIONS: np.empty((row, self.layout.slots), bool)}
             arrays = memory.side_arrays | completions
-            more = (*token_filter.side_arrays, *memory.side_arrays)
-            side_arrays = self.side_arrays(buffer, more)  # while activations are being read
-            for name in side_arrays[0]:
+            names = list(dict.fromkeys((*memory.side_arrays, *token_filter.side_arrays)))
+            side_arrays = self._pieces_side_arrays(buffer, names)  # while activations are being read
+            for name in names:
                 np.concatenate([sides[name] for sides in side_arrays], out=arrays[name][:row])
             slots = memory.chosen(token_filter, row, completions)
             reads.wait()
         has_any = memory.side_arrays["segments"][:row, 0] > 0
         for name, target in memory.targets.items():
-            self.require(name, np.concatenate(row_numbers), target[:row], has_any)
+            self._require(name, np.concatenate(row_numbers), target[:row], has_any)
         memory.order = order.shuffled(buffer, memory.within_norms(token_filter, slots))
 
     def close(self) -> None:
@@ -93,14 +78,10 @@ class StoredBlocks:
         if self._threads is not None:
             self._threads.shutdown(wait=False)
 
-    def start(self, name: str, first_row: int, out: np.ndarray) -> RowRead:
-        """Starts reading rows of an array into `out`."""
-        return RowRead(self.arrays[name], first_row, out, self._threads if name in self._plain else None)
-
-    def first_row(self, block: int) -> int:
+    def _first_row(self, block: int) -> int:
         return self.layout.first_row(*self.blocks[block][:2])
 
-    def require(
+    def _require(
         self,
         name: str,
         rows: Int64[np.ndarray, " n"],
@@ -112,12 +93,12 @@ class StoredBlocks:
         doubtful = self._objects.are_doubtful(name, rows, values)
         self._objects.require(name, rows[doubtful if filled is None else doubtful & filled])
 
-    def side_arrays(self, buffer: Buffer, more: Sequence[str] = ()) -> list[dict[str, np.ndarray]]:
-        """The side arrays, and the arrays `more`, of each of the buffer's pieces. Drops those of earlier windows."""
+    def _pieces_side_arrays(self, buffer: Buffer, names: Sequence[str]) -> list[dict[str, np.ndarray]]:
+        """See `read_side_arrays`, for each of the buffer's pieces. Drops the arrays of earlier windows."""
         oldest = min(piece.window for piece in buffer.pieces)
         kept = {b: (window, values) for b, (window, values) in self._side_arrays.items() if window >= oldest}
         missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in kept}
-        read = self.read_side_arrays(list(missing), list(dict.fromkeys([*(spec.name for spec in SIDE_ARRAYS), *more])))
+        read = self.read_side_arrays(list(missing), names)
         self._side_arrays = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
         return [
             {name: side[p.first : p.first + p.num_rows] for name, side in self._side_arrays[p.block][1].items()}
@@ -151,13 +132,13 @@ class StoredBlocks:
             if name == SELECTED.name:
                 require_selected(self.arrays[name], self.blocks[block], values)
             elif name not in (POSITIONS.name, *self._output_names):  # whose values may all be 0
-                self.require(name, self._rows(block), values)
+                self._require(name, self._rows(block), values)
             side_arrays[block][name] = values
         for block, sides in side_arrays.items():
             self._require_outputs(block, sides)
             if {POSITIONS.name, SEGMENTS.name} <= set(sides):
                 counting = has_nonzero_positions(sides[SEGMENTS.name])
-                self.require(POSITIONS.name, self._rows(block), sides[POSITIONS.name], counting)
+                self._require(POSITIONS.name, self._rows(block), sides[POSITIONS.name], counting)
         if COMPLETIONS in names:
             tables = read_tables(self._storage, [self.blocks[b] for b in blocks])
             for sides, table in zip(side_arrays.values(), tables, strict=True):
@@ -175,12 +156,12 @@ class StoredBlocks:
         """Raises StoreInvalid if an object of outputs is missing. Rows without a selected token may be all zeros."""
         for name in (name for name in self._output_names if name in sides):
             filled = sides[SELECTED.name][:, 0] >= 0 if SELECTED.name in sides else None
-            self.require(name, self._rows(block), sides[name], filled)
+            self._require(name, self._rows(block), sides[name], filled)
 
     def _rows(self, block: int) -> Int64[np.ndarray, " rows"]:
-        return self.first_row(block) + np.arange(self.blocks[block].rows)
+        return self._first_row(block) + np.arange(self.blocks[block].rows)
 
     def _start(self, block: int, name: str) -> tuple[np.ndarray, RowRead]:
         array = self.arrays[name]
         values = np.empty((self.blocks[block].rows, *array.shape[1:]), array.dtype.numpy_dtype)
-        return values, RowRead(array, self.first_row(block), values)
+        return values, RowRead(array, self._first_row(block), values)

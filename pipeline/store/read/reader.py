@@ -48,6 +48,7 @@ from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.gathering import sample_statistics
 from pipeline.store.read.order import ReadingOrder
 from pipeline.store.read.rows import slot_side_arrays
+from pipeline.store.read.stored_objects import StoredObjects
 from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
 
 # The size of the shuffle buffer from which `sample` takes tokens.
@@ -112,7 +113,8 @@ class ActivationStore:
         self.slots: int = self._layout.slots
         self.blocks = blocks
         self._last = last
-        self._rows = StoredRows(storage, self._layout, arrays, self.blocks)
+        self._objects = StoredObjects(storage, self._layout, arrays)
+        self._rows = StoredRows(self._objects, blocks)
         self._documents = StoredDocuments(storage, self.blocks, self.metadata.num_streams)
 
     @classmethod
@@ -233,9 +235,7 @@ class ActivationStore:
                 "earlier version. Read all features with batches(..., features=True)."
             )
         value_type = self.arrays[f"{features}.value"].dtype.numpy_dtype
-        indexes = FeatureIndexes(
-            self.storage, features, width, value_type, self.slots, self.blocks, self._layout.first_row
-        )
+        indexes = FeatureIndexes(self.storage, features, width, value_type, self._layout, self.blocks)
         return self.storage.retry_read(lambda: indexes.read(feature, top))
 
     def _features_name(self, name: str) -> str:
@@ -367,7 +367,7 @@ class ActivationStore:
     def _reader(
         self, reading: Reading, state: Mapping[str, int] | None = None, order: ReadingOrder | None = None
     ) -> BatchReader:
-        return BatchReader(self.storage, self._layout, self.arrays, self.blocks, reading, state, order)
+        return BatchReader(self._objects, self.blocks, reading, state, order)
 
     def sample(
         self,

@@ -1,19 +1,17 @@
 """The stored rows of a store, and their values in its arrays."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import SupportsIndex
 
 import numpy as np
-import tensorstore as ts
 from jaxtyping import Bool, Int64, Shaped
 
 from pipeline.core.errors import StoreError
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import dequantised, scale_name
-from pipeline.store.format.layout import MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, StoreLayout
-from pipeline.store.io.storage import Storage
+from pipeline.store.format.layout import MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.read.rows import RunsRead, has_nonzero_positions
 from pipeline.store.read.stored_objects import StoredObjects
 
@@ -25,18 +23,12 @@ Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
 class StoredRows:
     """Reads rows of the committed `blocks`, which are in row order."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        layout: StoreLayout,
-        arrays: Mapping[str, ts.TensorStore],
-        blocks: BlockTable,
-    ) -> None:
-        self._storage = storage
-        self._layout = layout
-        self._arrays = arrays
+    def __init__(self, objects: StoredObjects, blocks: BlockTable) -> None:
+        self._storage = objects.storage
+        self._layout = objects.layout
+        self._arrays = objects.arrays
         self._blocks = blocks
-        self._objects = StoredObjects(storage, layout, arrays)
+        self._objects = objects
 
     @cached_property
     def _first_rows(self) -> Int64[np.ndarray, " blocks"]:
@@ -49,12 +41,13 @@ class StoredRows:
     @cached_property
     def numbers(self) -> Int64[np.ndarray, " n"]:
         """The numbers of all stored rows, ascending."""
-        return _ranges(self._first_rows, self._num_rows)
+        return self.row_numbers(self._blocks)
 
     def row_numbers(self, blocks: BlockTable) -> Int64[np.ndarray, " n"]:
         """The numbers of the rows of the given blocks."""
-        firsts = self._layout.first_row(blocks.column("stream"), blocks.column("block"))
-        return _ranges(firsts, blocks.column("rows"))
+        firsts, lengths = self._layout.first_row(blocks.column("stream"), blocks.column("block")), blocks.column("rows")
+        starts = np.cumsum(lengths) - lengths
+        return np.arange(lengths.sum()) + np.repeat(firsts - starts, lengths)
 
     def _are_stored(self, rows: Int64[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         if not len(self._first_rows):
@@ -153,12 +146,6 @@ class ArrayReads(Iterator[tuple[str, np.ndarray]]):
         values = self._finish(name, read)
         self._start_some()
         return name, values
-
-
-def _ranges(firsts: Int64[np.ndarray, " k"], lengths: Int64[np.ndarray, " k"]) -> Int64[np.ndarray, " n"]:
-    """The concatenation of the ranges first .. first + length."""
-    starts = np.cumsum(lengths) - lengths
-    return np.arange(lengths.sum()) + np.repeat(firsts - starts, lengths)
 
 
 def is_one_row(rows: Rows) -> bool:
