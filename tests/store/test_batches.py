@@ -347,6 +347,7 @@ def test_ranks_of_endless_readers_count_no_tokens_first(store):
         ({"rank": 2, "world": 2}, "rank is 2 with world=2"),
         ({"framework": "tensorflow"}, "framework is 'tensorflow'. Choose one of numpy, jax, torch"),
         ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs equal widths"),
+        ({"keys": [NAME, NAME], "stack": True}, "stack=True needs each key once"),
     ],
 )
 def test_contradictory_arguments_are_refused(store, options, message):

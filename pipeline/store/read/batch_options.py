@@ -148,6 +148,8 @@ class Readable:
         forms = {spec.name: (spec.width, spec.dtype) for spec in self.layout.arrays if spec.name in names}
         if options.stack and len(set(forms.values())) != 1:
             raise ValueError(f"stack=True needs equal widths and dtypes, got {forms}. Remove it to get arrays by name.")
+        if options.stack and len(forms) < len(names):
+            raise ValueError(f"stack=True needs each key once, got {names}. Remove the repeated ones.")
         outputs = [spec.name for spec in self.layout.outputs]
         if unknown := sorted(set(options.outputs) - set(outputs)):
             raise self.error(f"{self.subject} has no outputs {unknown}; it has {outputs} (capture.outputs).")
