@@ -133,7 +133,7 @@ class HubFiles:
         code = answer.headers.get("X-Error-Code")
         return code == "EntryNotFound" or (code is None and key not in self.files)
 
-    def _request(self, key: str, byte_range: "_Range") -> httpx.Response:
+    def _request(self, key: str, byte_range: _Range) -> httpx.Response:
         """The Hub's own answer, which may be a redirection to its storage."""
         headers, url = build_hf_headers() | byte_range.headers(None), self._file_url(key)
         endpoint = urlsplit(url).netloc

@@ -72,10 +72,8 @@ def _description(store: ActivationStore, repo: str, revision: str) -> Iterator[s
     yield "| array | shape | dtype | MB |"
     yield "|---|---|---|---|"
     for name, array in store.arrays.items():
-        shape, size = (
-            " x ".join(f"{n:,}" for n in array.shape),
-            math.prod(array.shape) * array.dtype.numpy_dtype.itemsize,
-        )
+        shape = " x ".join(f"{n:,}" for n in array.shape)
+        size = math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
         yield f"| `{name}` | {shape} | {array.dtype.name} | {size / 1e6:,.2f} |"
     yield ""
     yield "MB are before compression and without the padding rows of a stream's last block."

@@ -21,7 +21,7 @@ from jaxtyping import Int32, Int64
 from pipeline.core.errors import StoreInvalid, StoreMismatch
 from pipeline.store.format.block_table import Block
 from pipeline.store.format.commits import CommitRecord, read_commit_records
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import SELECTED
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
 from pipeline.store.read.batch_options import BatchOptions, with_fields
@@ -222,7 +222,7 @@ def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None
 def _have_same_digests(store: ActivationStore, ours: CommitRecord, theirs: CommitRecord) -> bool:
     if ours.digests is None or theirs.digests is None:
         return False
-    names = [spec.name for spec in SIDE_ARRAYS] + ([] if store._layout.selected is None else [SELECTED.name])
+    names = [spec.name for spec in store._layout.side_arrays]
     return all(name in ours.digests and ours.digests[name] == theirs.digests.get(name) for name in names)
 
 
@@ -247,6 +247,5 @@ def _compare_block(store: ActivationStore, other: ActivationStore, block: Block)
 
 
 def _sides(store: ActivationStore, rows: Int64[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-    whole = store.read_tokens(rows, whole=True)
-    sides = {spec.name: getattr(whole, spec.name) for spec in SIDE_ARRAYS}
+    sides = vars(store.read_tokens(rows, whole=True))
     return sides if store._layout.selected is None else sides | {SELECTED.name: store.read_selected(rows)}

@@ -12,7 +12,6 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.core.suggestions import did_you_mean
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.read.features import array_name
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import Framework
 
@@ -110,12 +109,12 @@ class Reading:
     @property
     def sparse(self) -> tuple[str, ...]:
         """The arrays of features that are read by pieces, like activations."""
-        return tuple(array_name(name, part) for name in self.features for part in ("index", "value"))
+        return tuple(f"{name}.{part}" for name in self.features for part in ("index", "value"))
 
     @property
     def outputs(self) -> tuple[str, ...]:
         """The arrays that are read by blocks, like side arrays."""
-        return tuple(dict.fromkeys((*self.options.outputs, *(array_name(name, "n_active") for name in self.features))))
+        return tuple(dict.fromkeys((*self.options.outputs, *(f"{name}.n_active" for name in self.features))))
 
     @property
     def seed(self) -> int | None:

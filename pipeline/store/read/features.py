@@ -46,11 +46,6 @@ class FeatureBatch:
         return value[fires].astype(np.float32), index[fires].astype(np.int64), indptr
 
 
-def array_name(features: str, part: str) -> str:
-    """The name of an SAE's array. features: the prefix of their names. part: one of `FEATURE_PARTS`."""
-    return f"{features}.{part}"
-
-
 def feature_batches(
     widths: Mapping[str, int], arrays: Mapping[str, Any], framework: Framework = Framework.numpy
 ) -> dict[str, FeatureBatch]:
@@ -60,7 +55,7 @@ def feature_batches(
     """
     return {
         name.removeprefix("features."): FeatureBatch(
-            *(arrays[array_name(name, part)] for part in FEATURE_PARTS), width, framework
+            *(arrays[f"{name}.{part}"] for part in FEATURE_PARTS), width, framework
         )
         for name, width in widths.items()
     }

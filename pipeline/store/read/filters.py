@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Shaped
+from jaxtyping import Bool, Int, Shaped
 
 from pipeline.store.format.int8 import Dequantised
 from pipeline.store.format.layout import POSITIONS, TOKENS
@@ -14,7 +14,6 @@ from pipeline.store.format.norms import l2_norms
 Limits = Mapping[str, tuple[float, float]]
 
 _TOKENS_AT_A_TIME = 4096  # for computing norms: few enough for the processor's caches
-
 
 COMPLETIONS = "completions"  # the name of an additional side array: whether a slot holds a completion's token
 
@@ -73,10 +72,7 @@ class TokenFilter:
         """The slots whose activations have norms within the limits. activations: [slots, D] by array name."""
         for name, (least, greatest) in self.norms.items():
             chunks = (slots[i : i + _TOKENS_AT_A_TIME] for i in range(0, len(slots), _TOKENS_AT_A_TIME))
-            kept = [chunk[_between(l2_norms(activations[name][chunk]), least, greatest)] for chunk in chunks]
-            slots = np.concatenate([slots[:0], *kept])
+            parts = [l2_norms(activations[name][chunk]) for chunk in chunks]
+            norms = np.concatenate([np.empty(0, np.float32), *parts])
+            slots = slots[(norms >= least) & (norms <= greatest)]
         return slots
-
-
-def _between(norms: Float32[np.ndarray, " n"], least: float, greatest: float) -> Bool[np.ndarray, " n"]:
-    return (norms >= least) & (norms <= greatest)

@@ -272,9 +272,8 @@ class ActivationStore:
         rows: as in `read`. whole: return all positions (S = T), even if only some tokens' activations are stored.
         """
         row_numbers = self._rows.chosen(rows)
-        selects = not whole and self._layout.selected is not None
-        names = [*(spec.name for spec in SIDE_ARRAYS), *([SELECTED.name] if selects else [])]
-        sides = slot_side_arrays(dict(self._rows.reads(names, row_numbers)))
+        specs = SIDE_ARRAYS if whole else self._layout.side_arrays
+        sides = slot_side_arrays(dict(self._rows.reads([spec.name for spec in specs], row_numbers)))
         return TokenRows(**{name: values[0] if is_one_row(rows) else values for name, values in sides.items()})
 
     def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:

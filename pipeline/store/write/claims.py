@@ -65,9 +65,7 @@ class _Claim(NamedTuple):
         except TypeError as error:
             raise StoreInvalid(f"{subject} is not a claim ({error}). {_CLAIM_REMEDY}") from error
         kinds = {"owner": str, "held": bool, "lease_s": (int, float), "number": int}
-        wrong = {
-            name: getattr(claim, name) for name, kind in kinds.items() if not isinstance(getattr(claim, name), kind)
-        }
+        wrong = {name: value for name, value in claim._asdict().items() if not isinstance(value, kinds[name])}
         if wrong or not 0 < claim.lease_s < float("inf"):
             raise StoreInvalid(f"{subject} is not a claim ({wrong or claim.lease_s}). {_CLAIM_REMEDY}")
         return claim

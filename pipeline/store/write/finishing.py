@@ -42,7 +42,7 @@ class _InitialState:
 
     objects: Mapping[str, bytes | None]
     generations: Mapping[str, bytes]
-    claims: Mapping[str, bytes]
+    claims: Mapping[str, bytes | None]
     kept: list[str]
 
 

@@ -21,11 +21,7 @@ from pipeline.store.format.layout import MIB
 from pipeline.store.io.failures import DAMAGE_REMEDY
 
 FILE = "data-00000-of-00001.arrow"
-
-
 UNFINISHED = f"{FILE}.unfinished"  # the file's name until it is complete
-
-
 BATCH_MIB = 64  # of activations, written at a time
 
 
