@@ -9,8 +9,8 @@ import dataclasses
 from pipeline.models.architecture import Architecture, KeyTable, Norm, Rope
 from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope, require_truncating
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
+from pipeline.models.families.llama import attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
 
 KEY_TABLE: KeyTable = LLAMA_TABLE | {
@@ -26,7 +26,7 @@ def read_gemma2(config: HfConfig) -> tuple[Architecture, KeyTable]:
     rope = read_rope(config, max_positions)
     arch = _read(config, max_positions, rope, rope, period=2)
     softcap = config.optional_float("attn_logit_softcapping", 50.0)
-    return dataclasses.replace(arch, softcap=softcap), _table(config, KEY_TABLE)
+    return dataclasses.replace(arch, softcap=softcap), KEY_TABLE | attention_biases(config)
 
 
 def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
@@ -34,7 +34,7 @@ def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     max_positions = config.positive_int("max_position_embeddings", 131072)
     rope, local_rope = _read_ropes(config, max_positions)
     arch = _read(config, max_positions, rope, local_rope, config.positive_int("sliding_window_pattern", 6))
-    return arch, _table(config, KEY_TABLE | HEAD_NORMS)
+    return arch, KEY_TABLE | HEAD_NORMS | attention_biases(config)
 
 
 def _read(config: HfConfig, max_positions: int, rope: Rope, local_rope: Rope, period: int) -> Architecture:
@@ -62,7 +62,3 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
         require_truncating(config, rope)
         return rope, Rope(local_theta)
     return nested_ropes(config, max_positions, default_theta, default_local_theta)
-
-
-def _table(config: HfConfig, table: KeyTable) -> KeyTable:
-    return table | (ATTENTION_BIASES if config.flag("attention_bias", False) else {})

@@ -25,7 +25,7 @@ from pipeline.models.architecture import (
 from pipeline.models.families import gemma, moe
 from pipeline.models.families.hf_attention import GLOBAL, LOCAL, parse_rope, require_truncating
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
+from pipeline.models.families.llama import attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
 
 KEY_TABLE: KeyTable = gemma.KEY_TABLE | HEAD_NORMS | {"layers.*.layer_scalar": "mlp.layer_scale"}
@@ -91,7 +91,7 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
         experts=_read_experts(config, arch),
     )
     table = KEY_TABLE | (_LAYER_INPUTS if arch.layer_inputs else {}) | (_EXPERTS if arch.experts else {})
-    return arch, table | (ATTENTION_BIASES if config.flag("attention_bias", False) else {})
+    return arch, table | attention_biases(config)
 
 
 def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:

@@ -40,12 +40,12 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 def read_table(config: HfConfig) -> KeyTable:
     """LLaMA's key table, with the biases that config.json enables."""
-    table = dict(KEY_TABLE)
-    if config.flag("attention_bias", False):
-        table |= ATTENTION_BIASES
-    if config.flag("mlp_bias", False):
-        table |= MLP_BIASES
-    return table
+    return KEY_TABLE | attention_biases(config) | (MLP_BIASES if config.flag("mlp_bias", False) else {})
+
+
+def attention_biases(config: HfConfig, default: bool = False) -> KeyTable:
+    """The key table of the biases in attention; empty unless config.json enables them. `default` is the family's."""
+    return ATTENTION_BIASES if config.flag("attention_bias", default) else {}
 
 
 def read_decoder(

@@ -9,7 +9,7 @@ import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, Experts, KeyTable, Norm, Rope
-from pipeline.models.families import llama
+from pipeline.models.families import llama, olmo
 from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, read_rope, rope_values
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.qwen import HEAD_NORMS, QKV_BIASES
@@ -63,8 +63,7 @@ def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     experts = read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
     config.ignore("max_window_layers")  # in published files, without effect: a window applies to every layer
     local = all_local(arch, _read_window(config))
-    table = llama.KEY_TABLE | HEAD_NORMS | EXPERTS
-    table |= llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
+    table = llama.KEY_TABLE | HEAD_NORMS | EXPERTS | llama.attention_biases(config)
     return dataclasses.replace(arch, local=local, experts=experts), table
 
 
@@ -89,15 +88,7 @@ def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     num_experts, per_token = read_counts(config, arch.num_layers, 64, 8)
     sums_to_one = config.flag("norm_topk_prob", False)
     experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one)
-    table = (
-        _WITHOUT_MLP
-        | EXPERTS
-        | {
-            "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "NH"),
-            "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "KH"),
-        }
-    )
-    table |= llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
+    table = _WITHOUT_MLP | EXPERTS | olmo.NORMS_OVER_HEADS | llama.attention_biases(config)
     return dataclasses.replace(arch, experts=experts), table
 
 
@@ -127,7 +118,7 @@ def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
     pattern = "".join("G" if layer % 2 else "L" for layer in range(arch.num_layers))
     window = config.optional_int("sliding_window", 128)
     local = read_local(config, pattern, window, arch.rope, arch.rope, max_positions)
-    table = _WITHOUT_MLP | _GPT_OSS | (llama.ATTENTION_BIASES if config.flag("attention_bias", True) else {})
+    table = _WITHOUT_MLP | _GPT_OSS | llama.attention_biases(config, default=True)
     return dataclasses.replace(arch, norm=Norm.rms_wide, local=local, sinks=True, experts=experts), table
 
 

@@ -8,38 +8,36 @@ from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Norm, Rope
 from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope, require_truncating
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import ATTENTION_BIASES, read_decoder
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
+from pipeline.models.families.llama import attention_biases, read_decoder
 
-KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if "input_layernorm" not in key} | {
+NORMS_OVER_HEADS: KeyTable = {
     "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "NH"),
     "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "KH"),
+}
+KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if "input_layernorm" not in key}
+KEY_TABLE |= NORMS_OVER_HEADS | {
     "layers.*.post_attention_layernorm.weight": "attention.post_norm",
     "layers.*.post_feedforward_layernorm.weight": "mlp.post_norm",
 }
 _OLMO3_THETA = 500_000.0
 
 
-def read_olmo2(config: HfConfig) -> tuple[Architecture, KeyTable]:
+def read_olmo2(config: HfConfig, rope: Rope | None = None) -> tuple[Architecture, KeyTable]:
     """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
-    return _read(config)
+    arch = read_decoder(config, default_max_positions=2048, default_eps=1e-5, rope=rope)
+    return dataclasses.replace(arch, norm=Norm.rms_wide), KEY_TABLE | attention_biases(config)
 
 
 def read_olmo3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 2048)
     rope, local_rope = _read_ropes(config, max_positions)
-    arch, table = _read(config, rope)
+    arch, table = read_olmo2(config, rope)
     pattern = "".join("L" if (layer + 1) % 4 else "G" for layer in range(arch.num_layers))
     window = config.optional_int("sliding_window", 4096)
     local = read_local(config, pattern, window, rope, local_rope, max_positions)
     return dataclasses.replace(arch, local=local), table
-
-
-def _read(config: HfConfig, rope: Rope | None = None) -> tuple[Architecture, KeyTable]:
-    arch = read_decoder(config, default_max_positions=2048, default_eps=1e-5, rope=rope)
-    table = KEY_TABLE | (ATTENTION_BIASES if config.flag("attention_bias", False) else {})
-    return dataclasses.replace(arch, norm=Norm.rms_wide), table
 
 
 def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:

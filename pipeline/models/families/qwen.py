@@ -31,8 +31,7 @@ def read_qwen2(config: HfConfig) -> tuple[Architecture, KeyTable]:
 def read_qwen3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768, default_head_dim=128)
-    biases = llama.ATTENTION_BIASES if config.flag("attention_bias", False) else {}
-    return _with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | biases
+    return _with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | llama.attention_biases(config)
 
 
 def _with_windows(config: HfConfig, arch: Architecture) -> Architecture:
