@@ -23,7 +23,7 @@ from pipeline.models.architecture import (
     SharedKeys,
 )
 from pipeline.models.families import gemma, moe
-from pipeline.models.families.hf_attention import GLOBAL, LOCAL, parse_rope, require_truncating
+from pipeline.models.families.hf_attention import GLOBAL, LOCAL, parse_rope, read_pattern, require_truncating
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
@@ -117,13 +117,8 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
 
 def _read_kinds(config: HfConfig, num_layers: int) -> str:
     """A letter per layer: L local, G global. As in transformers, the last layer is always global."""
-    kinds = config.strings("layer_types") or [LOCAL if (i + 1) % 6 else GLOBAL for i in range(num_layers)]
-    if set(kinds) - {LOCAL, GLOBAL} or len(kinds) != num_layers:
-        raise CheckpointError(
-            f"{config.where}: layer_types is {shown(kinds)}, expected {GLOBAL} or {LOCAL} for each of the "
-            f"{num_layers} layers. Use another model."
-        )
-    return "".join("L" if kind == LOCAL else "G" for kind in kinds[:-1]) + "G"
+    default = "".join("L" if (layer + 1) % 6 else "G" for layer in range(num_layers))
+    return read_pattern(config, default, {"L": LOCAL, "G": GLOBAL})[:-1] + "G"
 
 
 def _read_global_heads(config: HfConfig, arch: Architecture) -> GlobalHeads | None:

@@ -1,6 +1,7 @@
 """Reads rotary embeddings and sliding windows from the older and the newer form of config.json."""
 
 import math
+from collections.abc import Mapping
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
@@ -175,13 +176,20 @@ def read_local(
     `window` is the value of `sliding_window`, as the family interprets it. Published files have one even if no layer
     uses it.
     """
-    kinds = config.strings("layer_types") or [LOCAL if letter == "L" else GLOBAL for letter in default_pattern]
-    if set(kinds) - {LOCAL, GLOBAL} or len(kinds) != len(default_pattern):
-        raise CheckpointError(
-            f"{config.where}: layer_types is {shown(kinds)}, expected {GLOBAL} or {LOCAL} for each of the "
-            f"{len(default_pattern)} layers. Use another model."
-        )
+    pattern = read_pattern(config, default_pattern, {"L": LOCAL, "G": GLOBAL})
     window = max_positions if window is None else min(window, max_positions)
-    if LOCAL not in kinds or (window == max_positions and local_rope == rope):
+    if "L" not in pattern or (window == max_positions and local_rope == rope):
         return None
-    return LocalAttention("".join("L" if kind == LOCAL else "G" for kind in kinds), window, local_rope)
+    return LocalAttention(pattern, window, local_rope)
+
+
+def read_pattern(config: HfConfig, default: str, kinds: Mapping[str, str]) -> str:
+    """A letter per layer, from `layer_types` or, without it, the family's default. `kinds` has each letter's name."""
+    letters = {kind: letter for letter, kind in kinds.items()}
+    names = config.strings("layer_types") or [kinds[letter] for letter in default]
+    if {*names} - letters.keys() or len(names) != len(default):
+        raise CheckpointError(
+            f"{config.where}: layer_types is {shown(names)}, expected {' or '.join(sorted(letters))} for each of the "
+            f"{len(default)} layers. Use another model."
+        )
+    return "".join(letters[name] for name in names)

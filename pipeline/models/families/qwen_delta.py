@@ -9,10 +9,9 @@ import dataclasses
 from collections.abc import Callable
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import shown
 from pipeline.models.architecture import Architecture, DeltaNet, Interleaved, KeyTable, Norm
 from pipeline.models.families import llama, moe
-from pipeline.models.families.hf_attention import GLOBAL, parse_rope, rope_values, rotary_dim
+from pipeline.models.families.hf_attention import GLOBAL, parse_rope, read_pattern, rope_values, rotary_dim
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.qwen import HEAD_NORMS
 
@@ -138,12 +137,8 @@ def _read(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> 
 
 def _read_delta(config: HfConfig, num_layers: int) -> DeltaNet:
     interval = config.positive_int("full_attention_interval", 4)
-    kinds = config.strings("layer_types") or [GLOBAL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
-    if set(kinds) - {LINEAR, GLOBAL} or len(kinds) != num_layers:
-        raise CheckpointError(
-            f"{config.where}: layer_types is {shown(kinds)}, expected {GLOBAL} or {LINEAR} for each of the "
-            f"{num_layers} layers. Use another model."
-        )
+    default = "".join("D" if (layer + 1) % interval else "A" for layer in range(num_layers))
+    pattern = read_pattern(config, default, {"D": LINEAR, "A": GLOBAL})
     num_heads = config.positive_int("linear_num_key_heads", 16)
     num_values = config.positive_int("linear_num_value_heads", 32)
     if num_values % num_heads:
@@ -152,7 +147,7 @@ def _read_delta(config: HfConfig, num_layers: int) -> DeltaNet:
             f"which is {num_heads}. Is the file damaged?"
         )
     return DeltaNet(
-        "".join("D" if kind == LINEAR else "A" for kind in kinds),
+        pattern,
         num_heads,
         num_values // num_heads,
         config.positive_int("linear_key_head_dim", 128),
