@@ -24,7 +24,7 @@ from pipeline.models.architecture import (
 )
 from pipeline.models.families import gemma, moe
 from pipeline.models.families.hf_attention import GLOBAL, LOCAL, parse_rope, read_pattern, require_truncating
-from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.hf_config import HfConfig, read_text
 from pipeline.models.families.llama import attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
 
@@ -52,12 +52,7 @@ _EXPERTS: KeyTable = {
 def read_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """Like `read`, for the language model of a checkpoint with vision and audio."""
     config.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
-    text = config.nested("text_config")
-    text.ignore("architectures")
-    text.choice("model_type", ("gemma4_text",), "gemma4_text")
-    arch, table = read(text)
-    text.finish()
-    return arch, table
+    return read_text(config, "gemma4_text", read)
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:

@@ -4,11 +4,11 @@ An attribute is either read by the family, or known to have no effect, or has th
 attribute stops the program before weights are loaded.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
-from pipeline.models.architecture import Activation
+from pipeline.models.architecture import Activation, Architecture, KeyTable
 from pipeline.models.checkpoints.json_config import REQUIRED, JsonConfig
 
 _MAX_LAYERS = 10_000  # the plan loops over layers
@@ -55,7 +55,6 @@ _NEUTRAL: dict[str, object] = {
     "use_bidirectional_attention": False,
     "use_mrope": False,
 }
-
 
 _ACTIVATIONS = {
     "silu": Activation.silu,
@@ -137,6 +136,18 @@ class HfConfig(JsonConfig):
             "which this program does not implement, so the activations might be wrong. Use another model, or "
             "remove the attribute if it does not change the forward pass.",
         )
+
+
+def read_text(
+    config: HfConfig, model_type: str, read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
+) -> tuple[Architecture, KeyTable]:
+    """What `read` returns for the language model of a multimodal checkpoint, whose attributes are in `text_config`."""
+    text = config.nested("text_config")
+    text.ignore("architectures")
+    text.choice("model_type", (model_type,), model_type)
+    arch, table = read(text)
+    text.finish()
+    return arch, table
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:

@@ -9,6 +9,7 @@ import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, Experts, KeyTable, Norm, Rope
+from pipeline.models.checkpoints.json_config import REQUIRED
 from pipeline.models.families import llama, olmo
 from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, read_rope, rope_values
 from pipeline.models.families.hf_config import HfConfig
@@ -42,6 +43,8 @@ _GPT_OSS: KeyTable = {
     "layers.*.mlp.experts.down_proj_bias": ("mlp.experts_down_bias", "E D"),
 }
 _WITHOUT_MLP: KeyTable = {key: entry for key, entry in llama.KEY_TABLE.items() if ".mlp." not in key}
+TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef")
+_MAX_EXPERTS = 1 << 20  # in all layers together, since each has its own tensors
 
 
 def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
@@ -133,9 +136,6 @@ def _read_gpt_oss_rope(config: HfConfig, max_positions: int) -> Rope:
     return rope
 
 
-TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef")
-
-
 def read_experts(
     config: HfConfig,
     num_layers: int,
@@ -173,16 +173,16 @@ def _read_window(config: HfConfig) -> int | None:
 def read_counts(
     config: HfConfig,
     num_layers: int,
-    default_num: int | None = None,
-    default_per_token: int | None = None,
+    default_num: object = REQUIRED,
+    default_per_token: object = REQUIRED,
     key: str | None = None,
     per_token_key: str = "num_experts_per_tok",
 ) -> tuple[int, int]:
     """The number of experts, and of experts per token. The former has one of two names, depending on the version of
-    transformers, unless `key` is given. Attributes without a default are required."""
+    transformers, unless `key` is given."""
     key = key or ("num_local_experts" if "num_local_experts" in config else "num_experts")
-    num_experts = config.positive_int(key, *([] if default_num is None else [default_num]))
-    per_token = config.positive_int(per_token_key, *([] if default_per_token is None else [default_per_token]))
+    num_experts = config.positive_int(key, default_num)
+    per_token = config.positive_int(per_token_key, default_per_token)
     if num_experts * num_layers > _MAX_EXPERTS:
         raise CheckpointError(
             f"{config.where}: {key} is {num_experts:,} in {num_layers:,} layers, expected at most {_MAX_EXPERTS:,} "
@@ -194,6 +194,3 @@ def read_counts(
             f"Is the file damaged?"
         )
     return num_experts, per_token
-
-
-_MAX_EXPERTS = 1 << 20  # in all layers together, since each has its own tensors

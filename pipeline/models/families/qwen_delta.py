@@ -6,13 +6,12 @@ Most layers have a gated DeltaNet; by default, every fourth layer has attention,
 """
 
 import dataclasses
-from collections.abc import Callable
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, DeltaNet, Interleaved, KeyTable, Norm
+from pipeline.models.architecture import Architecture, DeltaNet, Experts, Interleaved, KeyTable, Norm
 from pipeline.models.families import llama, moe
 from pipeline.models.families.hf_attention import GLOBAL, parse_rope, read_pattern, rope_values, rotary_dim
-from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.hf_config import HfConfig, read_text
 from pipeline.models.families.qwen import HEAD_NORMS
 
 LINEAR = "linear_attention"
@@ -74,32 +73,22 @@ def read_qwen3_5_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     d_expert = config.positive_int("moe_intermediate_size", 512)
     arch, table = _read_qwen3_5(config, default_kv_heads=2, d_mlp=d_expert)
     num_experts, per_token = moe.read_counts(config, arch.num_layers, 256, 8, "num_experts")
-    experts = moe.Experts("S" * arch.num_layers, num_experts, per_token, d_expert, sums_to_one=True)
-    experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 512))
+    d_shared = config.positive_int("shared_expert_intermediate_size", 512)
+    experts = Experts("S" * arch.num_layers, num_experts, per_token, d_expert, sums_to_one=True, d_shared=d_shared)
     return dataclasses.replace(arch, experts=experts), table | moe.EXPERTS | moe.SHARED
 
 
 def read_qwen3_5_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """`read_qwen3_5` for the language model of a checkpoint with vision."""
-    return _read_text(config, "qwen3_5_text", read_qwen3_5)
+    config.ignore("vision_config")
+    return read_text(config, "qwen3_5_text", read_qwen3_5)
 
 
 def read_qwen3_5_moe_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """`read_qwen3_5_moe` for the language model of a checkpoint with vision, in which all experts are in one tensor."""
-    arch, table = _read_text(config, "qwen3_5_moe_text", read_qwen3_5_moe)
-    return arch, {key: entry for key, entry in table.items() if key not in moe.EXPERTS} | _STACKED_EXPERTS
-
-
-def _read_text(
-    config: HfConfig, model_type: str, read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
-) -> tuple[Architecture, KeyTable]:
     config.ignore("vision_config")
-    text = config.nested("text_config")
-    text.ignore("architectures")
-    text.choice("model_type", (model_type,), model_type)
-    arch, table = read(text)
-    text.finish()
-    return arch, table
+    arch, table = read_text(config, "qwen3_5_moe_text", read_qwen3_5_moe)
+    return arch, {key: entry for key, entry in table.items() if key not in moe.EXPERTS} | _STACKED_EXPERTS
 
 
 def _read_qwen3_5(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> tuple[Architecture, KeyTable]:
