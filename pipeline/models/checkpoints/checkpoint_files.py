@@ -47,7 +47,7 @@ def open_files(path: str, revision: str | None) -> Files:
     if os.path.isdir(path):
         return LocalFiles(Path(path))
     if is_hub_id(path):
-        return HubFiles(path, revision)
+        return HubFiles(_open_hub(path, revision), path)
     owner = path.partition("/")[0]
     is_folder = owner.strip(".") and os.path.isdir(owner)
     why = f" (the folder {owner} exists here, so this is not a Hub id)" if is_folder else ""
@@ -152,26 +152,28 @@ class RemoteFiles:
 
 
 class HubFiles:
-    """A repository on the Hub, at the commit that its revision had when it was opened."""
+    """A repository on the Hub, or a folder in it."""
 
-    is_remote = False
+    is_remote = False  # whole files are downloaded into the Hub's cache
 
-    def __init__(self, repo: str, revision: str | None) -> None:
-        self.where = repo
-        self._repository = _open_hub(repo, revision)
-        self.commit = self._repository.commit
+    def __init__(self, repository: Repository, where: str, folder: str | None = None) -> None:
+        self.where = where
+        self.commit = repository.commit
+        self._repository = repository
+        self._prefix = f"{folder}/" if folder else ""
 
     def has(self, name: str) -> bool:
-        return self._repository.file(name) is not None
+        return self._repository.file(self._prefix + name) is not None
 
     def open(self, name: str) -> ByteSource:
-        path = self._repository.file(name)
+        path = self._repository.file(self._prefix + name)
         if path is None:
             raise FileNotFoundError(f"{self.where}/{name}")
         return _local_file(path)
 
     def names(self) -> list[str]:
-        return self._repository.names()
+        names = (name for name in self._repository.names() if name.startswith(self._prefix))
+        return [name.removeprefix(self._prefix) for name in names]
 
 
 def _open_hub(repo: str, revision: str | None) -> Repository:

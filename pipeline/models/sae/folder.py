@@ -8,8 +8,8 @@ import huggingface_hub
 
 from pipeline.core.addresses import unusable_path
 from pipeline.core.errors import CheckpointError
-from pipeline.core.hub import Repository, open_repository
-from pipeline.models.checkpoints.checkpoint_files import Files, LocalFiles, RemoteFiles, read_json
+from pipeline.core.hub import open_repository
+from pipeline.models.checkpoints.checkpoint_files import Files, HubFiles, LocalFiles, RemoteFiles, read_json
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 from pipeline.models.sae.config import SAEConfig
 
@@ -36,7 +36,7 @@ def open_folder(address: str, markers: tuple[str, ...]) -> Files:
     for marker in markers:
         address = address.removesuffix(f"/{marker}")
     if address.startswith("hf:"):
-        return _HubFolder(address, markers)
+        return _open_hub(address, markers)
     if "://" in address:
         return RemoteFiles(address, _KEY)
     if os.path.isdir(address):
@@ -47,51 +47,26 @@ def open_folder(address: str, markers: tuple[str, ...]) -> Files:
     )
 
 
-class _HubFolder:
-    """A folder in a repository, at the commit that its revision had when it was opened."""
-
-    is_remote = False  # whole files are downloaded into the Hub's cache
-
-    def __init__(self, address: str, markers: tuple[str, ...]) -> None:
-        self.where = address
-        match = _HUB.fullmatch(address)
-        if match is None or match[1].startswith(("datasets/", "spaces/")):
-            raise CheckpointError(
-                f"{_KEY} is {address!r:.300}: expected hf://owner/name/folder in a model repository, or "
-                f"hf://owner/name@revision/folder. Check the address."
-            )
-        repo, revision, folder = match[1], match[2], match[3]
-        self._prefix = f"{folder}/" if folder else ""
-        self._repository = self._open(repo, revision, markers)
-        self.commit = self._repository.commit
-
-    def _open(self, repo: str, revision: str | None, markers: tuple[str, ...]) -> Repository:
-        files = [self._prefix + marker for marker in markers]
-        files.sort(key=lambda file: not self._is_cached(repo, file, revision))  # only these open offline
-        for file in files:
-            repository = open_repository(repo, revision, file=file, key=_KEY, invalid=CheckpointError)
-            if repository is not None:
-                return repository
+def _open_hub(address: str, markers: tuple[str, ...]) -> HubFiles:
+    match = _HUB.fullmatch(address)
+    if match is None or match[1].startswith(("datasets/", "spaces/")):
         raise CheckpointError(
-            f"{self.where} has none of {', '.join(markers)}: expected an SAE's folder. Check the folder's name."
+            f"{_KEY} is {address!r:.300}: expected hf://owner/name/folder in a model repository, or "
+            f"hf://owner/name@revision/folder. Check the address."
         )
+    repo, revision, folder = match.groups()
 
-    @staticmethod
-    def _is_cached(repo: str, file: str, revision: str | None) -> bool:
+    def is_cached(file: str) -> bool:
         return isinstance(huggingface_hub.try_to_load_from_cache(repo, file, revision=revision), str)
 
-    def has(self, name: str) -> bool:
-        return self._repository.file(self._prefix + name) is not None
-
-    def open(self, name: str) -> ByteSource:
-        path = self._repository.file(self._prefix + name)
-        if path is None:
-            raise FileNotFoundError(f"{self.where}/{name}")
-        return LocalFiles(path.parent).open(path.name)
-
-    def names(self) -> list[str]:
-        names = (name for name in self._repository.names() if name.startswith(self._prefix))
-        return [name.removeprefix(self._prefix) for name in names]
+    files = [f"{folder}/{marker}" if folder else marker for marker in markers]
+    for file in sorted(files, key=is_cached, reverse=True):  # offline, only cached files can be opened
+        repository = open_repository(repo, revision, file=file, key=_KEY, invalid=CheckpointError)
+        if repository is not None:
+            return HubFiles(repository, address, folder)
+    raise CheckpointError(
+        f"{address} has none of {', '.join(markers)}: expected an SAE's folder. Check the folder's name."
+    )
 
 
 def read_config(files: Files, name: str) -> SAEConfig:
