@@ -4,7 +4,6 @@ import hashlib
 import os
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import fsspec
 from tokenizers import Tokenizer
@@ -34,7 +33,7 @@ class TokenizerFiles:
 def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
     """Reads the files in a directory, at a remote path (`gs://...`) or in a Hub repository. Raises InputError if one is
     missing or damaged, and PipelineError if they cannot be reached."""
-    place = _open_place(path, revision)
+    place = _HubPlace(path, revision) if is_hub_id(path) else _FolderPlace(path)
     definition = place.read("tokenizer.json")
     if definition is None:
         raise InputError(
@@ -69,7 +68,7 @@ def _is_from_tokenizers(error: BaseException) -> bool:
     return type(error) is Exception or isinstance(error, ValueError) or type(error).__name__ == "PanicException"
 
 
-def _chat_settings(place: "_Place") -> tuple[str | None, dict[str, str]]:
+def _chat_settings(place: "_FolderPlace | _HubPlace") -> tuple[str | None, dict[str, str]]:
     """The chat template and named tokens. As in transformers, chat_template.jinja has precedence over
     tokenizer_config.json."""
     where = f"{place.where}/tokenizer_config.json"
@@ -109,23 +108,8 @@ def _wrong(where: str, key: str, value: object, expected: str) -> InputError:
     return InputError(f"{where}: {key} is {shown(value)}, expected {expected}. Download or save it again.")
 
 
-class _Place(Protocol):
-    """A location of tokenizer files. `read` returns None for a file that does not exist."""
-
-    where: str
-
-    def read(self, name: str) -> bytes | None: ...
-
-
-def _open_place(path: str, revision: str | None) -> _Place:
-    """Raises InputError if `path` is neither a directory nor a Hub id, and PipelineError if it cannot be reached."""
-    if is_hub_id(path):
-        return _HubPlace(path, revision)
-    return _FolderPlace(path)
-
-
 class _FolderPlace:
-    """A local or remote directory."""
+    """A local or remote directory. `read` returns None for a file that does not exist."""
 
     def __init__(self, path: str) -> None:
         self.where = path
@@ -154,7 +138,7 @@ class _FolderPlace:
 
 
 class _HubPlace:
-    """A repository on the Hub, at one commit."""
+    """A repository on the Hub, at one commit. `read` as in `_FolderPlace`."""
 
     def __init__(self, repo: str, revision: str | None) -> None:
         self.where = repo
