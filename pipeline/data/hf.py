@@ -1,6 +1,8 @@
 """Documents from any dataset that `datasets` can stream. A template makes each row a text."""
 
+import datetime
 import hashlib
+import json
 import os
 import posixpath
 import re
@@ -22,7 +24,7 @@ from pipeline.core.retries import repeated
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
 from pipeline.data.files import input_errors, require_readable
 from pipeline.data.hub_files import dataset_errors, is_damage, open_builder
-from pipeline.data.text.templates import RenderError, TextTemplate, tojson
+from pipeline.data.text.templates import RenderError, TextTemplate
 
 _PEEKED_BYTES = 1 << 12
 
@@ -116,12 +118,18 @@ class HfSource:
         identity = row[config.id_column] if config.id_column else f"{shard}#{index}"
         if identity is None:
             raise ValueError(f"{config.id_column!r} is null")
-        info = {name: None if row[name] is None else _plain(row[name]) for name in config.info_columns}
+        info = {name: None if row[name] is None else _as_text(name, row[name]) for name in config.info_columns}
         return Document(str(identity), text, shard, index, info)
 
 
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else tojson(value)
+def _as_text(column: str, value: Any) -> str:
+    """Strings and dates as they are, all others as JSON. Raises ValueError for values that JSON does not have."""
+    if isinstance(value, str | datetime.date | datetime.time):
+        return str(value)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"{column!r} cannot be stored as text: {error}") from error
 
 
 def _stream(config: HfData) -> tuple[datasets.IterableDataset, list[str]]:

@@ -1,4 +1,5 @@
 import bz2
+import datetime
 import gzip
 import json
 import lzma
@@ -9,6 +10,7 @@ import datasets
 import fsspec
 import hydra
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from material import damage_column, text_stream, word_tokenizer, write_parquet
@@ -108,6 +110,16 @@ def test_info_columns_are_text(rows):
     opened = source(data_files=rows, info_columns=["n", "name", "choices"])
     assert next(opened.read(0, 1)).info == {"n": "2", "name": "b", "choices": '{"text": ["z"], "label": ["1"]}'}
     assert set(opened.info_schema.types) == {opened.info_schema.field("n").type}
+
+
+def test_info_columns_may_be_dates_but_not_binary(tmp_path):
+    day, time = datetime.date(2024, 2, 29), datetime.datetime(2024, 2, 29, 12, 30)
+    pq.write_table(pa.table({"text": ["a"], "day": [day], "time": [time], "raw": [b"x"]}), tmp_path / "a.parquet")
+    settings = {"path": "parquet", "data_files": str(tmp_path / "a.parquet")}
+    (document,) = source(**settings, info_columns=["day", "time"]).read(0, 0)
+    assert document.info == {"day": "2024-02-29", "time": "2024-02-29 12:30:00"}
+    with pytest.raises(InputError, match="a.parquet row 0: 'raw' cannot be stored as text: .*bytes"):
+        list(source(**settings, info_columns=["raw"]).read(0, 0))
 
 
 BAD_ROWS = {

@@ -4,20 +4,16 @@ transformers' `strftime_now` is not available, since documents would depend on t
 whether it is defined (such as LLaMA 3's) fall back to a fixed date; others that call it are refused.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 
 from pipeline.data.text.sandbox import RENDER_ERRORS, Sandbox
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # removed, since the stored reason for a skip must be the same in every run
 
 
@@ -47,11 +43,6 @@ class _ChatUndefined(jinja2.Undefined):
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def tojson(value: Any) -> str:
-    """JSON without the HTML escapes of jinja's own filter."""
-    return json.dumps(value, ensure_ascii=False)
 
 
 class _Template:
