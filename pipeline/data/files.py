@@ -104,32 +104,32 @@ class InputFile:
             yield InputStream(stream, self.path)
 
 
-def find_files(path: str, suffix: str) -> list[InputFile]:
+def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile]:
     """The files at `path`, sorted by name: a file, the matches of a glob, or a directory's files at any depth whose
-    names end with `suffix`.
+    names end with `suffix`. `key` is the setting that messages name.
 
     In directories and globs, names that begin with `.` or `_` are left out.
     Raises InputError if there are no files, and PipelineError if they cannot be listed.
     """
     if not path.strip():
-        raise InputError("data.path is empty. Set it to a file, a directory or a glob.")
-    with input_errors(path):
+        raise InputError(f"{key} is empty. Set it to a file, a directory or a glob.")
+    with input_errors(path, key):
         filesystem, root = open_filesystem(path)
         files, is_file = repeated(path, lambda: _listed_files(filesystem, root, suffix))
     if files and is_file and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
         raise InputError(f"{path} is not a {_PARQUET} file, as this data source requires. Read it with {settings}.")
     if not is_file:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
-    with input_errors(path):
+    with input_errors(path, key):
         for file in files:
-            require_readable(filesystem, file.path, "data.path")
+            require_readable(filesystem, file.path, key)
     if not files:
         is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
         subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
         braces = " Braces are not supported in globs, only *, **, ? and [...]." if {*"{}"} & {*path} else ""
         other = " For JSON, CSV or text: data=hf data.path=json data.data_files=..." if suffix == _PARQUET else ""
         raise InputError(
-            f"{subject}. Set data.path to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
+            f"{subject}. Set {key} to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
         )
     return sorted(files, key=lambda file: file.name)
 

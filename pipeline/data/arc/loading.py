@@ -86,7 +86,11 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
     digest = hashlib.sha256(text)
     solutions: dict[str, Any] = {}
     if config.solutions is not None:
-        (solution_file,) = find_files(config.solutions, ".json")
+        solution_file, *others = find_files(config.solutions, ".json", "data.solutions")
+        if others:
+            raise InputError(
+                f"data.solutions is {config.solutions}, which has {1 + len(others)} files, expected one. Give the file."
+            )
         solution_text = solution_file.read_bytes()
         digest.update(solution_text)
         solutions = _json(solution_text, solution_file.path)

@@ -203,6 +203,19 @@ def test_settings_that_cannot_work_are_refused(folder, settings, message):
         source(folder, **settings)
 
 
+@pytest.mark.parametrize(
+    ("solutions", "message"),
+    [
+        ("tasks", "data.solutions is .*tasks, which has 2 files, expected one"),
+        ("none.json", "there is no .*none.json. Set data.solutions to a .json file"),
+    ],
+)
+def test_solutions_are_one_file(folder, solutions, message):
+    challenges = write(folder.parent / "x_challenges.json", {"b": TWO_TESTS})
+    with pytest.raises(InputError, match=message):
+        source(challenges, solutions=str(folder.parent / solutions))
+
+
 def test_a_missing_solution_is_refused(tmp_path):
     challenges = write(tmp_path / "x_challenges.json", {"b": TWO_TESTS})
     solutions = write(tmp_path / "x_solutions.json", {"b": [[[1]]]})
