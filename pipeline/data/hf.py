@@ -136,10 +136,8 @@ def _stream(config: HfData) -> tuple[datasets.IterableDataset, list[str]]:
     """The dataset, opened for streaming, and the paths or URLs of its split's files."""
     data_files = config.data_files
     if data_files is not None:
-        file_list = [data_files] if isinstance(data_files, str) else data_files
-        if not isinstance(file_list, list) or not all(isinstance(file, str) for file in file_list):
-            raise ConfigError(f"data.data_files is {data_files!r:.200}, expected a path or a list of paths.")
-        data_files = [os.path.expanduser(file) for file in file_list]
+        data_files = [data_files] if isinstance(data_files, str) else data_files
+        data_files = [os.path.expanduser(file) for file in data_files]
     path = os.path.expanduser(config.path)
     builder = open_builder(path, config.subset, split=config.split, data_files=data_files, revision=config.revision)
     files = [str(file) for file in builder.config.data_files[config.split]]

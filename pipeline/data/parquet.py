@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.choices import OnError
 from pipeline.config.schema import ParquetData
-from pipeline.core.errors import ConfigError, InputError
+from pipeline.core.errors import InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files
 from pipeline.data.manifest import FileEntry, KnownFooters, Manifest, require_unchanged
@@ -163,8 +163,6 @@ def make_manifest(config: ParquetData, known: KnownFooters = MappingProxyType({}
     Raises InputError if there are no files, for a missing column, and for a damaged footer unless these are skipped;
     PipelineError for a file that cannot be reached.
     """
-    if config.row_groups_per_shard is not None and config.row_groups_per_shard < 1:
-        raise ConfigError(f"data.row_groups_per_shard = {config.row_groups_per_shard}, expected at least 1 or null.")
     files = find_files(_path(config), ".parquet")
 
     def entry(file: InputFile) -> FileEntry:
@@ -236,10 +234,8 @@ def _file_shards(file: InputFile, entry: FileEntry, row_groups_per_shard: int | 
 
 
 def _path(config: ParquetData) -> str:
-    return config.path if config.path is not None else _hub_path(config)
-
-
-def _hub_path(config: ParquetData) -> str:
+    if config.path is not None:
+        return config.path
     revision = f"@{config.revision}" if config.revision else ""
     return f"hf://datasets/{config.repo}{revision}/{config.subset.strip('/')}/*.parquet"
 

@@ -135,12 +135,12 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
             f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r} with capture.positions={positions}, but applies "
             f"only to capture.positions={owners}. Remove it, or change capture.positions."
         )
-    _require_within("every", capture.every, 2, length, "at most the tokens of a row, batch.length")
-    _require_within("per_row", capture.per_row, 1, length, "at most the tokens of a row, batch.length")
-    if capture.rate is not None and not 0 < capture.rate < 1:
-        raise ConfigError(f"capture.rate is {capture.rate}. Set it to more than 0 and less than 1.")
-    if capture.seed is not None and capture.seed < 0:
-        raise ConfigError(f"capture.seed is {capture.seed}. Set it to 0 or more.")
+    for name, least in (("every", 2), ("per_row", 1)):
+        if (getattr(capture, name) or 0) > length:
+            raise ConfigError(
+                f"capture.{name} is {getattr(capture, name)}. Set it to {least} to {length} (at most the tokens of a "
+                "row, batch.length)."
+            )
     match positions:
         case Positions.all:
             return None
@@ -150,11 +150,6 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
             spread = _SIGMAS * math.sqrt(length * capture.rate * (1 - capture.rate))
             return min(length, math.ceil(length * capture.rate + spread))
     return max(1, length // _TOKENS_PER_SLOT) if capture.per_row is None else capture.per_row
-
-
-def _require_within(name: str, value: int | None, least: int, most: int, what: str) -> None:
-    if value is not None and not least <= value <= most:
-        raise ConfigError(f"capture.{name} is {value}. Set it to {least} to {most} ({what}).")
 
 
 def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | int | float]:

@@ -177,8 +177,6 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
         ({"text": "{% if %}"}, ConfigError, "data.text is not a jinja template"),
         ({"text": "{{ range(9)|random }}"}, ConfigError, "data.text='{{ range.*' cannot be used: the filter 'random'"),
         ({"text": "{{ 'x' * 10**10 }}"}, ConfigError, "data.text=.* cannot be used: it takes too much work"),
-        ({"data_files": 5}, ConfigError, "data.data_files is 5, expected a path or a list of paths"),
-        ({"data_files": [5]}, ConfigError, r"data.data_files is \[5\], expected a path or a list of paths"),
         ({"path": ""}, ConfigError, "data.path is '', which is not a directory, a loader or a Hub id"),
         (
             {"path": "/" + "a" * 5000},

@@ -9,7 +9,7 @@ from material import assert_same_block, damage_column, text_stream, word_tokeniz
 
 from pipeline.config.choices import OnError
 from pipeline.config.schema import ParquetData
-from pipeline.core.errors import ConfigError, InputError, PipelineError
+from pipeline.core.errors import InputError, PipelineError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
@@ -255,11 +255,6 @@ def test_an_info_column_of_another_type_is_reported(folder):
     write(folder / "a.parquet", text=["one"], id=["1"], token_count=["many"])
     with pytest.raises(InputError, match="column 'token_count' is string, which cannot be converted to int64"):
         list(source(folder).read(0, 0))
-
-
-def test_row_groups_per_shard_must_be_positive(folder):
-    with pytest.raises(ConfigError, match=r"data.row_groups_per_shard = 0, expected at least 1 or null"):
-        source(folder, row_groups_per_shard=0)
 
 
 @pytest.mark.parametrize("path", ["nothing", "*.parquet", "."])

@@ -42,8 +42,6 @@ class GridEncoder:
                 f"data.symbols = {self.symbols!r}, expected {NUM_COLORS} different characters other than white "
                 "space and ASCII punctuation. A combined character (some emoji) counts as several."
             )
-        if self.repeat < 1:
-            raise ConfigError(f"data.repeat = {self.repeat}, expected at least 1.")
 
     def encode(self, grid: Grid) -> str:
         """The grid's lines, without a newline at the end."""

@@ -6,7 +6,7 @@ import pyarrow as pa
 
 from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData
-from pipeline.core.errors import ConfigError, InputError
+from pipeline.core.errors import InputError
 from pipeline.data.arc.augment import augmentation
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.grading import grid_text
@@ -48,9 +48,6 @@ class ArcSource:
 
         Raises InputError, and ConfigError for an encoder or chat template that cannot be used.
         """
-        for name in ("augmentations", "tasks_per_shard"):
-            if getattr(config, name) < 1:
-                raise ConfigError(f"data.{name} = {getattr(config, name)}, expected at least 1.")
         if config.template is Template.chat:
             tokenizer.require_chat()
         self._config = config

@@ -85,7 +85,6 @@ def test_other_texts_are_refused(encoder, text, message):
         ({"encoder": "symbols", "symbols": "aacdefghij"}, "expected 10 different characters"),
         ({"encoder": "symbols", "symbols": "abcdefgh i"}, "other than white space"),
         ({"encoder": "symbols", "symbols": "abcdefgh:i"}, "ASCII punctuation"),
-        ({"encoder": "repeated", "repeat": 0}, "data.repeat = 0, expected at least 1"),
     ],
 )
 def test_unusable_settings_are_refused(settings, message):

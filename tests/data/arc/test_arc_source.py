@@ -192,8 +192,6 @@ def test_files_without_tasks_are_refused(tmp_path, name, content, settings, mess
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"augmentations": 0}, "data.augmentations = 0, expected at least 1"),
-        ({"tasks_per_shard": 0}, "data.tasks_per_shard = 0, expected at least 1"),
         ({"solutions": "x_solutions.json"}, "data.solutions requires that data.path is a"),
         ({"template": Template.chat}, "tokenizer words has no chat template"),
     ],
