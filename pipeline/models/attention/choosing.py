@@ -66,17 +66,17 @@ def choose_attention(name: str, arch: Architecture, mesh: Mesh, length: int, dty
     if name not in ("auto", "xla", *_KERNELS):
         raise ConfigError(f"model.attention is {name!r}. Set it to one of auto, xla, {', '.join(_KERNELS)}.")
     platform = mesh.devices.flat[0].platform
-    for kernel, (kernel_platform, obstacle, attend) in _KERNELS.items():
-        if name not in ("auto", kernel) or (name == "auto" and platform != kernel_platform):
-            continue
-        reason = (
-            f"it needs a {kernel_platform.upper()}, and the devices are {platform}"
-            if kernel_platform not in (None, platform)
-            else obstacle(arch, mesh, length, dtype)
-        )
-        if reason is None:
-            return Attention(kernel, attend(mesh))
-        if name == kernel:
-            raise ConfigError(f"model.attention={name} cannot be used: {reason}. Set model.attention=auto.")
+    of_platform = {kernel_platform: kernel for kernel, (kernel_platform, *_) in _KERNELS.items()}
+    kernel = of_platform.get(platform, "xla") if name == "auto" else name
+    if kernel == "xla":
+        return XLA
+    kernel_platform, obstacle, attend = _KERNELS[kernel]
+    if kernel_platform not in (None, platform):
+        reason = f"it needs a {kernel_platform.upper()}, and the devices are {platform}"
+    else:
+        reason = obstacle(arch, mesh, length, dtype)
+    if reason is None:
+        return Attention(kernel, attend(mesh))
+    if name == "auto":
         return Attention("xla", attend_xla, note=f"not {kernel}, because {reason}")
-    return XLA
+    raise ConfigError(f"model.attention={name} cannot be used: {reason}. Set model.attention=auto.")
