@@ -85,14 +85,9 @@ def _shifted_scores(
     float before that. With `sinks`, the last score is the sink's."""
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", groups, k, preferred_element_type=jnp.float32) * spec.scale
-    if spec.softcap is not None:
-        scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+    scores = spec.capped(scores)
     visible = segments[:, :, None] == key_segments[:, None, :]
-    distances = order[:, :, None] - jnp.arange(k.shape[1])
-    if spec.causal:
-        visible &= distances >= 0
-    if spec.window is not None:
-        visible &= distances < spec.window
+    visible = spec.masked(visible, order[:, :, None] - jnp.arange(k.shape[1]))
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(*scores.shape[1:3], 1, 1)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -16,3 +19,16 @@ class AttentionSpec:
     scale: float
     softcap: float | None = None
     window: int | None = None
+
+    def capped(self, scores: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
+        """The scaled scores after the softcap, if there is one."""
+        return scores if self.softcap is None else jnp.tanh(scores / self.softcap) * self.softcap
+
+    def masked(self, visible: Bool[Array, "*S"], distances: Int32[Array, "..."]) -> Bool[Array, "*S"]:
+        """The `visible` keys that the causal mask and the window allow. `distances` are how many positions before its
+        query each key is."""
+        if self.causal:
+            visible &= distances >= 0
+        if self.window is not None:
+            visible &= distances < self.window
+        return visible

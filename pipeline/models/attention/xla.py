@@ -33,11 +33,7 @@ def attend_xla(
     for start, stop in _query_blocks(length):
         keys = slice(max(0, start + 1 - (spec.window or length)), stop if spec.causal else length)
         visible = segments[:, start:stop, None] == segments[:, None, keys]
-        distances = order[start:stop, None] - order[keys]
-        if spec.causal:
-            visible &= distances >= 0
-        if spec.window is not None:
-            visible &= distances < spec.window
+        visible = spec.masked(visible, order[start:stop, None] - order[keys])
         blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, spec, sinks))
     z = jnp.concatenate(blocks, axis=3)
     return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, -1)
@@ -71,8 +67,7 @@ def attend_visible(
     scores = jnp.einsum("BKQH,BKSH->BKQS", q, k, preferred_element_type=jnp.float32) * spec.scale
     if scales is not None:
         scores *= scales[0][:, :, None]
-    if spec.softcap is not None:
-        scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+    scores = spec.capped(scores)
     bias = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half, so that the sum is finite
     scores += jnp.tile(bias, (1, num_groups, 1))[:, None]
     highest = jnp.max(scores, axis=-1, keepdims=True)

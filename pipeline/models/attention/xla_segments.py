@@ -97,14 +97,10 @@ def _attend_block(
     def step(keys: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, z = carry
         scores = jnp.einsum("KQH,KSH->KQS", q, slice_block(k, keys, 1), preferred_element_type=jnp.float32) * spec.scale
-        if spec.softcap is not None:
-            scores = jnp.tanh(scores / spec.softcap) * spec.softcap
+        scores = spec.capped(scores)
         distances = (number - keys) * _BLOCK + order[:, None] - order
         visible = slice_block(segments, number, 0)[:, None] == slice_block(segments, keys, 0)
-        if spec.causal:
-            visible &= distances >= 0
-        if spec.window is not None:
-            visible &= distances < spec.window
+        visible = spec.masked(visible, distances)
         scores += jnp.tile(jnp.where(visible, 0, _MASKED), (q.shape[1] // _BLOCK, 1))
         new_highest = jnp.maximum(highest, jnp.max(scores, axis=-1, keepdims=True))
         weights, decay = jnp.exp(scores - new_highest), jnp.exp(highest - new_highest)
