@@ -26,38 +26,24 @@ def named_writing_errors(where: str) -> Iterator[None]:
 
 # Packages behind fsspec and the Hub. Their errors share no ancestor, and not all of these packages are installed.
 _NETWORK_PACKAGES = {
-    *(
-        "adlfs",
-        "aiobotocore",
-        "aiohttp",
-        "azure",
-        "botocore",
-        "fsspec",
-        "gcsfs",
-        "google",
-        "httpcore",
-        "httpx",
-        "httpx2",
-    ),
-    *("huggingface_hub", "requests", "s3fs", "urllib3"),
+    *("adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google"),
+    *("httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "s3fs", "urllib3"),
 }
 # The path itself is wrong: too long, through a file, a directory or a socket, or with circular links.
 _INVALID_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
 
 
 @contextmanager
-def named_errors(
-    where: str, *, key: str, invalid: type[PipelineError], failed: type[PipelineError] = PipelineError
-) -> Iterator[None]:
+def named_errors(where: str, *, key: str, invalid: type[PipelineError]) -> Iterator[None]:
     """A context for calls of fsspec or the Hub, and nothing else. Raises `invalid` where the configuration's `key`
-    cannot be opened, and `failed` where a retry might succeed. FileNotFoundError and programming errors pass unchanged.
-    """
+    cannot be opened, and PipelineError where a retry might succeed. FileNotFoundError and programming errors pass
+    unchanged."""
     try:
         yield
     except (FileNotFoundError, PipelineError):
         raise
     except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a truncated response
-        raise failed(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
+        raise PipelineError(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
     except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or a name that the Hub rejects
         raise invalid(f"{key} is {_brief(where)}, which cannot be opened: {error}. Check the path.") from error
     except Exception as error:
@@ -68,7 +54,7 @@ def named_errors(
         if not _is_of_storage(error):
             raise
         cause = str(error).rstrip(".") or type(error).__name__
-        raise failed(f"{where} cannot be read: {cause}. Check access to it, and try again.") from error
+        raise PipelineError(f"{where} cannot be read: {cause}. Check access to it, and try again.") from error
 
 
 def _is_of_storage(error: Exception) -> bool:

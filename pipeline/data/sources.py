@@ -60,7 +60,7 @@ def hub_repository(config: DataConfig) -> str | None:
         case ArcData():
             return hub_id(config.path)
         case HfData():
-            from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS
+            from pipeline.data.hub_files import LOADERS
 
             if config.path in LOADERS or os.path.exists(os.path.expanduser(config.path)):
                 return None

@@ -147,7 +147,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def render_bounded(self, template: jinja2.Template, values: Mapping[str, Any]) -> str:
         """Renders a template. Raises jinja2.TemplateError, and Python's errors for wrong values: `RENDER_ERRORS`."""
-        self._meter.left = BASE
         self._meter.left = BASE + _PER_CHARACTER * sum(weight(value) for value in values.values())
         return template.render(values)
 

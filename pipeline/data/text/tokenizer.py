@@ -116,10 +116,6 @@ class TextTokenizer:
         """The text of the ids."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
-    def token(self, token_id: int) -> str | None:
-        """The vocabulary's entry for an id; None if there is none."""
-        return self._tokenizer.id_to_token(token_id)
-
     def token_id(self, key: str, text: str) -> int:
         """The id of a text that is a single token. Raises ConfigError, naming the setting `key`, if it is not one."""
         token_id = self._tokenizer.token_to_id(text)
