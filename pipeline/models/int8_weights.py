@@ -12,8 +12,6 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float32, Int8, PyTree
 
-from pipeline.models.leaves import Leaf
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -32,11 +30,6 @@ def with_int8_inputs(params: PyTree[Array | Int8Weight], rounds_inputs: bool = T
         return replace(leaf, rounds_inputs=rounds_inputs) if isinstance(leaf, Int8Weight) else leaf
 
     return jax.tree.map(with_inputs, params, is_leaf=lambda node: isinstance(node, Int8Weight))
-
-
-def is_int8(leaf: Leaf) -> bool:
-    """Whether the leaf may be int8. Only matrices of layers may."""
-    return leaf.num_inputs > 0
 
 
 def quantise(weight: Array | np.ndarray, num_inputs: int) -> tuple[Array | np.ndarray, Array | np.ndarray]:

@@ -48,6 +48,11 @@ class Leaf:
         """The number of last axes that a layer's matrix product sums over; 0 for other weights."""
         return self.spec.num_inputs
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether this is a matrix of layers; only those may be int8, or divided by fsdp."""
+        return self.num_inputs > 0
+
     def dtype(self, dtype: str) -> str:
         """The leaf's dtype in a model of this dtype. Matrices may be int8 instead."""
         return "float32" if self.spec.is_wide else dtype
@@ -196,7 +201,7 @@ def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bo
         itemsize = jnp.dtype(leaf.dtype(dtype)).itemsize
         if Axis.vocab in leaf.spec.logical_axes:
             vocabulary += leaf.size * itemsize
-        elif leaf.num_inputs == 0:
+        elif not leaf.is_matrix:
             others += leaf.size * itemsize
         else:
             num_bytes = leaf.size * itemsize
@@ -225,7 +230,7 @@ def flops_per_token(
     not counted.
     """
     leaves = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
-    matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.num_inputs)
+    matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.is_matrix)
     runs = layer_runs(keys, arch)
     steps = {layer: run.steps(arch, layer) for run in runs for layer in run.layers}
     attention, captured = 0, {*keys}

@@ -116,7 +116,7 @@ class Partition:
     def _fsdp_axis(self, leaf: Leaf, mesh_axes: list[str | None]) -> int | None:
         """The largest axis of a layer's matrix that `data` divides; None if there is no such axis, and for other
         weights."""
-        if not self.fsdp or leaf.num_inputs == 0:
+        if not self.fsdp or not leaf.is_matrix:
             return None
         sizes = {
             axis: size

@@ -95,7 +95,7 @@ class Checkpoint:
 
     def info(self, name: str) -> TensorInfo | None:
         """A tensor's dtype and shape, for MXFP4 and FP8 after unpacking; None if the checkpoint lacks the tensor."""
-        name = self._stored_name(name)
+        name = self._stored_names.get(name, name)
         if name not in self._packed:
             return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
         parts = [self._open_indexed(part).tensors.get(part) for part in self._packed[name]]
@@ -105,7 +105,7 @@ class Checkpoint:
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop-1 of a tensor's first axis, in the file's dtype; MXFP4 and FP8 are unpacked to float32."""
-        name = self._stored_name(name)
+        name = self._stored_names.get(name, name)
         if name not in self._packed:
             return self._stored_rows(name, start, stop)
         first, second = self._packed[name]
@@ -145,11 +145,9 @@ class Checkpoint:
     def _fp8_block(self) -> tuple[int, int] | None:
         return fp8.block_shape(self.config)
 
-    def _stored_name(self, name: str) -> str:
-        return self._stored_names.get(name, name)
-
     @cached_property
     def _stored_names(self) -> Mapping[str, str]:
+        """Current name -> the name in this checkpoint."""
         return {current_name(name): name for name in self.file_of}
 
     @cached_property

@@ -16,7 +16,7 @@ from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
 from pipeline.models.checkpoints.leaf_reading import Index, read_int8, read_leaf
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
 from pipeline.models.decoder import Params
-from pipeline.models.int8_weights import Int8Weight, is_int8
+from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.weight_specs import layer_steps, weight_spec
 
@@ -109,7 +109,7 @@ def load_params(
         parts = {
             _bounds(index, leaf.shape): index for index in sharding.addressable_devices_indices_map(leaf.shape).values()
         }
-        if with_int8 and is_int8(leaf):
+        if with_int8 and leaf.is_matrix:
             weight = _int8_weight(leaf, sharding, parts, *read_int8(checkpoint, leaf, [*parts.values()]))
         else:
             values = read_leaf(checkpoint, leaf, np.dtype(leaf.dtype(dtype)), [*parts.values()])
@@ -124,7 +124,7 @@ def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: b
 
     def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | Int8Weight:
         sharding = place(leaf)
-        if not (with_int8 and is_int8(leaf)):
+        if not (with_int8 and leaf.is_matrix):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype), sharding=sharding)
         scale_shape = leaf.shape[: -leaf.num_inputs]
         return Int8Weight(

@@ -16,7 +16,7 @@ from jaxtyping import Array, UInt32
 from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import Placement, build_params, without_inputs
 from pipeline.models.decoder import Params
-from pipeline.models.int8_weights import Int8Weight, is_int8, quantise
+from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.leaves import Leaf, LeafTree
 
 _STD = 0.02  # transformers' usual `initializer_range`
@@ -48,7 +48,7 @@ def random_params(
         first = leaf.rows.start or leaf.columns.start or leaf.item_part.start
         suffix = f" {first}" if first else ""
         tensor_ids = np.array([zlib.crc32(f"{seed} {name}{suffix}".encode()) for name in leaf.tensors], np.uint32)
-        if with_int8 and is_int8(leaf):
+        if with_int8 and leaf.is_matrix:
             scale_sharding = without_inputs(sharding, len(leaf.shape) - leaf.num_inputs)
             return _normal(dtype, Int8Weight(sharding, scale_sharding))(tensor_ids, leaf.shape, leaf.num_inputs)
         return _normal(leaf.dtype(dtype), sharding)(tensor_ids, leaf.shape, 0)
