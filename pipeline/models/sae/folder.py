@@ -14,7 +14,7 @@ from pipeline.models.checkpoints.safetensors_file import ByteSource
 from pipeline.models.sae.config import SAEConfig
 
 _KEY = "the SAE's address"
-_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
+PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
 _HUB = re.compile(r"hf://(?:models/)?([\w.-]+/[\w.-]+)(?:@([^/\s]+))?(?:/(.*))?", re.DOTALL)
 CONVERT = (
     "Pickled weights are never read. Convert them, in an environment with torch: "
@@ -31,7 +31,7 @@ def open_folder(address: str, markers: tuple[str, ...]) -> Files:
     if problem := unusable_path(address, _KEY):
         raise CheckpointError(problem)
     address = os.path.expanduser(address.rstrip("/"))
-    if address.endswith(_PICKLES):
+    if address.endswith(PICKLES):
         raise CheckpointError(f"{_KEY} is {address!r:.300}. {CONVERT}")
     for marker in markers:
         address = address.removesuffix(f"/{marker}")

@@ -3,7 +3,7 @@
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.contents import Contents, Source, check_tensors
+from pipeline.models.sae.autoencoder import SAE, Source, check_tensors
 from pipeline.models.sae.folder import open_file
 from pipeline.models.sae.npz_file import NpzFile
 from pipeline.models.sae.spec import Activation, SAESpec
@@ -11,7 +11,7 @@ from pipeline.models.sae.spec import Activation, SAESpec
 WEIGHTS = "params.npz"
 
 
-def read_contents(files: Files) -> Contents:
+def read_sae(files: Files) -> SAE:
     """Reads a JumpReLU SAE or transcoder; the file does not say which. b_dec is not subtracted from the input."""
     if "embedding" in files.where.split("/"):
         raise CheckpointError(
@@ -43,4 +43,4 @@ def read_contents(files: Files) -> Contents:
         "w_dec": Source("W_dec", "FO"),
         "b_out": Source("b_dec", "O"),
     }
-    return check_tensors(Contents("gemma_scope", spec, None, tensors, sources))
+    return check_tensors(SAE("gemma_scope", spec, None, tensors, sources))

@@ -1,7 +1,7 @@
 """Gemma Scope 2 (https://huggingface.co/google/gemma-scope-2): config.json and params.safetensors."""
 
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.contents import Contents, Source, check_tensors
+from pipeline.models.sae.autoencoder import SAE, Source, check_tensors
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import Activation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
@@ -10,7 +10,7 @@ CONFIG, WEIGHTS = "config.json", "params.safetensors"
 _HARMLESS = ("model_name", "l0", "hf_hook_point_out")
 
 
-def read_contents(files: Files) -> Contents:
+def read_sae(files: Files) -> SAE:
     """Reads a JumpReLU SAE or transcoder, with or without a skip connection. b_dec is not subtracted from the input."""
     config = read_config(files, CONFIG)
     config.choice("architecture", ["jump_relu"])
@@ -30,4 +30,4 @@ def read_contents(files: Files) -> Contents:
     }
     if has_skip:
         sources["w_skip"] = Source("affine_skip_connection", "DO")
-    return check_tensors(Contents("gemma_scope_2", spec, hook_name, tensors, sources))
+    return check_tensors(SAE("gemma_scope_2", spec, hook_name, tensors, sources))

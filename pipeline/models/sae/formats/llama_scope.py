@@ -10,7 +10,7 @@ by the norms of the decoder's rows, which are 1 after the authors' processing.
 import numpy as np
 
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.contents import Contents, Source, check_tensors, divide_by, multiply_by
+from pipeline.models.sae.autoencoder import SAE, Source, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import Activation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
@@ -26,7 +26,7 @@ _HARMLESS = frozenset(
 )
 
 
-def read_contents(files: Files) -> Contents:
+def read_sae(files: Files) -> SAE:
     """Reads a JumpReLU SAE or transcoder. b_dec is not subtracted from the input."""
     config = read_config(files, CONFIG)
     config.choice("act_fn", ["jumprelu"])
@@ -50,4 +50,4 @@ def read_contents(files: Files) -> Contents:
     }
     if has_bias:
         sources["b_out"] = Source("decoder.bias", "O", divide_by(output_factor))
-    return check_tensors(Contents("llama_scope", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))
+    return check_tensors(SAE("llama_scope", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))

@@ -11,8 +11,8 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.sae.autoencoder import SAE, Source, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.config import SAEConfig
-from pipeline.models.sae.contents import Contents, Source, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
@@ -61,7 +61,7 @@ _HARMLESS = frozenset(
 )
 
 
-def read_contents(files: Files) -> Contents:
+def read_sae(files: Files) -> SAE:
     """Reads an SAE or transcoder with one of the architectures in `_ARCHITECTURES`."""
     config = read_config(files, CONFIG)
     architecture = _architecture(config)
@@ -94,7 +94,7 @@ def read_contents(files: Files) -> Contents:
     if has_decoder_norms:
         sources["feature_scale"] = Source("W_dec", "FO", partial(_row_norms, factor))
     tensors = SafetensorsTensors(files, WEIGHTS)
-    return check_tensors(Contents("saelens", spec, hook_name, tensors, sources), _neutral_scales(tensors))
+    return check_tensors(SAE("saelens", spec, hook_name, tensors, sources), _neutral_scales(tensors))
 
 
 def _architecture(config: SAEConfig) -> str:

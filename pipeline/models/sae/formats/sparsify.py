@@ -2,7 +2,7 @@
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.contents import Contents, Source, check_tensors
+from pipeline.models.sae.autoencoder import SAE, Source, check_tensors
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import Activation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
@@ -12,7 +12,7 @@ CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 _HARMLESS = ("normalize_decoder", "multi_topk", "hook_name", "hook_layer")
 
 
-def read_contents(files: Files) -> Contents:
+def read_sae(files: Files) -> SAE:
     """Reads a TopK SAE or transcoder like `SparseCoder.load_from_disk`: b_dec is subtracted from the input unless
     `transcode` is set. Transcoders older than that attribute do not have it."""
     config = read_config(files, CONFIG)
@@ -37,4 +37,4 @@ def read_contents(files: Files) -> Contents:
         sources["b_in"] = Source("b_dec", "D")
     if has_skip:
         sources["w_skip"] = Source("W_skip", "OD")
-    return check_tensors(Contents("sparsify", spec, None, SafetensorsTensors(files, WEIGHTS), sources))
+    return check_tensors(SAE("sparsify", spec, None, SafetensorsTensors(files, WEIGHTS), sources))

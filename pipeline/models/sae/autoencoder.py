@@ -1,0 +1,133 @@
+"""A trained SAE or transcoder: its specification, and how its arrays are made from the tensors of a file."""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.sae.spec import ARRAYS, SAESpec
+from pipeline.models.sae.tensors import Tensors
+
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def multiply_by(factor: float) -> Change:
+    """Multiplies values by a factor, in float32."""
+    return lambda values: values * np.float32(factor)
+
+
+def divide_by(divisor: float) -> Change:
+    """Divides values by a number, in float32."""
+    return lambda values: values / np.float32(divisor)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor in the file, and how an array is made from it."""
+
+    tensor: str
+    axes: str  # the tensor's axes, in the letters of `ARRAYS`: "FD" has a row per feature
+    change: Change | None = None  # a function of the float32 values, in our order of axes
+
+
+@dataclass(frozen=True, eq=False)
+class SAE:
+    """A trained sparse autoencoder or transcoder, from `open_sae`. Its arrays have the names of `spec.ARRAYS`, and are
+    read on request.
+
+    Methods raise CheckpointError for damaged files, and PipelineError if a retry might help.
+    """
+
+    format: str  # saelens, sparsify, gemma_scope, gemma_scope_2 or llama_scope
+    spec: SAESpec
+    hook_name: str | None  # what it was trained on, if its file says so: `blocks.12.hook_resid_post`, or an HF module
+    tensors: Tensors
+    sources: Mapping[str, Source | float]  # by our names; a number stands for an array filled with it
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Array name -> shape."""
+        return {name: self.spec.axis_sizes(ARRAYS[name]) for name in self.sources}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All arrays, as `read` returns them."""
+        return {name: self.read(name) for name in self.shapes}
+
+    @property
+    def identity(self) -> str:
+        """The digest of the specification and all arrays."""
+        return self.digest(self.shapes)
+
+    def digest(self, names: Collection[str]) -> str:
+        """A SHA-256 over the specification and all bytes of the named arrays, which are read one at a time. It does not
+        depend on the address or the format."""
+        spec = {field.name: getattr(self.spec, field.name) for field in fields(SAESpec)}
+        defaults = {field.name: field.default for field in fields(SAESpec)}
+        digest = hashlib.sha256(json.dumps({key: spec[key] for key in spec if spec[key] != defaults[key]}).encode())
+        for name in sorted(names):
+            values = self.read(name)
+            digest.update(json.dumps([name, values.dtype.name, values.shape]).encode())
+            digest.update(values.view(np.uint8))
+        return digest.hexdigest()
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads an array, C-ordered, in the file's dtype (float32, float16 or bfloat16), or in float32 if it is
+        computed from the file's tensors. All values are finite."""
+        source = self.sources[name]
+        if not isinstance(source, Source):
+            return np.full(self.shapes[name], source, np.float32)
+        values = self.tensors.read(source.tensor)
+        self._check_finite(values, f"{source.tensor} has")
+        if source.axes == ARRAYS[name][::-1]:
+            values = values.T
+        if source.change is not None:
+            with np.errstate(over="ignore"):  # infinite values are refused below
+                values = source.change(values.astype(np.float32, copy=False))
+            self._check_finite(values, f"{name}, computed from {source.tensor}, would have")
+        return np.ascontiguousarray(values)
+
+    def _check_finite(self, values: np.ndarray, subject: str) -> None:
+        num_wrong = sum(int(row.size - np.isfinite(row).sum()) for row in np.atleast_2d(values))
+        if num_wrong:
+            raise CheckpointError(
+                f"{self.tensors.name}: {subject} {num_wrong:,} values that are infinite or NaN, expected finite "
+                f"values. Download the file again, or use another SAE."
+            )
+
+
+def check_tensors(sae: SAE, ignored: Sequence[str] = ()) -> SAE:
+    """Returns the SAE if its file has exactly its tensors, with the expected shapes, except for `ignored` ones. Raises
+    CheckpointError otherwise."""
+    shapes, where = sae.tensors.shapes, sae.tensors.name
+    sources = [source for source in sae.sources.values() if isinstance(source, Source)]
+    expected = {source.tensor: sae.spec.axis_sizes(source.axes) for source in sources}
+    if missing := [name for name in expected if name not in shapes]:
+        raise CheckpointError(
+            f"{where} has no {', '.join(missing)}: expected {', '.join(expected)}, got {shown_names(shapes)}. Does the "
+            f"SAE have the architecture that its configuration states?"
+        )
+    if unexpected := sorted(shapes.keys() - expected.keys() - {*ignored}):
+        raise CheckpointError(
+            f"{where} has {shown_names(unexpected)}, which its architecture does not have; expected "
+            f"{', '.join(expected)}. Use another SAE: this program would ignore the tensor."
+        )
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            is_transposed = len(shape) == 2 and shapes[name] == shape[::-1]
+            raise CheckpointError(
+                f"{where}: {name} has shape {shapes[name]}, expected {shape}"
+                + (", so it is transposed. Save it in the format's order of axes." if is_transposed else "")
+                + ("" if is_transposed else " from its configuration. Does the file belong to another SAE?")
+            )
+        sae.tensors.dtype(name)
+    return sae
+
+
+def shown_names(names: Iterable[object]) -> str:
+    """Names for messages, sorted and shortened."""
+    texts = sorted(str(name)[:200] for name in names)
+    return ", ".join(texts[:20]) + (f" and {len(texts) - 20} more" if len(texts) > 20 else "")
