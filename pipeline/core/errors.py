@@ -62,7 +62,7 @@ class StoreInvalid(StoreError):
     """The store's path holds no intact store of this version. A retry would fail in the same way."""
 
     exit_code = EXIT_INVALID
-    was_read_again = False  # a few times, with the same result
+    was_read_again = False  # True after several attempts with the same result
 
 
 class StoreMismatch(StoreError):

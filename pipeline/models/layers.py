@@ -293,6 +293,23 @@ def map_parts(compute: Callable[[PyTree], PyTree], inputs: PyTree, num_parts: in
     return jax.tree.map(join, jax.lax.map(compute, jax.tree.map(split, inputs)))
 
 
+def map_tiles(compute: Callable[[PyTree], PyTree], inputs: PyTree, size: int) -> PyTree:
+    """`compute(inputs)` for arrays [tokens, ...], called on tiles of `size` tokens in sequence. The last tile is padded
+    with zeros."""
+    num_tokens = len(jax.tree.leaves(inputs)[0])
+    if num_tokens <= size:
+        return compute(inputs)
+    padding = -num_tokens % size
+
+    def split(x: Array) -> Array:
+        return jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, size, *x.shape[1:])
+
+    def join(x: Array) -> Array:
+        return x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens]
+
+    return jax.tree.map(join, jax.lax.map(compute, jax.tree.map(split, inputs)))
+
+
 def mlp_parts(length: int) -> int:
     """The number of equal parts in which an MLP processes a row: 1 up to 32,768 positions; above, parts of 4,096 to
     16,384 positions if the length divides so, else 1."""

@@ -5,7 +5,6 @@ Computed in chunks of the vocabulary and tiles of tokens, in float32, so that no
 Letters: B rows, S slots of a row, D model dim, V vocabulary, n tokens of a tile, c ids of a chunk, k likeliest ids.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -16,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.models.decoder import Params
 from pipeline.models.head import Head, head_weight, scores
+from pipeline.models.layers import map_tiles
 
 CHUNK = 4096  # vocabulary ids at a time
 TILE = 2048  # tokens at a time: 32 MiB of logits
@@ -83,7 +83,8 @@ def _on_device(
     """If the mesh's `axis` divides the vocabulary, `weight` is this device's part."""
     first = jax.lax.axis_index(axis) * weight.shape[0] if axis else 0
     reduce_tile = partial(_reduce_vocabulary, weight=weight, first=first, head=head, num_top=num_top)
-    reduced = _in_tiles(reduce_tile, x.reshape(-1, x.shape[2]), next_tokens.reshape(-1))
+    tokens = x.reshape(-1, x.shape[2]), next_tokens.reshape(-1)
+    reduced = map_tiles(lambda tile: reduce_tile(*tile), tokens, TILE)
     if axis:
         reduced = _merge_devices(reduced, axis)
     log_total = jnp.log(reduced.total)
@@ -94,23 +95,6 @@ def _on_device(
         top_ids=reduced.ids,
     )
     return TokenOutputs(*(value.reshape(*x.shape[:2], *value.shape[1:]) for value in outputs))
-
-
-def _in_tiles(
-    reduce_tile: Callable[[Float[Array, "n D"], Int32[Array, " n"]], _Partial],
-    x: Float[Array, "tokens D"],
-    next_tokens: Int32[Array, " tokens"],
-) -> _Partial:
-    num_tokens = len(x)
-    if num_tokens <= TILE:
-        return reduce_tile(x, next_tokens)
-    padding = -num_tokens % TILE
-    tiles = (
-        jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, TILE, x.shape[1]),
-        jnp.pad(next_tokens, (0, padding)).reshape(-1, TILE),
-    )
-    reduced = jax.lax.map(lambda tile: reduce_tile(*tile), tiles)
-    return jax.tree.map(lambda value: value.reshape(num_tokens + padding, *value.shape[2:])[:num_tokens], reduced)
 
 
 def _reduce_vocabulary(

@@ -5,6 +5,7 @@ attribute stops the program before weights are loaded.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.json_text import shown
@@ -103,16 +104,16 @@ class HfConfig(JsonConfig):
 
     def strings(self, key: str) -> list[str]:
         """A list of strings; empty if the key is absent."""
-        values = self._take(key, (list,), "a list of strings", [])
-        if not all(isinstance(value, str) for value in values):
-            raise self._wrong(key, values, "a list of strings")
-        return values
+        return self._list(key, str, "a list of strings")
 
     def whole_numbers(self, key: str) -> list[int]:
         """A list of whole numbers; empty if the key is absent."""
-        values = self._take(key, (list,), "a list of whole numbers", [])
-        if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
-            raise self._wrong(key, values, "a list of whole numbers")
+        return self._list(key, int, "a list of whole numbers")
+
+    def _list(self, key: str, kind: type, what: str) -> list[Any]:
+        values = self._take(key, (list,), what, [])
+        if not all(type(value) is kind for value in values):
+            raise self._wrong(key, values, what)
         return values
 
     def activation(self, key: str, default: str) -> Activation:

@@ -6,7 +6,6 @@ in the activations' dtype and accumulated in float32.
 Letters: B rows, S slots of a row, D and F as in `spec`, n tokens of a tile, k slots for features.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
+from pipeline.models.layers import map_tiles
 from pipeline.models.sae.decoding import Reconstruction, decode, measure_reconstruction
 from pipeline.models.sae.params import SAEParams, params_partition, tensor_axis
 from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
@@ -78,7 +78,8 @@ def _on_device(
     max_active = sae.k if sae.activation is Activation.topk else sae.width
     used_slots, width = min(slots, max_active), params["b_enc"].shape[0]
     encode_tile = partial(_encode_tile, sae, params, slots=used_slots, threshold=threshold, decodes=decodes, axis=axis)
-    index, value, n_active, reconstruction = _in_tiles(encode_tile, x.reshape(-1, x.shape[2]), width)
+    tile_tokens = max(TILE_VALUES // width, 1)
+    index, value, n_active, reconstruction = map_tiles(encode_tile, x.reshape(-1, x.shape[2]), tile_tokens)
     padding = ((0, 0), (0, slots - value.shape[1]))
     features = Features(
         jnp.pad(jnp.where(value > 0, index, -1), padding, constant_values=-1),
@@ -87,16 +88,6 @@ def _on_device(
         reconstruction,
     )
     return jax.tree.map(lambda part: part.reshape(*x.shape[:2], *part.shape[1:]), features)
-
-
-def _in_tiles(encode_tile: Callable[[Array], Features], x: Float[Array, "tokens D"], width: int) -> Features:
-    num_tokens, size = len(x), max(TILE_VALUES // width, 1)
-    if num_tokens <= size:
-        return encode_tile(x)
-    padding = -num_tokens % size
-    tiles = jnp.pad(x, ((0, padding), (0, 0))).reshape(-1, size, x.shape[1])
-    features = jax.lax.map(encode_tile, tiles)
-    return jax.tree.map(lambda part: part.reshape(num_tokens + padding, *part.shape[2:])[:num_tokens], features)
 
 
 def _encode_tile(
