@@ -191,10 +191,4 @@ def activation_keys(layers: tuple[int, ...], sites: tuple[Site, ...]) -> tuple[A
     keys = {ActivationKey(layer, site) for site in sites if site.per_layer for layer in layers}
     keys |= {ActivationKey(-1, site) for site in sites if not site.per_layer}
     order = list(Site)
-
-    def depth(key: ActivationKey) -> tuple[int, int]:
-        if key.site is Site.final_norm:
-            return (1 << 30, 0)
-        return (key.layer, order.index(key.site))
-
-    return tuple(sorted(keys, key=depth))
+    return tuple(sorted(keys, key=lambda key: (key.site is Site.final_norm, key.layer, order.index(key.site))))
