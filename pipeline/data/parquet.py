@@ -219,7 +219,7 @@ def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> N
         kind = schema.field(name).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         integer_id = key == "id_column" and pa.types.is_integer(kind)
-        if not (integer_id or pa.types.is_string(kind) or pa.types.is_large_string(kind) or _is_binary(kind)):
+        if not (integer_id or kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())):
             raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
 
 
@@ -248,10 +248,6 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     half = batch.num_rows // 2
     yield from _parts(batch.slice(0, half))
     yield from _parts(batch.slice(half))
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _values(column: pa.Array) -> list[str | bytes | int | float | None]:
