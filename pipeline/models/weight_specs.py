@@ -8,7 +8,7 @@ how far a layer is computed (`runs.py`). A family's `KEY_TABLE` says which of th
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture, Axis, LayerBlocks
@@ -197,21 +197,12 @@ class WeightSpec:
         return self.kind is Kind.norm and not self.is_bias
 
 
-def _embedding(axes: str, step: Step) -> WeightSpec:
-    return WeightSpec(Kind.embedding, axes, frozenset({step}))
+def _spec(kind: Kind, axes: str, *steps: Step) -> WeightSpec:
+    return WeightSpec(kind, axes, frozenset(steps))
 
 
-def _norm(axes: str, *steps: Step) -> WeightSpec:
-    return WeightSpec(Kind.norm, axes, frozenset(steps))
-
-
-def _matrix(axes: str, *steps: Step) -> WeightSpec:
-    return WeightSpec(Kind.matrix, axes, frozenset(steps))
-
-
-def _control(axes: str, *steps: Step) -> WeightSpec:
-    return WeightSpec(Kind.control, axes, frozenset(steps))
-
+_embedding, _norm = partial(_spec, Kind.embedding), partial(_spec, Kind.norm)
+_matrix, _control = partial(_spec, Kind.matrix), partial(_spec, Kind.control)
 
 WEIGHTS: Mapping[str, WeightSpec] = {
     "embed": _embedding("V D", Step.embed),

@@ -139,7 +139,7 @@ def _read_experts(
 def _with_groups(config: HfConfig, experts: GroupedExperts, num_groups: int, per_token: int) -> GroupedExperts:
     """The experts, divided into groups; a token uses `per_token` of the groups."""
     size = experts.num_experts // num_groups
-    if experts.num_experts % num_groups or size < 1 + experts.sigmoid or not experts.per_token <= per_token * size:
+    if experts.num_experts % num_groups or size < 1 + experts.sigmoid or experts.per_token > per_token * size:
         raise CheckpointError(
             f"{config.where}: n_group is {num_groups} and topk_group is {per_token}, expected n_group to divide the "
             f"{experts.num_experts} experts, and topk_group groups to contain the {experts.per_token} experts of a "
