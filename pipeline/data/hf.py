@@ -49,7 +49,11 @@ class HfSource:
             raise ConfigError(f"data.text={config.text!r:.200} cannot be used: {error}. Correct it.") from error
         if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
             raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
+        if twice := [name for name in config.info_columns if config.info_columns.count(name) > 1]:
+            raise ConfigError(f"data.info_columns has {twice[0]} twice. Remove one of them.")
         self._dataset, files = _stream(config)
+        if len({posixpath.isabs(file) for file in files}) > 1:
+            raise ConfigError("data.data_files has both local files and URLs, expected one kind. Move or copy some.")
         base = posixpath.commonpath([posixpath.dirname(file) for file in files])
         self._files = tuple(posixpath.relpath(file, base) for file in files)
         self._files_sha256 = _files_sha256(files, self._files, (stored or {}).get("files_sha256"))

@@ -187,6 +187,7 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
         ({"split": "train+train"}, ConfigError, r"data.split=train\+train, but json has the splits train"),
         ({"split": "all"}, ConfigError, "data.split=all, but json has the splits train"),
         ({"info_columns": ["index"]}, ConfigError, "data.info_columns has index, which every store has"),
+        ({"info_columns": ["name", "name"]}, ConfigError, "data.info_columns has name twice. Remove one"),
         ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
         ({"data_files": None}, ConfigError, "data.path=json is a loader. Set data.data_files"),
         ({"path": "folder/rows.jsonl.gz"}, ConfigError, "data.path=json data.data_files=folder/rows.jsonl.gz"),
@@ -200,6 +201,12 @@ def test_wrong_settings_are_refused_at_the_start(rows, settings, error, message,
     monkeypatch.chdir(folder.parent)
     with pytest.raises(error, match=message):
         source(**({"data_files": rows} | settings))
+
+
+def test_local_files_and_urls_are_not_mixed(rows):
+    fsspec.filesystem("memory").pipe("/mixed/b.jsonl", Path(rows).read_bytes())
+    with pytest.raises(ConfigError, match="data.data_files has both local files and URLs"):
+        source(data_files=[rows, "memory://mixed/b.jsonl"])
 
 
 def test_damage_in_a_parquet_file_is_reported(tmp_path):
