@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,13 +147,8 @@ def _check_arrays(
     keys = {spec.name: store.layout.shard_key(spec, record.stream, record.block) for spec in store.layout.all_arrays}
     sides: dict[str, np.ndarray] = {}
     for name in (spec.name for spec in store.layout.side_arrays if spec.name not in missing):
-        digest = _digest(store, name)
-        try:
-            sides[name] = np.concatenate(list(_read_block(store, name, record, digest)))
-        except StoreError as error:
-            yield Problem(keys[name], str(error))
-            continue
-        yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
+        if (values := (yield from _read_array(store, name, keys[name], record))) is not None:
+            sides[name] = values
     if len(sides) < len(store.layout.side_arrays):
         return  # the other arrays cannot be checked without them
     first_row = store.layout.first_row(record.stream, record.block)
@@ -221,11 +216,8 @@ def _check_output(
     store: OpenStore, name: str, key: str, record: CommitRecord, valid: np.ndarray, has_next: np.ndarray | None
 ) -> Iterator[Problem]:
     """Checks an array of `capture.outputs` in a block. `has_next`: which tokens have a next token; None if unknown."""
-    digest = _digest(store, name)
-    try:
-        values = np.concatenate(list(_read_block(store, name, record, digest)))
-    except StoreError as error:
-        yield Problem(key, str(error))
+    values = yield from _read_array(store, name, key, record)
+    if values is None:
         return
     values = values if values.ndim == 3 else values[:, :, None]
     yield from (Problem(key, what) for what in check_padding(values, valid))
@@ -235,7 +227,6 @@ def _check_output(
         is_defined = has_next if name == "loss" else valid
         wrong = check_output(values, valid, is_defined, store.root.allows_not_finite)
         yield from (Problem(key, what) for what in wrong)
-    yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
 
 
 def _check_features(
@@ -251,16 +242,9 @@ def _check_features(
     is_reconstructed = sae["features"] in store.root.metadata.reconstructed
     names = {part: f"{sae['features']}.{part}" for part in feature_parts(is_reconstructed)}
     parts: dict[str, np.ndarray] = {}
-    for part, name in names.items():
-        if name in missing:
-            continue
-        digest = _digest(store, name)
-        try:
-            parts[part] = np.concatenate(list(_read_block(store, name, record, digest)))
-        except StoreError as error:
-            yield Problem(keys[name], str(error))
-            continue
-        yield from (Problem(keys[name], what) for what in _compare_digest(record, name, digest))
+    for part, name in ((part, name) for part, name in names.items() if name not in missing):
+        if (values := (yield from _read_array(store, name, keys[name], record))) is not None:
+            parts[part] = values
     if len(parts) < len(names):
         return
     step = store.layout.piece_rows(list(names.values()))  # limits the memory for checking
@@ -291,6 +275,20 @@ def _check_features(
             yield Problem(key, "is missing, although the block is committed")
         elif content != encode_index(matrix, key):
             yield Problem(key, "does not agree with the features in the block's arrays")
+
+
+def _read_array(
+    store: OpenStore, name: str, key: str, record: CommitRecord
+) -> Generator[Problem, None, np.ndarray | None]:
+    """Reads a block of an array. Yields its problems, and returns the values; None if they cannot be read."""
+    digest = _digest(store, name)
+    try:
+        values = np.concatenate(list(_read_block(store, name, record, digest)))
+    except StoreError as error:
+        yield Problem(key, str(error))
+        return None
+    yield from (Problem(key, what) for what in _compare_digest(record, name, digest))
+    return values
 
 
 def _scales(store: OpenStore, name: str, record: CommitRecord) -> np.ndarray | None:
