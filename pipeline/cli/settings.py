@@ -29,8 +29,8 @@ def flag(value: str, key: str) -> bool:
 
 
 def names(value: str, _key: str) -> tuple[str, ...]:
-    """Comma-separated names."""
-    return tuple(filter(None, value.split(",")))
+    """Comma-separated names; one that is given twice counts once."""
+    return tuple(dict.fromkeys(filter(None, value.split(","))))
 
 
 def one_of(*choices: str) -> Callable[[str, str], str]:

@@ -54,7 +54,7 @@ def test_contexts_contain_the_stored_tokens_in_order(store, tmp_path, context, c
 
 
 def test_chosen_arrays_are_exported_in_half_precision(store, tmp_path, capsys):
-    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
+    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed,embed"]
     assert main([*arguments, "export.dtype=float16"]) == 0
     found = load_from_disk(tmp_path / "cache")
     assert found.column_names == ["hook_embed", "token_ids"]
