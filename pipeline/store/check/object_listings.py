@@ -1,6 +1,6 @@
 """Compares listings of a store's objects with those that its blocks must have."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -28,7 +28,7 @@ _MANY = 20_000  # an array with more keys is listed in parts
 _DIGITS = "0123456789"  # followed by ":"
 _MISSING = "is missing, although the block is committed"
 
-MissingArrays = Mapping[tuple[int, int], frozenset[str]]  # the arrays whose object is missing, by stream and block
+MissingArrays = Mapping[tuple[int, int], list[str]]  # the arrays whose object is missing, by stream and block
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def check_objects(
     for block, names in missing.items():
         keys = (layout.shard_key(specs[name], *block) for name in names)
         problems += (Problem(key, storage.file_problem(key) or _MISSING) for key in keys)  # listings omit folders
-    return {block: frozenset(names) for block, names in missing.items()}, problems
+    return missing, problems
 
 
 def _missing(
@@ -170,15 +170,11 @@ def _check_files(
         needed = records.table[records.table.has_statistics] if prefix == STATISTICS_PREFIX else records.table
         # For the other blocks, reading the object reports that it is missing.
         unread = (block.block for block in needed if not scope.reads_block(stream, block.block))
-        yield from _absent((key_of(stream, block) for block in unread), keys)
+        absent = {key_of(stream, block) for block in unread}.difference(keys)
+        yield from (Problem(key, _MISSING) for key in sorted(absent))
         if is_complete:
             known = {key_of(stream, block) for block in records.listed.tolist()}
             yield from (_leftover(key) for key in keys if key not in known)
     if is_complete and scope.is_first:
         for prefix, _ in kinds:
             yield from map(_leftover, keys_of_no_stream(storage, prefix, metadata.num_streams))
-
-
-def _absent(needed: Iterable[str], keys: Iterable[str]) -> Iterator[Problem]:
-    stored = frozenset(keys)
-    yield from (Problem(key, _MISSING) for key in needed if key not in stored)

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,9 +76,7 @@ class CheckedBlock:
     running: BlockStatistics | None
 
 
-def check_block(
-    store: OpenStore, record: CommitRecord, missing: frozenset[str] = frozenset(), only_checksums: bool = False
-) -> CheckedBlock:
+def check_block(store: OpenStore, record: CommitRecord, missing: Collection[str], only_checksums: bool) -> CheckedBlock:
     """Reads and checks a block.
 
     A block with problems in remote storage is checked a second time, since a service may return half an object, or
@@ -93,7 +91,7 @@ def check_block(
 
 
 def _check_block_once(
-    store: OpenStore, record: CommitRecord, missing: frozenset[str], only_checksums: bool
+    store: OpenStore, record: CommitRecord, missing: Collection[str], only_checksums: bool
 ) -> CheckedBlock:
     problems: list[Problem] = []
     table, statistics, running = None, {}, None
@@ -115,7 +113,7 @@ def _check_block_once(
     return CheckedBlock(record, problems, table, statistics, running)
 
 
-def _check_checksums(store: OpenStore, record: CommitRecord, missing: frozenset[str]) -> Iterator[Problem]:
+def _check_checksums(store: OpenStore, record: CommitRecord, missing: Collection[str]) -> Iterator[Problem]:
     """Checks the chunks' checksums, and the digests of a block's arrays."""
     for spec in store.layout.all_arrays:
         if spec.name in missing:
@@ -139,7 +137,7 @@ def _check_checksums(store: OpenStore, record: CommitRecord, missing: frozenset[
 def _check_arrays(
     store: OpenStore,
     record: CommitRecord,
-    missing: frozenset[str],
+    missing: Collection[str],
     table: pa.Table | None,
     statistics: Mapping[str, Statistics],
 ) -> Iterator[Problem]:
@@ -234,7 +232,7 @@ def _check_features(
     sae: Json,
     keys: Mapping[str, str],
     record: CommitRecord,
-    missing: frozenset[str],
+    missing: Collection[str],
     valid: np.ndarray,
     statistics: Statistics | None,
 ) -> Iterator[Problem]:

@@ -129,7 +129,7 @@ class _BlockChecks:
             yield from check_merged(self._store, self._totals[0] if self._totals else None)
 
     def _check_block(self, record: CommitRecord) -> CheckedBlock:
-        missing = self._missing.get((record.stream, record.block), frozenset())
+        missing = self._missing.get((record.stream, record.block), ())
         return check_block(self._store, record, missing, only_checksums=self._scope.level < Level.all)
 
     def _check_stream(self, records: StreamRecords, blocks: Iterable[CheckedBlock]) -> Iterator[Problem]:

@@ -70,9 +70,7 @@ def features_name(array: str, encoder: str = "") -> str:
 
 def is_features_name(name: object) -> bool:
     """Whether this is a valid prefix of the names of an SAE's arrays."""
-    if not isinstance(name, str):
-        return False
-    return is_activation_name(encoded_array(name))
+    return isinstance(name, str) and is_activation_name(encoded_array(name))
 
 
 def encoded_array(features: str) -> str | None:

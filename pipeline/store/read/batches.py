@@ -79,10 +79,10 @@ class BatchReader(Iterator[Batch]):
         """The size of one piece of all arrays that are read, in MiB."""
         return self._source.piece_mib
 
-    def warn_of_few_places(self, piece_mib: float | None = None) -> None:
+    def warn_of_few_places(self, piece_mib: float) -> None:
         """Logs a warning if a buffer shuffles tokens from only a few places in the store. `piece_mib`: that of all
-        readers that share `buffer_mib`; None for this reader's."""
-        self._source.warn_of_few_places(self.piece_mib if piece_mib is None else piece_mib)
+        readers that share `buffer_mib`."""
+        self._source.warn_of_few_places(piece_mib)
 
     def close(self) -> None:
         """Ends the reader's threads after their current reads. Dropping the reader does the same."""

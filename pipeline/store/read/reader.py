@@ -356,7 +356,7 @@ class ActivationStore:
         installed.
         """
         reader = self._reader(self._reading(keys, batch_size, with_fields(options, fields)), state)
-        reader.warn_of_few_places()
+        reader.warn_of_few_places(reader.piece_mib)
         return reader
 
     def _reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
