@@ -18,7 +18,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from published_shapes import SHAPES
@@ -79,17 +78,14 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
     from dataclasses import replace
 
     import jax
+    from bench_job import bare_forward, case_of, whole_job
     from device_idle import device_idle
 
-    from pipeline.cluster import preemption, sharding
     from pipeline.config import composing
-    from pipeline.extraction.job_run import fill, load_step
-    from pipeline.extraction.loaded_step import step_inputs
-    from pipeline.job.opening import open_job
-    from pipeline.step.compiled_step import compile_step, make_partition
-    from pipeline.store.write.store_writer import StoreWriter
+    from pipeline.extraction.job_run import load_step
+    from pipeline.job.opening import Job, open_job
 
-    def open_with(*overrides: str):
+    def open_with(*overrides: str) -> Job:
         layer = captured_layer(json.loads((model / "config.json").read_text()))
         settings = [f"capture.layers=[{layer}]", f"batch.rows={rows}", f"batch.length={LENGTH}", "run.progress=false"]
         settings += [f"data.path={BUILD / 'text'}", f"model.path={model}", "model.init=random", "model.dtype=bfloat16"]
@@ -97,49 +93,23 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         return open_job(composing.compose(["data=fineweb", *settings, f"store.path={BUILD / 'store'}", *overrides]))
 
     job = open_with()
-    step = load_step(job)
-    params, compiled = step.operands.params, step.compiled
-    bare = compile_step(
-        job.model,
-        replace(job.plan.step, statistics=False),
-        params,
-        make_partition(job.plan.mesh.tensor, job.plan.weights.sharding),
-    )
-    by_rows = sharding.row_sharding(compiled.mesh)
+    case = case_of(model.name, job, load_step(job))
     blocks = [block for item in job.work() for block in item.blocks(lambda: False)]
-    firsts = [(block, row) for block in blocks for row in range(0, block.num_rows, rows)]
-    batches = [
-        sharding.put_rows(by_rows, step_inputs(block, slice(row, row + rows), job.plan.step)) for block, row in firsts
-    ]
-    tokens = sum(block.num_tokens for block in blocks)
-
-    def forward() -> float:
-        began = time.perf_counter()
-        for batch in batches:
-            outputs = bare(params, batch["tokens"], batch["segments"], batch["positions"])
-        jax.block_until_ready(outputs)
-        return tokens / (time.perf_counter() - began)
-
-    def whole_job(of=job) -> float:
-        shutil.rmtree(BUILD / "store", ignore_errors=True)
-        store = StoreWriter.open(of.config.store.path, of.metadata, of.layout)
-        with preemption.stop_on_signals() as stop:
-            metrics = fill(of, store, of.work(), stop, step)
-        return metrics.tokens / metrics.elapsed_s
+    num_steps = sum(-(-block.num_rows // rows) for block in blocks)
 
     def facts() -> dict:
         shutil.rmtree(BUILD / "trace", ignore_errors=True)
-        after = min(5, len(batches) // 3)
-        whole_job(open_with(f"run.profile={BUILD / 'trace'}", f"run.profile_after={after}"))
+        traced = open_with(f"run.profile={BUILD / 'trace'}", f"run.profile_after={min(5, num_steps // 3)}")
+        whole_job(replace(case, job=traced))
         return {
-            "flops_per_token": compiled.flops * len(batches) / tokens,
-            "attention": compiled.attention.describe(),
+            "flops_per_token": case.step.compiled.flops * num_steps / sum(block.num_tokens for block in blocks),
+            "attention": case.step.compiled.attention.describe(),
             "device_idle": device_idle(BUILD / "trace"),
         }
 
-    measurements = {"forward": forward, "job": whole_job, "facts": facts}
-    forward()
-    whole_job()
+    measurements = {"forward": lambda: bare_forward(case), "job": lambda: whole_job(case), "facts": facts}
+    bare_forward(case)
+    whole_job(case)
     answer(jax.devices()[0].device_kind)
     for line in sys.stdin:
         answer(measurements[line.strip()]())

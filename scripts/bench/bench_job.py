@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -58,12 +58,11 @@ class Case:
     """A set of captured layers, with a compiled step and the tokens/s of its forward pass and of its job, in pairs."""
 
     name: str
-    layers: str
     job: Job
     step: LoadedStep
     bare_step: CompiledStep  # without statistics
-    forward: list[float]
-    whole: list[float]
+    forward: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
@@ -91,27 +90,28 @@ def overrides(layers: str, max_tokens: int, *more: str) -> list[str]:
 def open_case(name: str, layers: str, max_tokens: int, *more: str) -> Case:
     store = f"store.path={BUILD / 'stores' / name}"
     job = open_job(composing.compose(overrides(layers, max_tokens, store, *more)))
-    return case_of(name, layers, job, load_step(job))
+    return case_of(name, job, load_step(job))
 
 
-def case_of(name: str, layers: str, job: Job, step: LoadedStep) -> Case:
+def case_of(name: str, job: Job, step: LoadedStep) -> Case:
     bare = compile_step(
         job.model,
         replace(job.plan.step, statistics=False),
         step.operands.params,
         make_partition(job.plan.mesh.tensor, job.plan.weights.sharding),
     )
-    return Case(name, layers, job, step, bare, [], [])
+    return Case(name, job, step, bare)
 
 
 def bare_forward(case: Case) -> float:
     """Valid tokens per second of the forward pass alone over the job's batches; results stay on the device."""
     by_rows = sharding.row_sharding(case.step.compiled.mesh)
     blocks = [block for item in case.job.work() for block in item.blocks(lambda: False)]
+    rows = case.step.process_rows
     batches = [
-        sharding.put_rows(by_rows, step_inputs(block, slice(row, row + ROWS), case.job.plan.step))
+        sharding.put_rows(by_rows, step_inputs(block, slice(row, row + rows), case.job.plan.step))
         for block in blocks
-        for row in range(0, block.num_rows, ROWS)
+        for row in range(0, block.num_rows, rows)
     ]
     began = time.perf_counter()
     for batch in batches:
@@ -154,7 +154,7 @@ def measure_features(case: Case, one: Case, repeats: int) -> dict[str, float]:
         if number:  # the first one is slower
             case.forward.append(pair[0])
             case.whole.append(pair[1])
-            print(f"layer {one.layers}: activations {pair[0]:7.1f} tokens/s, features {pair[1]:7.1f}", flush=True)
+            print(f"layer {EARLY_LAYER}: activations {pair[0]:7.1f} tokens/s, features {pair[1]:7.1f}", flush=True)
     store = ActivationStore.open(case.job.config.store.path)
     flops = case.job.plan.step.encoder_flops
     total = flops + case.job.model.flops_per_token(case.job.plan.step.forward_keys, LENGTH)
@@ -217,8 +217,7 @@ def main() -> None:
             case.forward.append(bare_forward(case))
             case.whole.append(whole_job(case))
             print(
-                f"{case.name:5} layers {case.layers:5} "
-                f"forward {case.forward[-1]:7.1f} tokens/s, job {case.whole[-1]:7.1f} tokens/s",
+                f"{case.name:5} forward {case.forward[-1]:7.1f} tokens/s, job {case.whole[-1]:7.1f} tokens/s",
                 flush=True,
             )
     encode = f"capture.encode={{blocks.{EARLY_LAYER}.resid_post: {BUILD / 'sae'}}}"

@@ -70,7 +70,7 @@ def trained(batches: Iterable[Batch]) -> sae.Training:
 def measure_speed(folder: Path, repetitions: int, tokens: int) -> None:
     bench_job.prepare()
     stream = Stream.from_config(bench_job.overrides(LAYERS, tokens))
-    case = bench_job.case_of("stream", LAYERS, stream._job, stream._step)
+    case = bench_job.case_of("stream", stream._job, stream._step)
 
     def batches(store: Path | None = None) -> StreamReader:
         options = {"shuffle_buffer_tokens": SPEED_BUFFER, "framework": "jax", "drop_last": True}
