@@ -22,7 +22,7 @@ from pipeline.cli.settings import local_path, read_store_path, setting, whole_nu
 from pipeline.cli.store_command import run_command
 from pipeline.core.errors import EXIT_OK, ConfigError
 from pipeline.inspection.features import FeatureChoice
-from pipeline.inspection.report import inspect, inspect_features
+from pipeline.inspection.report import inspect
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,9 @@ def inspect_store(settings: Settings) -> int:
     if settings.features_html is None and (settings.sae or settings.features):
         given = "inspect.sae" if settings.sae else "inspect.features"
         raise ConfigError(f"{given} is only for the page of features. Set inspect.features_html to the file to write.")
-    inspect(settings.path, settings.html, settings.png, settings.tokens, settings.seed, settings.tokenizer)
-    if settings.features_html is not None:
-        choice = FeatureChoice(settings.sae, settings.features, settings.extremes, settings.contexts)
-        inspect_features(settings.path, settings.features_html, choice, settings.tokenizer)
+    choice = FeatureChoice(settings.sae, settings.features, settings.extremes, settings.contexts)
+    features = None if settings.features_html is None else (settings.features_html, choice)
+    inspect(settings.path, settings.html, settings.png, settings.tokens, settings.seed, settings.tokenizer, features)
     return EXIT_OK
 
 

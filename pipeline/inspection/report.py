@@ -18,11 +18,17 @@ from pipeline.store import ActivationStore
 
 
 def inspect(
-    store_path: str, html: str | None, png: str | None, num_tokens: int, seed: int, tokenizer: str | None
+    store_path: str,
+    html: str | None,
+    png: str | None,
+    num_tokens: int,
+    seed: int,
+    tokenizer: str | None,
+    features: tuple[str, FeatureChoice] | None = None,
 ) -> None:
     """Prints a store's summary, the norms in a sample of `num_tokens` token slots, and how often features fire. Writes
-    the page to `html` and the charts to `png`, if given. For `tokenizer`, see `find_tokenizer`. Raises StoreError and
-    ConfigError."""
+    the page to `html`, the charts to `png`, and the page about an SAE's `features` to a file, if given. For
+    `tokenizer`, see `find_tokenizer`. Raises StoreError and ConfigError."""
     store = ActivationStore.open(store_path)
     summary = summarise(store)
     sample = take_sample(store, num_tokens, seed) if len(summary.blocks) else None
@@ -31,28 +37,25 @@ def inspect(
         print("\n".join(_columns([HEADER, *map(table_row, sample.views)])))
     if sae_rows := summary_rows(store):
         print("\n".join(_columns([SUMMARY_HEADER, *sae_rows])))
+    loaded = find_tokenizer(summary, tokenizer) if html is not None or features is not None else None
     if html is not None:
-        from pipeline.inspection.page import render  # imports matplotlib
+        from pipeline.inspection import page  # imports matplotlib
 
-        page = render(summary, sample, find_tokenizer(summary, tokenizer))
-        with _output_file("html", html) as path:
-            path.write_text(page, encoding="utf-8")
+        _write_page("html", html, page.render(summary, sample, loaded))
     if png is not None:
         from pipeline.inspection.drawing import write_png  # imports matplotlib
 
         with _output_file("png", png) as path:
             write_png(path, summary.path, _all_charts(summary, sample))
+    if features is not None:
+        from pipeline.inspection import feature_page  # imports matplotlib
+
+        file, choice = features
+        _write_page("features_html", file, feature_page.render(summary, view_features(store, choice), loaded))
 
 
-def inspect_features(store_path: str, html: str, choice: FeatureChoice, tokenizer: str | None) -> None:
-    """Writes the page about an SAE's features to `html`. For `tokenizer`, see `find_tokenizer`. Raises StoreError and
-    ConfigError."""
-    from pipeline.inspection.feature_page import render  # imports matplotlib
-
-    store = ActivationStore.open(store_path)
-    summary = summarise(store)
-    page = render(summary, view_features(store, choice), find_tokenizer(summary, tokenizer))
-    with _output_file("features_html", html) as path:
+def _write_page(setting: str, file: str, page: str) -> None:
+    with _output_file(setting, file) as path:
         path.write_text(page, encoding="utf-8")
 
 

@@ -21,6 +21,8 @@ from pipeline.inspection.features import (
 )
 from pipeline.inspection.summary import summarise
 from pipeline.store import ActivationStore
+from pipeline.store.format.metadata import change_root
+from pipeline.store.io.storage import Storage
 from tests.browser import CHROMIUM, DRIVER, browser
 from tests.commands.test_inspect import Page
 from tests.store.test_feature_batches import ENCODERS, write
@@ -138,6 +140,15 @@ def test_a_feature_with_too_many_firings_has_no_histogram(encoded_store, tmp_pat
     page = Page(file.read_text())
     assert page.tags.count("svg") == 1
     assert "There is no histogram" in page.text
+
+
+def test_both_pages_report_a_missing_tokenizer_once(encoded_store, tmp_path, capsys):
+    path = shutil.copytree(encoded_store, tmp_path / "store")
+    gone = {"config": {"model": {"path": str(tmp_path / "gone")}}}
+    change_root(Storage.open(str(path)), lambda root: replace(root, metadata=replace(root.metadata, **gone)))
+    pages = [f"inspect.html={tmp_path / 'page.html'}", f"inspect.features_html={tmp_path / 'features.html'}"]
+    assert main([f"store.path={path}", *pages, "inspect.features=12", "inspect.tokens=512"]) == 0
+    assert capsys.readouterr().err.count("tokens are shown as ids") == 1
 
 
 def test_settings_are_parsed():
