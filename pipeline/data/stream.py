@@ -192,8 +192,7 @@ class TokenStream:
     def _with_selection(self, piece: _Piece) -> _Piece:
         if self._selection is None:
             return piece
-        end = piece.parent.num_tokens
-        is_end = piece.last == (min(end, self._length) if self._long_documents is LongDocuments.cut else end)
+        is_end = piece.last == len(piece.parent.tokens)
         chosen = self._selection.choose(piece.tokens, self._number(piece), piece.first, is_end)
         return replace(piece, chosen=chosen)
 
@@ -285,15 +284,13 @@ class TokenStream:
         first = {self._number(piece): piece for piece in reversed(pieces)}
         last = {self._number(piece): piece for piece in pieces}
         parents = [piece.parent for piece in last.values()]
-        sizes = [parent.num_tokens for parent in parents]
-        cut = self._length if self._long_documents is LongDocuments.cut else None
         columns: dict[str, list] = {
             "document": list(last),
             "id": [parent.document.id for parent in parents],
             "source": [parent.document.source for parent in parents],
             "index": [parent.document.index for parent in parents],
-            "n_tokens": sizes,
-            "n_cut": [0 if cut is None else max(size - cut, 0) for size in sizes],
+            "n_tokens": [parent.num_tokens for parent in parents],
+            "n_cut": [parent.num_tokens - len(parent.tokens) for parent in parents],
             "first_token": [first[number].first for number in last],
             "last_token": [piece.last for piece in last.values()],
         }

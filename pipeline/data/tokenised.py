@@ -162,17 +162,11 @@ def _batches(
 def _unicode_problem(document: Document) -> str | None:
     """Why the document's id or a column of its info cannot be stored; None if they can."""
     for name, value in (("id", document.id), *document.info.items()):
-        if isinstance(value, str) and not _is_unicode(value):
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
             return _LONE_SURROGATE.format(f"its {name}")
     return None
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _storable(reason: str) -> str:
