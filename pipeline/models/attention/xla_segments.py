@@ -44,14 +44,8 @@ def attend_xla_segments(
 
 
 def _attend_on_device(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K W"],
-    segments: Int32[Array, "B T"],
-    sinks: Float[Array, " N"] | None,
-    *,
-    spec: AttentionSpec,
-) -> Float[Array, "B T N W"]:
+    q: Array, k: Array, v: Array, segments: Array, sinks: Array | None, *, spec: AttentionSpec
+) -> Array:
     """One block of queries at a time, over the blocks of keys from the first to the last that it reaches."""
     num_rows, length, num_heads, head_dim = q.shape
     num_blocks, num_kv_heads = length // _BLOCK, k.shape[2]
