@@ -9,7 +9,7 @@ from pipeline.core.suggestions import did_you_mean
 
 def key_remedy(key: str) -> str:
     """The remedy for an unknown key, starting with a space: the most similar key, and how to list all keys."""
-    keys = list(all_keys(RunConfig))
+    keys = list(all_keys())
     another = " It belongs to another choice of data." if key in keys else did_you_mean(key, keys, cutoff=0.8)
     return f"{another} --cfg job prints all keys."
 

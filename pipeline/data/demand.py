@@ -11,7 +11,7 @@ _NAMED_STREAMS = 8
 class Demand:
     """Whether the added documents are all that the blocks of a token budget can read.
 
-    A block is packed once more than a block of documents has been read, so this is one block more than the budget.
+    A stream packs a block after it has read more documents than fit, so these are up to a block more than the budget.
     """
 
     def __init__(

@@ -93,7 +93,6 @@ DOCUMENT_SCHEMA = pa.schema(
     ]
 )
 
-
 # Additional columns if tokens are selected: the numbers of selected tokens with a slot in the block, and without one.
 SELECTED_FIELDS = (pa.field("n_selected", pa.int64()), pa.field("n_unselected", pa.int64()))
 

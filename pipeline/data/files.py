@@ -157,7 +157,7 @@ def _listed_files(filesystem: AbstractFileSystem, root: str, suffix: str) -> tup
 
 def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
     """Raises InputError if a local path is not a regular file that this user may read. Reading a FIFO, a device or a
-    socket might never end, and files of /proc are not stored.
+    socket might never end, and the content of files in /proc changes.
 
     Also for a name that is not UTF-8, since a store contains the name of each document's file.
     """

@@ -65,7 +65,7 @@ def delta_block(
     arch: Architecture,
     segments: Int32[Array, "B T"],
     partition: Partition,
-    recur: Recur = WholeRows(),  # noqa: B008  stateless
+    recur: Recur,
 ) -> dict[Site, Array]:
     """The sites of a gated DeltaNet on the residual stream x. `attention` contains the norm before it."""
     x = norm_if_any(x, attention, "norm", arch)
