@@ -104,7 +104,10 @@ class TokenStream:
         long_documents: LongDocuments = LongDocuments.split,
         selection: Selection | None = None,
     ) -> None:
-        """selection: None selects all tokens."""
+        """selection: None selects all tokens. Raises ConfigError if documents have a column that a selection adds."""
+        added = {field.name for field in SELECTED_FIELDS} if selection is not None else set()
+        if reserved := sorted(added & {*documents.info_schema.names}):
+            raise ConfigError(f"the data has a column {reserved[0]}, which capture.positions adds. Remove it.")
         self.stream = stream
         self._num_streams = num_streams
         self._num_rows = rows_per_block

@@ -21,6 +21,7 @@ from pipeline.config.schema import HfData
 from pipeline.core.errors import ConfigError, InputError, PipelineError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.hf import HfSource
+from pipeline.data.selection import EveryKth
 
 ROWS = [
     {"name": "a", "text": "one", "choices": {"text": ["x", "y"], "label": ["A", "B"]}, "n": 1},
@@ -201,6 +202,16 @@ def test_wrong_settings_are_refused_at_the_start(rows, settings, error, message,
     monkeypatch.chdir(folder.parent)
     with pytest.raises(error, match=message):
         source(**({"data_files": rows} | settings))
+
+
+def test_a_column_of_a_selection_is_reserved(tmp_path):
+    path = write_json_lines(tmp_path / "rows.jsonl", [{"text": "w1 w2 w3", "n_selected": "x"}])
+    settings = {"stream": 0, "num_streams": 1, "rows_per_block": 1, "length": 8}
+    opened = source(data_files=path, info_columns=["n_selected"])
+    (block,) = text_stream(opened, word_tokenizer(), **settings).blocks()
+    assert block.table["n_selected"].to_pylist() == ["x"]
+    with pytest.raises(ConfigError, match="the data has a column n_selected, which capture.positions adds"):
+        text_stream(opened, word_tokenizer(), **settings, selection=EveryKth(2, 4))
 
 
 def test_local_files_and_urls_are_not_mixed(rows):
