@@ -1,10 +1,12 @@
 """Finishing does not hide a lost record, and statistics may differ by rounding."""
 
 import numpy as np
+import pytest
 
+from pipeline.core.errors import StoreError
 from pipeline.store.check.block_checks import check_statistics
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.metadata import read_root
+from pipeline.store.format.metadata import ROOT_KEY, read_root
 from pipeline.store.format.statistics import piece_statistics, token_statistics
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
@@ -21,6 +23,15 @@ def test_finishing_does_not_shrink_a_complete_store_that_lost_a_record(store_pat
     assert [problem.where for problem in verify_store(store_path)] == problems
     assert StoreWriter.open_existing(store_path).finish(force=True)
     assert read_root(Storage.open(store_path)).blocks[0] == record.block
+
+
+@pytest.mark.parametrize("change", [StoreWriter.finish, StoreWriter.reopen, StoreWriter.allow_not_finite])
+def test_a_root_that_was_deleted_meanwhile_is_not_written_again(tmp_path, change):
+    writer = write_store(str(tmp_path / "store"))
+    writer.storage.write(ROOT_KEY, None)
+    with pytest.raises(StoreError, match=r"store/zarr\.json was deleted while the store was being written"):
+        change(writer)
+    assert writer.storage.read(ROOT_KEY) is None
 
 
 def test_statistics_may_differ_only_by_rounding():

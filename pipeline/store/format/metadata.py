@@ -280,15 +280,22 @@ def read_root_generation(storage: Storage) -> tuple[StoreRoot | None, bytes]:
     return storage.retry_read(read)
 
 
+def read_existing_root(storage: Storage) -> tuple[StoreRoot, bytes]:
+    """The root of a store that is being written, and the object's generation. Raises StoreError, also if it was
+    deleted meanwhile."""
+    root, generation = read_root_generation(storage)
+    if root is None:
+        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
+    return root, generation
+
+
 def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:
     """Replaces the root with `change(root)` and returns the new root. Raises StoreError.
 
     Safe while other processes change the root too: `change` is called again with what they wrote.
     """
     for _ in range(_ATTEMPTS):
-        root, generation = read_root_generation(storage)
-        if root is None:
-            raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
+        root, generation = read_existing_root(storage)
         changed = change(root)
         if changed == root or storage.write_if_unchanged(ROOT_KEY, changed.to_json(), generation) is not None:
             return changed

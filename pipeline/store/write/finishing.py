@@ -21,7 +21,7 @@ from pipeline.store.format.block_table import (
 )
 from pipeline.store.format.commits import CONSOLIDATED_KEY
 from pipeline.store.format.layout import MAX_ROWS, StoreLayout
-from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_root, read_root_generation
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_existing_root, read_root, read_root_generation
 from pipeline.store.format.statistics import MERGED_GROUP_KEY, encode_merged, merge_streams, merged_digest, merged_keys
 from pipeline.store.format.target import is_reached
 from pipeline.store.generated.kept_activations import kept_keys
@@ -73,9 +73,7 @@ def finish_store(
 
 def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Streams], force: bool) -> StoreRoot | None:
     initial = _read_initial_state(storage, layout)
-    root, generation = read_root_generation(storage)
-    if root is None:
-        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
+    root, generation = read_existing_root(storage)
     try:
         streams = read()
         tables = [stream.table for stream in streams.values()]

@@ -33,7 +33,7 @@ from pipeline.store.format.metadata import (
     StoreMetadata,
     StoreRoot,
     change_root,
-    read_root,
+    read_existing_root,
     require_root,
 )
 from pipeline.store.format.statistics import (
@@ -128,7 +128,7 @@ class StoreWriter:
         if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
             raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
         storage = Storage.open(place)
-        root = create_root(storage, metadata, layout) or _read_root(storage)
+        root = create_root(storage, metadata, layout) or read_existing_root(storage)[0]
         root.metadata.require_same(metadata, storage.path)
         arrays = open_or_create(storage, layout)
         digests = read_array_digests(storage, root.array_names)
@@ -348,13 +348,6 @@ class StoreWriter:
 def metrics_key(name: str) -> str:
     """The key of a run's log in the store."""
     return f"_metrics/{name}"
-
-
-def _read_root(storage: Storage) -> StoreRoot:
-    root = read_root(storage)
-    if root is None:
-        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being created.")
-    return root
 
 
 def create_root(storage: Storage, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
