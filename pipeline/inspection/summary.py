@@ -1,6 +1,6 @@
 """A store's summary, from its metadata, commit records, document tables and logs, without reading arrays."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.format.arrays import stored_layout
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
+from pipeline.store.format.layout import ITEM_BYTES, MIB, ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreRoot, read_root
 from pipeline.store.format.tables import read_tables
 from pipeline.store.io.parsing import parse_store_json
@@ -53,10 +53,9 @@ class Summary:
         """The share of the stored rows' slots without a token."""
         return 1 - self.num_tokens / max(1, self.num_rows * self.layout.length)
 
-    def array_mib(self, name: str) -> float:
-        """MiB of an array's stored rows, before compression."""
-        spec = next(spec for spec in self.layout.all_arrays if spec.name == name)
-        return self.num_rows * self.layout.row_bytes(spec) / MIB
+    def mib(self, arrays: Iterable[ArraySpec]) -> float:
+        """MiB of the arrays' stored rows, before compression."""
+        return self.num_rows * sum(map(self.layout.row_bytes, arrays)) / MIB
 
     def lines(self) -> list[str]:
         """The summary to print, without statistics of the activations."""
@@ -64,8 +63,7 @@ class Summary:
         model, data, batch = metadata.model, metadata.data, metadata.batch
         per_stream = np.bincount(self.blocks.column("stream"), minlength=metadata.num_streams).tolist()
         skipped, cut = self.blocks.total("skipped"), self.blocks.total("tokens_cut")
-        side_arrays = [spec.name for spec in self.layout.all_arrays if spec not in self.layout.arrays]
-        activations_mib = sum(self.array_mib(spec.name) for spec in self.layout.arrays)
+        side_arrays = [spec for spec in self.layout.all_arrays if spec not in self.layout.arrays]
         facts = {
             "state": f"{'complete' if self.root.complete else 'unfinished'}, created {self.root.created}",
             "model": _joined(model.get("family"), model.get("dtype"), config.get("model", {}).get("path")),
@@ -75,8 +73,8 @@ class Summary:
             "blocks": f"{len(self.blocks):,} of {self.layout.rows_per_block} rows; by stream: {_counts(per_stream)}",
             "documents": f"{self.blocks.total('documents'):,}, counted once per block that has tokens of the document; "
             f"{skipped:,} skipped, {cut:,} tokens cut",
-            "size": f"{activations_mib:,.1f} MiB of activations and {sum(map(self.array_mib, side_arrays)):,.1f} MiB "
-            f"of side arrays, before compression ({self.layout.compression})",
+            "size": f"{self.mib(self.layout.arrays):,.1f} MiB of activations and {self.mib(side_arrays):,.1f} MiB of "
+            f"side arrays, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
         }
         if metadata.encoders:

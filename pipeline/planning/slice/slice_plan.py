@@ -208,6 +208,8 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         step.index_bytes,
     )
     limits = throughput_limits(cost, tpu_slice, options.mfu, _store_bytes_per_s(options, cost, job))
+    rate, num_tokens = limits.tokens_per_s, job.streams.max_tokens
+    price = tpu_slice.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
     shard_bytes = job.rows_per_block * step.largest_row_bytes
     return SlicePlan(
         family=model.family,
@@ -232,16 +234,16 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         stored_bytes_per_token=cost.stored_bytes,
         limits=limits,
         binding=limits.binding,
-        tokens_per_s=limits.tokens_per_s,
-        traffic=traffic(cost, tpu_slice, limits.tokens_per_s),
+        tokens_per_s=rate,
+        traffic=traffic(cost, tpu_slice, rate),
         host_bytes=memory.host_bytes,
         shard_bytes=shard_bytes,
         objects_per_block=_objects_per_block(job),
         slots_per_block=job.rows_per_block * step.length,
-        num_tokens=job.streams.max_tokens,
-        bill=_bill(options, cost, tpu_slice, job, limits),
+        num_tokens=num_tokens,
+        bill=None if num_tokens is None else bill(cost, tpu_slice, num_tokens, rate, price, options.usd_per_tb_month),
         decoding=_decoding(config, model, tpu_slice, job),
-        usd_per_chip_hour=_usd_per_chip_hour(options, tpu_slice),
+        usd_per_chip_hour=price,
         notes=_notes(job, program) + _packing_notes(options.mean_tokens, shares),
         advice=tuple(
             advise(config, model.arch, tpu_slice, limits, shard_bytes, memory.host_bytes, rows_per_chip * step.length)
@@ -322,17 +324,6 @@ def _store_bytes_per_s(options: PlanConfig, cost: Cost, job: Plan) -> float:
         return options.store_gb_per_s * 1e9
     block_bytes = job.rows_per_block * job.step.length * cost.stored_bytes * cost.fill
     return BUCKET_WRITES_PER_S * block_bytes / _objects_per_block(job)
-
-
-def _bill(options: PlanConfig, cost: Cost, tpu_slice: Slice, job: Plan, limits: Limits) -> Bill | None:
-    if job.streams.max_tokens is None:
-        return None
-    price = _usd_per_chip_hour(options, tpu_slice)
-    return bill(cost, tpu_slice, job.streams.max_tokens, limits.tokens_per_s, price, options.usd_per_tb_month)
-
-
-def _usd_per_chip_hour(options: PlanConfig, tpu_slice: Slice) -> float:
-    return tpu_slice.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
 
 
 def _notes(job: Plan, program: Program) -> tuple[str, ...]:
