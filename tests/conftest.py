@@ -60,7 +60,8 @@ HASTILY_COMPILED = (
     *("tests/step/test_head_outputs.py", "tests/step/test_storage_dtypes.py", "tests/step/test_stored_statistics.py"),
     *("tests/step/test_mesh.py", "tests/step/test_int8_errors.py", "tests/extraction/test_zero_activations.py"),
     *("tests/extraction/test_extension.py", "tests/extraction/test_alignment.py", "tests/job/test_metrics.py"),
-    "tests/store/test_begun_before.py",
+    *("tests/store/test_begun_before.py", "tests/generation/test_generate.py", "tests/generation/test_sampling.py"),
+    *("tests/generation/test_generation_mesh.py", "tests/extraction/test_guards.py", "tests/commands/test_merge.py"),
 )
 SLOW = (  # files that compile many or large programs, or run whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
@@ -82,6 +83,8 @@ SLOW = (  # files that compile many or large programs, or run whole jobs
     *("scripts/test_tiny_qwen2.py", "scripts/test_tiny_sae.py", "store/test_stores_made_before.py"),
     *("store/test_torch_dataset.py", "models/test_attention_pattern.py", "models/test_sae_encoding.py"),
     *("models/test_loading_memory.py", "step/test_storage_cast.py", "extraction/test_many_streams.py"),
+    *("config/test_experiments.py", "data/test_hub_data.py", "models/test_config_attributes.py", "models/test_fp8.py"),
+    *("models/test_fuzz_checkpoints.py", "store/test_damage.py", "store/test_hub_store.py", "commands/test_push.py"),
 )
 
 
