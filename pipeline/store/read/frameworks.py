@@ -31,7 +31,13 @@ def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
         case Framework.numpy:
             return lambda array: array
         case Framework.torch:
-            import torch
+            try:
+                import torch
+            except ModuleNotFoundError as error:
+                raise ImportError(
+                    'framework="torch" needs PyTorch, which is not installed. Install it (pip install torch), or use '
+                    'framework="numpy".'
+                ) from error
 
             def to_torch(array: np.ndarray) -> torch.Tensor:
                 if array.dtype.name in _WITHOUT_BUFFER:
