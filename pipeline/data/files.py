@@ -25,6 +25,10 @@ _LOADERS = {  # loaders of `datasets`, by the file extensions that they read
 }
 
 
+class NoSuchFiles(InputError):
+    """A path has no file of the kind that the data source reads."""
+
+
 def hf_settings(path: str) -> str | None:
     """The settings with which data=hf reads a file; None if its extension is unknown."""
     name, ending = os.path.splitext(path)
@@ -109,7 +113,7 @@ def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile
     names end with `suffix`. `key` is the setting that messages name.
 
     In directories and globs, names that begin with `.` or `_` are left out.
-    Raises InputError if there are no files, and PipelineError if they cannot be listed.
+    Raises NoSuchFiles if there are no files, and PipelineError if they cannot be listed.
     """
     if not path.strip():
         raise InputError(f"{key} is empty. Set it to a file, a directory or a glob.")
@@ -117,7 +121,7 @@ def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile
         filesystem, root = open_filesystem(path)
         files, is_file = repeated(path, lambda: _listed_files(filesystem, root, suffix))
     if files and is_file and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
-        raise InputError(f"{path} is not a {_PARQUET} file, as this data source requires. Read it with {settings}.")
+        raise NoSuchFiles(f"{path} is not a {_PARQUET} file, as this data source requires. Read it with {settings}.")
     if not is_file:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
     with input_errors(path, key):
@@ -127,8 +131,8 @@ def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile
         is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
         subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
         braces = " Braces are not supported in globs, only *, **, ? and [...]." if {*"{}"} & {*path} else ""
-        other = " For JSON, CSV or text: data=hf data.path=json data.data_files=..." if suffix == _PARQUET else ""
-        raise InputError(
+        other = " For JSON, CSV or text: data=hf data.path=json data.data_files=FILE." if suffix == _PARQUET else ""
+        raise NoSuchFiles(
             f"{subject}. Set {key} to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
         )
     return sorted(files, key=lambda file: file.name)

@@ -15,6 +15,7 @@ from pipeline.config.limits import shown
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
 from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey
+from pipeline.data.files import NoSuchFiles
 from pipeline.extraction.job_run import load_step
 from pipeline.job.identity import weights_identity
 from pipeline.job.opening import Job, open_job, replanned
@@ -79,7 +80,13 @@ class Stream:
         values = {"data.source": "parquet", "data.repo": "none", "data.subset": "none", "store.path": "none"}
         values |= {f"data.{key}": value for key, value in given.items()} | settings(named, "Stream")
         values |= {"run.max_tokens": max_tokens, "run.progress": progress}
-        self._open(composing.from_values(ParquetData, values))
+        try:
+            self._open(composing.from_values(ParquetData, values))
+        except NoSuchFiles as error:
+            raise NoSuchFiles(
+                f"{error} In Python, data=... are settings of Stream.from_config: Stream.from_config(['data=hf', "
+                "'data.path=json', 'data.data_files=FILE', ...])."
+            ) from error
 
     @classmethod
     def from_config(cls, overrides: Sequence[str]) -> Self:

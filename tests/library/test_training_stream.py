@@ -170,7 +170,7 @@ def test_the_refusal_of_an_unknown_option_gives_a_hint(name, hint):
         Stream("${assets:tiny-qwen2}", layers=[2], data="/texts", **{name: 1})
 
 
-def test_named_options_make_the_stream_of_the_overrides(text, stream, whole):
+def test_named_options_make_the_stream_of_the_overrides(text, stream, whole, tmp_path):
     options = {"rows": 4, "length": 128, "shard_mib": 0.25, "model_dtype": "float32", "progress": False}
     data = {"path": str(text), "num_streams": 2}
     named = Stream("${assets:tiny-qwen2}", layers=[0, 1], data=data, **options)
@@ -178,6 +178,10 @@ def test_named_options_make_the_stream_of_the_overrides(text, stream, whole):
     assert batches_of(named).state() == batches_of(stream).state()
     with pytest.raises(ConfigError, match="has the source 'hf'"):
         Stream("${assets:tiny-qwen2}", layers=[2], data={"source": "hf", "path": str(text)})
+    (tmp_path / "mine.jsonl").touch()
+    for data in (tmp_path / "mine.jsonl", tmp_path):
+        with pytest.raises(InputError, match=r"data=hf data\.path=json .*Stream\.from_config\(\['data=hf',"):
+            Stream("${assets:tiny-qwen2}", layers=[2], data=str(data))
     with pytest.raises(ConfigError, match=r"data\.pth is not a key"):
         Stream("${assets:tiny-qwen2}", layers=[2], data={"pth": str(text)})
 
