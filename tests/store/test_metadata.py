@@ -1,10 +1,18 @@
 import json
+import re
 
 import pytest
 
 from pipeline.core.errors import StoreInvalid, StoreMismatch
 from pipeline.store.format.metadata import Difference, StoreRoot
 from tests.store.example_store import WIDTHS, metadata
+
+SAE = {"features": "features.blocks.2.resid_post", "width": 64, "top": 8, "dtype": "bfloat16", "sha256": "abc"}
+
+
+def encoding(*saes: dict) -> dict:
+    """The fields of metadata with these SAEs."""
+    return {"capture": {"arrays": ["blocks.2.resid_post"], "dtype": "bfloat16", "encode": list(saes)}}
 
 
 def unsealed(text: bytes, **changes) -> bytes:
@@ -49,6 +57,29 @@ def test_differences_are_listed(changes, expected):
         metadata().require_same(other, "/store")
     for key, stored, asked in expected:
         assert f"{key}: the store has {stored!r}, this run asks for {asked!r}" in str(caught.value)
+    assert "can be deleted: python -m pipeline.delete store.path=/store confirm=true." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "expected"),
+    [
+        ([SAE], [SAE | {"error": True, "sha256": "with decoder"}], ["encode_error: the store has false, .* for true"]),
+        ([SAE, SAE], [SAE | {"top": 4}] * 2, ["encode_top: the store has 8, .* for 4"]),
+        ([SAE], [SAE | {"threshold": 0.5}], [r"encode_threshold: the store has 0\.0, .* for 0\.5"]),
+        ([SAE], [SAE | {"sha256": "def"}], [r"encode\[0\]\.sha256: the store has 'abc', .* for 'def'"]),
+        (
+            [SAE],
+            [SAE, {**SAE, "width": 9}],
+            [rf"encode\[1\]\.{name}: the store has None" for name in SAE if name[0] not in "td"],
+        ),
+    ],
+)
+def test_differences_of_saes_are_listed_by_the_users_keys(stored, asked, expected):
+    with pytest.raises(StoreMismatch) as caught:
+        metadata(**encoding(*stored)).require_same(metadata(**encoding(*asked)), "/store")
+    lines = str(caught.value).splitlines()[1:-1]
+    assert len(lines) == len(expected), lines
+    assert all(re.match(f"  capture.{line}", given) for line, given in zip(expected, lines, strict=True)), lines
 
 
 def test_a_root_is_read_as_written():

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
+from shlex import quote
 from typing import Any, NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
@@ -31,6 +32,9 @@ _OPTIONAL = (  # fields of StoreRoot that are absent in the JSON where they are 
     *("target", "blocks", "blocks_sha256", "commits_sha256", "statistics_digests", "array_digests"),
     *("may_be_not_finite", "weights_error", "cache_error"),
 )
+
+# Fields of an SAE in `capture.encode` that a key `capture.encode_*` sets for all SAEs, with the value of an absent one.
+_ENCODER_SETTINGS = {"top": None, "dtype": None, "threshold": 0.0, "error": False}
 
 Json = Mapping[str, Any]
 
@@ -123,19 +127,22 @@ class StoreMetadata:
         stored, wanted = dict(_leaves(self.content())), dict(_leaves(asked.content()))
         keys = [*stored, *(key for key in wanted if key not in stored)]
         pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in keys)
-        return [pair for pair in pairs if pair.stored != pair.asked]
+        different = {pair.key: pair for pair in pairs if pair.stored != pair.asked}
+        if "capture.encode_error" in different:  # with it, the digests of SAEs also cover their decoders
+            return [pair for key, pair in different.items() if not key.endswith(".sha256") or "encode[" not in key]
+        return list(different.values())
 
     def require_same(self, asked: "StoreMetadata", path: str) -> None:
         """Raises StoreMismatch, listing every key that differs, unless `asked` has this store's fingerprint."""
         different = self.differences(asked)
         if different:
             lines = "".join(
-                f"\n  {d.key}: the store has {d.stored!r}, this run asks for {d.asked!r}" for d in different
+                f"\n  {d.key}: the store has {_shown(d.stored)}, this run asks for {_shown(d.asked)}" for d in different
             )
             raise StoreMismatch(
                 f"the store {path} was made with a different configuration:{lines}\n"
                 "Use the configuration, model and data of this store, or choose a different store.path. A store "
-                "without blocks can be deleted: python -m pipeline.delete."
+                f"without blocks can be deleted: python -m pipeline.delete {quote(f'store.path={path}')} confirm=true."
             )
 
 
@@ -318,12 +325,28 @@ def require_root(storage: Storage) -> StoreRoot:
 
 
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts, with their dotted keys. Lists are leaves."""
-    if isinstance(value, dict) and (value or not prefix):
+    """The values in nested dicts, with their dotted keys. Lists are leaves, but those of SAEs are divided."""
+    if prefix == "capture.encode" and value:
+        yield from _encoder_leaves(value)
+    elif isinstance(value, dict) and (value or not prefix):
         for key, child in value.items():
             yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
     else:
         yield prefix, value
+
+
+def _encoder_leaves(encoders: list[Json]) -> Iterator[tuple[str, Any]]:
+    """The settings that all SAEs share, by the keys of the configuration, and what each SAE is."""
+    for name, default in _ENCODER_SETTINGS.items():
+        values = [sae.get(name, default) for sae in encoders]
+        yield f"capture.encode_{name}", values[0] if all(value == values[0] for value in values) else values
+    for number, sae in enumerate(encoders):
+        identity = ((name, value) for name, value in sae.items() if name not in _ENCODER_SETTINGS)
+        yield from ((f"capture.encode[{number}].{name}", value) for name, value in identity)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _software() -> dict[str, str]:
