@@ -348,6 +348,7 @@ def test_ranks_of_endless_readers_count_no_tokens_first(store):
         ({"framework": "tensorflow"}, "framework is 'tensorflow'. Choose one of numpy, jax, torch"),
         ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs equal widths"),
         ({"keys": [NAME, NAME], "stack": True}, "stack=True needs each key once"),
+        ({"state": {}}, "state belongs to a different reader configuration"),
     ],
 )
 def test_contradictory_arguments_are_refused(store, options, message):

@@ -140,7 +140,7 @@ class _BatchSource:
         # States of earlier versions have neither rank nor world.
         rank, world = state.pop("rank", self._order.rank), state.pop("world", self._order.world)
         order = replace(self._order, rank=rank, world=world)
-        if state.pop("order") != self._checksum(order):
+        if state.pop("order", None) != self._checksum(order):
             raise ValueError(
                 "the state belongs to a different reader configuration: the order of tokens depends on the store's "
                 "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader "
