@@ -229,8 +229,8 @@ class CaptureConfig:
     seed: int | None = key(None, "with `sample`: the seed; null: 0")
     per_row: int | None = key(
         None,
-        "with `last`, `token`, `regex`: slots per row for such tokens; fewer slots mean less stored padding; "
-        "too few leave rows partly empty; null: length / 16",
+        "with `last`, `token`, `regex`: slots per row for selected tokens. Unused slots are stored as padding; a row ends "
+        "early if its slots are full; null: length / 16",
     )
     dtype: StorageDtype = key(
         StorageDtype.bfloat16,
@@ -325,9 +325,9 @@ class RunOptions:
         None, "valid tokens to store, to within one row per stream; raise it to extend a store; null: all of the data"
     )
     worker_index: int = key(
-        0, "number of this worker, from 0, among workers that each have a fixed share of one store's streams"
+        0, "with `run.worker_count`: which of the workers this one is, from 0"
     )
-    worker_count: int = key(1, "number of workers with fixed shares")
+    worker_count: int = key(1, "independent jobs that fill one store, each with a fixed share of its streams")
     claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
     lease_s: float = key(60.0, "with `run.claim`: how long a worker may be silent before others take over its streams")
     max_inflight_mib: float = key(
