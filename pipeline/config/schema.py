@@ -229,8 +229,8 @@ class CaptureConfig:
     seed: int | None = key(None, "with `sample`: the seed; null: 0")
     per_row: int | None = key(
         None,
-        "with `last`, `token`, `regex`: slots per row for selected tokens. Unused slots are stored as padding; a row ends "
-        "early if its slots are full; null: length / 16",
+        "with `last`, `token`, `regex`: slots per row for selected tokens. Unused slots are stored as padding; a row "
+        "ends early if its slots are full; null: length / 16",
     )
     dtype: StorageDtype = key(
         StorageDtype.bfloat16,
