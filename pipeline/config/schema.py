@@ -324,9 +324,7 @@ class RunOptions:
     max_tokens: int | None = key(
         None, "valid tokens to store, to within one row per stream; raise it to extend a store; null: all of the data"
     )
-    worker_index: int = key(
-        0, "with `run.worker_count`: which of the workers this one is, from 0"
-    )
+    worker_index: int = key(0, "with `run.worker_count`: which of the workers this one is, from 0")
     worker_count: int = key(1, "independent jobs that fill one store, each with a fixed share of its streams")
     claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
     lease_s: float = key(60.0, "with `run.claim`: how long a worker may be silent before others take over its streams")

@@ -193,6 +193,8 @@ def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):
                 assert any(np.array_equal(batch.outputs[name][k], v, equal_nan=True) for v in outputs[name][slot])
     with pytest.raises(StoreError, match="has no outputs \\['losses'\\]"):
         every.batches(KEYS[0], 100, outputs=["losses"])
+    with pytest.raises(StoreError, match="has no outputs \\['losses'\\]"):
+        every.read_outputs(0, ["losses"])
     halves = [list(every.batches(KEYS, 64, rank=rank, world=2)) for rank in range(2)]
     assert len(halves[0]) == len(halves[1]) > 0
     statistics = every.statistics(*KEYS[0])

@@ -291,11 +291,13 @@ class ActivationStore:
 
         rows: as in `read`. names: the arrays to read; None for all.
         Shapes: [n, S], or [n, S, k] for the k likeliest next tokens or k features; [S] or [S, k] for one row. Values
-        are 0 where there is no token, and a feature's index is -1.
+        are 0 where there is no token, and a feature's index is -1. Raises StoreError for an unknown name.
         """
-        row_numbers = self._rows.chosen(rows)
-        chosen = [spec.name for spec in self._layout.outputs if names is None or spec.name in names]
-        outputs = self._rows.reads(chosen, row_numbers)
+        stored = [spec.name for spec in self._layout.outputs]
+        if unknown := sorted(set(names or ()) - set(stored)):
+            raise StoreError(f"{self.path} has no outputs {unknown}; it has {stored} (capture.outputs).")
+        chosen = [name for name in stored if names is None or name in names]
+        outputs = self._rows.reads(chosen, self._rows.chosen(rows))
         return {name: values[0] if is_one_row(rows) else values for name, values in outputs}
 
     def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
