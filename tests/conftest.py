@@ -84,7 +84,7 @@ SLOW = (  # files that compile many or large programs, or run whole jobs
     *("store/test_torch_dataset.py", "models/test_attention_pattern.py", "models/test_sae_encoding.py"),
     *("models/test_loading_memory.py", "step/test_storage_cast.py", "extraction/test_many_streams.py"),
     *("config/test_experiments.py", "data/test_hub_data.py", "models/test_config_attributes.py", "models/test_fp8.py"),
-    *("models/test_fuzz_checkpoints.py", "store/test_damage.py", "store/test_hub_store.py", "commands/test_push.py"),
+    *("models/test_fuzz_checkpoints.py", "store/test_damage.py", "store/test_hub_store.py"),
 )
 
 
