@@ -18,10 +18,9 @@ def run_config(composed: DictConfig) -> RunConfig:
     that is not allowed, and a URL with credentials."""
     if unknown := next(_unknown_keys(composed), None):
         raise ConfigError(f"{unknown} is not a key of the configuration.{key_remedy(unknown)}")
+    if missing := sorted(_missing_keys(composed)):
+        raise ConfigError(f"no value for {', '.join(missing)}. Set it on the command line, e.g. {missing[0]}=...")
     try:
-        missing = sorted(OmegaConf.missing_keys(composed))
-        if missing:
-            raise ConfigError(f"no value for {', '.join(missing)}. Set it on the command line, e.g. {missing[0]}=...")
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {_first_line(error)}.") from error
@@ -45,6 +44,16 @@ def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{key}"
         elif isinstance(child, DictConfig) and not (child._is_missing() or child._is_none()):
             yield from _unknown_keys(child, f"{prefix}{key}.")
+
+
+def _missing_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Required keys without a value, and not the keys whose values refer to them, as `OmegaConf.missing_keys` would."""
+    for key in node:
+        child = node._get_node(key)
+        if child._is_missing():
+            yield f"{prefix}{key}"
+        elif isinstance(child, DictConfig) and not (child._is_none() or child._is_interpolation()):
+            yield from _missing_keys(child, f"{prefix}{key}.")
 
 
 def _require_data(data: object, key: str, choice: str) -> None:

@@ -1,5 +1,7 @@
 """Messages that name the key, for the errors of Hydra and OmegaConf when a command line does not compose."""
 
+import re
+import shlex
 from contextlib import suppress
 from dataclasses import fields
 
@@ -41,6 +43,9 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
         given = ", ".join(shortened(argument, 80) for argument in arguments)
         message = f"Hydra cannot compose one of {without_credentials(given)}: {message}"
     quotes = _QUOTES if any("=[" in argument and "]" not in argument for argument in arguments) else ""
+    is_multirun = {"-m", "--multirun"} & {*arguments}  # there, a,b are two values
+    if not is_multirun and (quoted := next(filter(None, map(_quoted, arguments)), None)):
+        quotes = f" A value with special characters needs quotes within quotes: {without_credentials(quoted)}."
     return f"{message}.{quotes} Correct the command line; --cfg job prints all keys."
 
 
@@ -64,6 +69,23 @@ def _group_without_name(arguments: list[str]) -> str | None:
             if "." not in override.key_or_group and not all(isinstance(value, str | dict) for value in values):
                 return shortened(override.input_line, 80)
     return None
+
+
+def _quoted(argument: str) -> str | None:
+    """An override as it must be typed in a shell, if its value is a string that Hydra can only parse in quotes."""
+    key, _, value = argument.partition("=")
+    if not _is_single_value(argument) and not re.match(r"[\[$]|\{(?!\{)", value):
+        choices = (f"{key}={quote}{value}{quote}" for quote in "\"'")
+        return next((shlex.quote(choice) for choice in choices if _is_single_value(choice)), None)
+    return None
+
+
+def _is_single_value(argument: str) -> bool:
+    """Whether Hydra can parse an override, and its value is not a list of values to sweep over."""
+    try:
+        return not OverridesParser.create().parse_override(argument).is_sweep_override()
+    except (HydraException, ValueError):
+        return False
 
 
 def _own_message(error: Exception) -> str:
