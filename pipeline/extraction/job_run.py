@@ -64,6 +64,8 @@ def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
     stop.check()
     processes.require_same_config(config, str(job.plan.weights.sharding), str(job.plan.generation))
     store = open_store(job)
+    if job.plan.notes and not store.complete:  # a complete store stays as it is, and notes on new blocks would be wrong
+        log.info("%s", job.plan.describe_notes())
     job.manifest.keep()
     if job.plan.generation:
         generate(job, store, stop)

@@ -13,6 +13,7 @@ from pipeline.cluster import processes
 from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import ArcData, RunConfig, StoreConfig
+from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.arc.grading import GRADES
@@ -276,8 +277,10 @@ def print_plan(config: RunConfig) -> None:
     print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {parameters:,} parameters")
     print(f"sites     {sites}")
     print(f"compute   {flops:,} FLOPs per token")
-    print(f"data      {len(job.source.shards)} source shards")
+    print(f"data      {counted(len(job.source.shards), 'source shard')}")
     print(job.plan.describe())
+    if job.plan.notes:
+        print(job.plan.describe_notes())
 
 
 def store_layout(plan: Plan, compression: str) -> StoreLayout:

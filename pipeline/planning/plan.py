@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipeline.cluster.topology import Topology, reserved_bytes
 from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
+from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
 from pipeline.planning.capture import CheckPlan, plan_checks, plan_step
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
@@ -56,7 +57,7 @@ class Plan:
         return (*self.weights.notes, *generation, *self.streams.notes, *self.memory.notes)
 
     def describe(self) -> str:
-        """The plan as human-readable text."""
+        """The plan as human-readable text, without its notes."""
         step, streams, memory = self.step, self.streams, self.memory
         names = [key.name for key in step.keys] + [array.name for array in step.stored_arrays.outputs]
         dtype = f" as {step.dtype}" if step.keys else ""
@@ -68,14 +69,15 @@ class Plan:
         wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
             wanted = f"{streams.max_tokens:,} tokens, {size}"
+        local = "all" if len(streams.local) == streams.count else f"{len(streams.local)} of them"
         lines = [
             f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token{dtype}{selected}",
-            f"step      {step.rows} rows of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the host, "
-            f"{memory.inflight_steps} in flight",
-            f"block     {self.rows_per_block} rows, {memory.block_bytes / MIB:.1f} MiB in "
-            f"{len(step.stored_arrays)} store shards",
+            f"step      {counted(step.rows, 'row')} of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the "
+            f"host, {memory.inflight_steps} in flight",
+            f"block     {counted(self.rows_per_block, 'row')}, {memory.block_bytes / MIB:.1f} MiB in "
+            f"{counted(len(step.stored_arrays), 'store shard')}",
             f"store     {wanted}",
-            f"streams   {streams.count}, {len(streams.local)} of them for this process",
+            f"streams   {streams.count}, {local} for this process",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device",
         ]
@@ -83,7 +85,11 @@ class Plan:
             lines.append(f"reserved  {self.reserved_bytes / MIB:.0f} MiB on each device, for other uses")
         if self.generation is not None:
             lines.append(self.generation.describe())
-        return "\n".join([*lines, *(f"note      {note}" for note in self.notes)])
+        return "\n".join(lines)
+
+    def describe_notes(self) -> str:
+        """The notes as lines of text."""
+        return "\n".join(f"note      {note}" for note in self.notes)
 
 
 def make_plan(

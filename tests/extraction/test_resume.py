@@ -2,12 +2,14 @@
 
 import json
 import random
+import re
 import signal
 import time
 
 import pytest
 
 from pipeline.core.errors import StoreMismatch
+from pipeline.store import ActivationStore
 from pipeline.store.format.commits import commit_key
 from tests.jobs import (
     SMALL_JOB,
@@ -46,6 +48,10 @@ def reference(overrides, tmp_path_factory):
     assert committed(path) == NUM_BLOCKS
     assert (path / commit_key(*LAST)).exists()
     return path
+
+
+def stored_tokens(path) -> int:
+    return ActivationStore.open(path).num_tokens
 
 
 def kill_at_random_moments(overrides, path, kills: int, seed: int) -> None:
@@ -102,6 +108,8 @@ def test_a_stop_signal_commits_complete_blocks_and_exits_42(overrides, reference
 def test_a_finished_store_is_left_alone(overrides, reference, caplog):
     before = objects(reference)
     with caplog.at_level("INFO", logger="pipeline"):
+        run_here(*overrides, f"store.path={reference}", "run.max_tokens=100")
+        assert "not a representative sample" not in caplog.text
         run_here(*overrides, f"store.path={reference}")
     assert any("nothing to do" in message for message in caplog.messages)
     assert objects(reference) == before
@@ -121,12 +129,19 @@ def test_the_refusal_of_another_configuration_names_every_key(overrides, referen
     assert objects(reference) == before
 
 
-def test_a_longer_run_extends_a_finished_store(overrides, reference, tmp_path):
+def test_a_longer_run_extends_a_finished_store(overrides, reference, tmp_path, caplog):
+    caplog.set_level("INFO", logger="pipeline")
     store = f"store.path={tmp_path / 'store'}"
-    run_here(*overrides, store, "run.max_tokens=5000")
+    run_here(*overrides, store, "run.max_tokens=1200")
     state = json.loads((tmp_path / "store" / "zarr.json").read_text())["attributes"]["activation_store"]
     assert state["complete"]
+    before = stored_tokens(tmp_path / "store")
+    assert "not a representative sample" in caplog.text
+    assert "of them again" not in caplog.text
     run_here(*overrides, store)
+    [(computed, again)] = re.findall(r"([\d,]+) tokens \(([\d,]+) of them again, of blocks that were", caplog.text)
+    added = int(computed.replace(",", "")) - int(again.replace(",", ""))
+    assert added == stored_tokens(tmp_path / "store") - before
     extended, whole = objects(tmp_path / "store"), objects(reference)
     for stores in (extended, whole):
         stores.pop("zarr.json")  # has run.max_tokens of the run that created the store

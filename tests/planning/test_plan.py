@@ -1,5 +1,6 @@
 """The plan is arithmetic: these tests need no device, no model and no file."""
 
+import re
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -121,6 +122,8 @@ def test_a_plan_gives_the_size_of_the_store(max_tokens, expected):
     """A token has 896 activations of two bytes, and 20 bytes in the side arrays."""
     plan = planned(replace(BASE, run=RunOptions(max_tokens=max_tokens)))
     assert f"\nstore     {expected}" in plan.describe()
+    assert re.search(r"\nstreams   \d, all for this process\n", plan.describe())
+    assert "in 1 store shard\n" in plan.describe()
 
 
 @pytest.mark.parametrize(
@@ -353,7 +356,7 @@ def test_a_plan_has_the_notes_of_its_parts():
     assert (plan.weights.sharding, plan.weights.device_bytes) == (Weights.fsdp, 1200 * MIB)
     assert plan.notes == (*plan.weights.notes, *plan.streams.notes, *plan.memory.notes)
     assert [bool(part.notes) for part in (plan.weights, plan.streams, plan.memory)] == [True, True, True]
-    assert plan.describe().endswith("\n".join(f"note      {note}" for note in plan.notes))
+    assert plan.describe_notes().splitlines() == [f"note      {note}" for note in plan.notes]
 
 
 def test_reserved_device_memory_is_not_used():

@@ -63,6 +63,7 @@ class PendingBlock:
     is_committed: bool  # another run has committed it: nothing is written
     futures: Mapping[str, Written]  # by URL of the object
     digests: Mapping[str, Future[str]]  # by array; empty if `is_committed`
+    tokens_again: int = 0  # tokens of the truncated block that this one replaces
     table_sha256: str = ""
     statistics_sha256: str = ""
 
@@ -184,7 +185,7 @@ class StoreWriter:
         if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
             raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the limit of a store.")
         self._check_arrays(arrays)
-        self._withdraw(stream, block)
+        tokens_again = self._withdraw(stream, block)
         is_committed = self._records_storage.read(commit_key(stream, block)) is not None
         futures: dict[str, Written] = {}
         digests: dict[str, Future[str]] = {}
@@ -192,7 +193,7 @@ class StoreWriter:
             key = self.layout.shard_key(spec, stream, block)
             written, digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
             futures[self.storage.url(key)] = written
-        return PendingBlock(stream, block, is_committed, futures, digests)
+        return PendingBlock(stream, block, is_committed, futures, digests, tokens_again)
 
     def write_tables(
         self,
@@ -303,10 +304,11 @@ class StoreWriter:
     def _change_root(self, **changes: object) -> None:
         self.root = change_root(self.storage, lambda root: replace(root, **changes))
 
-    def _withdraw(self, stream: int, block: int) -> None:
+    def _withdraw(self, stream: int, block: int) -> int:
+        """Deletes the record of a truncated block that is about to be replaced. Returns its number of tokens."""
         blocks = self.streams[stream]
         if block >= len(blocks.table):
-            return
+            return 0
         record = blocks.last
         if record is None or record.block != block or not record.truncated:
             raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
@@ -324,6 +326,7 @@ class StoreWriter:
                 f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
             )
         self.streams.withdraw_last(stream)
+        return record.tokens
 
     def _write_shard(
         self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray
