@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from pipeline.cli.settings import require_rank, setting, store_path, whole_number
 from pipeline.cli.store_command import run_command
+from pipeline.core.counts import counted
 from pipeline.core.errors import EXIT_OK
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
@@ -41,7 +42,7 @@ def index(settings: Settings) -> int:
     streams = range(settings.rank, require_root(storage).metadata.num_streams, settings.world)
     with tqdm(unit="block", desc="index", file=sys.stderr) as bar:
         index_ids(storage, streams, bar.update)
-    print(f"{settings.path}: indexed the ids of {len(streams)} streams")
+    print(f"{settings.path}: indexed the ids of {counted(len(streams), 'stream')}")
     return EXIT_OK
 
 

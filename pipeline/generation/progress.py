@@ -5,6 +5,7 @@ import time
 
 from tqdm import tqdm
 
+from pipeline.core.counts import counted
 from pipeline.generation.generator import Completion, Counts
 from pipeline.job.metrics import run_name
 
@@ -38,7 +39,7 @@ class GenerationProgress:
         """The counts as one sentence."""
         counts = self._counts
         return (
-            f"{counts.prompts:,} prompts completed with {counts.tokens:,} tokens in {self._elapsed_s:.1f} s: "
+            f"{counted(counts.prompts, 'prompt')} completed with {counts.tokens:,} tokens in {self._elapsed_s:.1f} s: "
             f"{counts.tokens / max(self._elapsed_s, 1e-9):,.0f} tokens/s; rows were idle in {counts.padding:.0%} of "
             f"their decoding steps"
         )

@@ -13,6 +13,7 @@ from pipeline.cluster.topology import Topology
 from pipeline.config import composing
 from pipeline.config.limits import shown
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
+from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey
 from pipeline.data.files import NoSuchFiles
@@ -203,10 +204,11 @@ class Stream:
         devices = _own_devices(replace(topology(self.config.run), workers=world, worker=rank))
         job = replanned(self._job, devices) if store is None else self._storing(os.fspath(store), devices)
         if not job.plan.streams.local:
+            shards, streams = counted(len(job.source.shards), "source shard"), counted(job.plan.streams.count, "stream")
             raise ConfigError(
-                f"rank {rank} of {world} has no documents: the data's {len(job.source.shards)} source shards are "
-                f"divided among {job.plan.streams.count} streams, and the streams among the readers. Use fewer "
-                "readers, or more streams (data.num_streams) and source shards (data.row_groups_per_shard)."
+                f"rank {rank} of {world} has no documents: the data has {shards}, divided among {streams}, and the "
+                "streams are divided among the readers. Use fewer readers, or more streams (data.num_streams) and "
+                "source shards (data.row_groups_per_shard)."
             )
         return job
 

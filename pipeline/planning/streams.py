@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Packing
 from pipeline.config.schema import BatchConfig, RunConfig, RunOptions
+from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.target import ALL, Target, stream_share
@@ -82,8 +83,8 @@ def _count(config: RunConfig, num_source_shards: int, topology: Topology, stored
     if wanted is not None:
         if not 1 <= wanted <= num_source_shards:
             raise ConfigError(
-                f"data.num_streams is {wanted}, but the data has {num_source_shards} source shards, which are divided "
-                f"among the streams. Set it to 1..{num_source_shards}, or to null."
+                f"data.num_streams is {wanted}, but the data has {counted(num_source_shards, 'source shard')}, and "
+                f"each stream needs at least one. Set it to 1..{num_source_shards}, or to null."
             )
         return wanted
     if stored is not None:
@@ -114,7 +115,7 @@ def _notes(config: RunConfig, count: int, num_source_shards: int, topology: Topo
     notes = []
     if config.run.claim:
         notes.append(
-            f"each process claims one stream at a time, so up to {count} processes can work at the same time; the "
+            f"each process claims one stream at a time, so at most {count} can work at the same time; the "
             f"number is fixed when the store is created, by data.num_streams (up to {num_source_shards})"
         )
     elif config.run.max_tokens is None and config.data.num_streams is None and count < num_source_shards:

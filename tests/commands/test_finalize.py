@@ -89,7 +89,7 @@ def test_an_unfinished_stream_is_reported_unless_forced(tmp_path, capsys):
     commit_block(writer, first)
     assert main([f"store.path={tmp_path}"]) == 1
     printed = capsys.readouterr()
-    assert f"stream 1: 1 blocks, {first.record.tokens} tokens, UNFINISHED" in printed.out
+    assert f"stream 1: 1 block, {first.record.tokens} tokens, UNFINISHED" in printed.out
     assert "streams 1 are unfinished" in printed.err
     assert not is_complete(tmp_path)
     assert ActivationStore.open(tmp_path).arrays["tokens"].shape[0] == MAX_ROWS

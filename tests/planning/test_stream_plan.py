@@ -49,7 +49,7 @@ def test_with_claims_every_process_may_claim_every_stream(topology):
     plan = plan_streams(config, 1000, topology, stored=None)
     assert plan.count == MAX_AUTO_STREAMS
     assert plan.local == tuple(range(MAX_AUTO_STREAMS))
-    assert any("up to 64 processes can work at the same time" in note for note in plan.notes)
+    assert any("at most 64 can work at the same time" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(

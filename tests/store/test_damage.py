@@ -312,7 +312,7 @@ def edit_root(path: str, edit: Callable[[dict], None], sealed: bool) -> None:
         (lambda root: root.update(complete=False), "complete is False, but the number of blocks"),
         (lambda root: root.pop("blocks"), "complete is True, but the number of blocks"),
         (lambda root: root.update(num_streams=4), "its fingerprint does not match its content"),
-        (lambda root: root.update(blocks=[1, 1]), "the store was completed with 1 blocks of this stream"),
+        (lambda root: root.update(blocks=[1, 1]), "the store was completed with 1 block of this stream"),
         (lambda root: root.update(version=3), "format version 3"),
     ],
 )

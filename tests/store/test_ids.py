@@ -310,7 +310,7 @@ def test_processes_share_the_streams(tmp_path, capsys):
         assert not (tmp_path / ids_key(rank)).exists()
         assert index([f"store.path={tmp_path}", f"index.rank={rank}", f"index.world={NUM_STREAMS}"]) == 0
         assert (tmp_path / ids_key(rank)).exists()
-    assert capsys.readouterr().out == f"{tmp_path}: indexed the ids of 1 streams\n" * NUM_STREAMS
+    assert capsys.readouterr().out == f"{tmp_path}: indexed the ids of 1 stream\n" * NUM_STREAMS
     written = [(tmp_path / ids_key(stream)).stat().st_ino for stream in STREAMS]
     assert index([f"store.path={tmp_path}"]) == 0
     assert [(tmp_path / ids_key(stream)).stat().st_ino for stream in STREAMS] == written  # nothing is written again

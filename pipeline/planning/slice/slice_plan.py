@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pipeline.cluster.topology import Topology, unreserved
 from pipeline.config.choices import Packing, WeightsDtype
 from pipeline.config.schema import PlanConfig, RunConfig
+from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
@@ -89,8 +90,9 @@ class SlicePlan:
         lines = [
             f"model     {self.family}, {self.num_layers} layers; the capture needs {self.num_params:,} parameters",
             f"weights   {self.weights}: {self.weight_bytes / GIB:.2f} GiB on each chip",
-            f"slice     {self.topology}: {self.num_chips} chips, {self.num_hosts} hosts; mesh {axes}",
-            f"step      {self.rows} rows of {self.length} tokens, {self.rows_per_chip} per chip; "
+            f"slice     {self.topology}: {counted(self.num_chips, 'chip')}, {counted(self.num_hosts, 'host')}; "
+            f"mesh {axes}",
+            f"step      {counted(self.rows, 'row')} of {self.length} tokens, {self.rows_per_chip} per chip; "
             f"{self.steps_in_flight} in flight",
             f"memory    of {self.hbm_bytes / GIB:.2f} GiB per chip: arguments {program.argument_bytes / GIB:.2f}, "
             f"outputs {program.output_bytes / GIB:.2f}, temporaries {program.temporary_bytes / GIB:.2f}, peak "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from pipeline.core.counts import counted
 from pipeline.core.errors import EXIT_FAILED, EXIT_OK, StoreInvalid
 from pipeline.core.progress import progress_bar
 from pipeline.store.check.repairing import repair_steps
@@ -23,7 +24,7 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING) -> int:
         return EXIT_OK
     for problem in problems:
         print(problem)
-    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    count = counted(len(problems), "problem")
     print(f"{path}: {count}.")
     storage = Storage.open(path)
     for step in repair_steps(storage, _num_streams(storage), problems):

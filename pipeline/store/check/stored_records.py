@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Int64
 
+from pipeline.core.counts import counted
 from pipeline.core.errors import StoreError
 from pipeline.store.check.ahead import map_ahead
 from pipeline.store.check.block_checks import check_chain
@@ -173,8 +174,8 @@ class _RecordReader:
 def _check_count(root: StoreRoot, stream: int, num_records: int) -> Iterator[Problem]:
     if stream < len(root.blocks or ()) and num_records != (expected := root.blocks[stream]):
         where = stream_prefix(COMMITS_PREFIX, stream).rstrip("/")
-        what = f"the store was completed with {expected} blocks of this stream, but has records of {num_records}"
-        yield Problem(where, what)
+        blocks = counted(expected, "block")
+        yield Problem(where, f"the store was completed with {blocks} of this stream, but has records of {num_records}")
 
 
 def _check_root(root: StoreRoot) -> Iterator[Problem]:

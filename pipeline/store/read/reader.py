@@ -27,6 +27,7 @@ from jaxtyping import Int32, Int64
 from numpy.typing import DTypeLike
 
 from pipeline.core.addresses import HUB_SCHEME
+from pipeline.core.counts import counted
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
@@ -152,7 +153,8 @@ class ActivationStore:
 
     def __repr__(self) -> str:
         arrays = ", ".join([*(key.name for key in self.keys), *self._feature_widths]) or "no activations"
-        extent = f"{self.num_tokens:,} tokens in {len(self.blocks)} blocks{'' if self.complete else ', unfinished'}"
+        extent = f"{self.num_tokens:,} tokens in {counted(len(self.blocks), 'block')}"
+        extent += "" if self.complete else ", unfinished"
         return f"ActivationStore({self.path!r}: {arrays}; {extent})"
 
     @cached_property

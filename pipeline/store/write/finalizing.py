@@ -1,5 +1,6 @@
 """Marks a store complete that several workers have filled."""
 
+from pipeline.core.counts import counted
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import has_share, stream_share, target_of
 from pipeline.store.write.claims import held_claims, named_holders
@@ -37,7 +38,7 @@ def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
         end = _end_of_old_stream(blocks, share, store.layout.length)
     else:
         end = end_of(blocks, stream_share(target, store.metadata.num_streams, stream))
-    print(f"stream {stream}: {len(blocks)} blocks, {blocks.total('tokens'):,} tokens, {end or 'UNFINISHED'}")
+    print(f"stream {stream}: {counted(len(blocks), 'block')}, {blocks.total('tokens'):,} tokens, {end or 'UNFINISHED'}")
     return end is not None
 
 
