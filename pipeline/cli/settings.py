@@ -11,7 +11,7 @@ from pipeline.core.suggestions import did_you_mean
 
 S = TypeVar("S")
 _METADATA = "setting"
-_MAX_DIGITS = 4000  # Python's int() rejects more than 4300 digits
+_MAX_DIGITS = 18  # of numbers that 64 bits hold
 
 
 class UsageError(ConfigError):
@@ -44,7 +44,9 @@ def one_of(*choices: str) -> Callable[[str, str], str]:
 
 def whole_number(minimum: int) -> Callable[[str, str], int]:
     def parse(value: str, key: str) -> int:
-        if not value.isdecimal() or len(value) > _MAX_DIGITS or int(value) < minimum:
+        if value.isdecimal() and len(value) > _MAX_DIGITS:
+            raise ConfigError(f"{key}={shortened(value, 80)}: expected a whole number of at most {_MAX_DIGITS} digits.")
+        if not value.isdecimal() or int(value) < minimum:
             raise ConfigError(f"{key}={shortened(value, 80)}: expected a whole number, at least {minimum}.")
         return int(value)
 
