@@ -55,7 +55,7 @@ def test_every_kind_of_setting_is_parsed():
         ("number.count=0", "number.count=0: expected a whole number, at least 1."),
         ("number.count=-3", "number.count=-3: expected a whole number"),
         ("number.count=1.0", "number.count=1.0: expected a whole number"),
-        ("number.count=" + "9" * 5000, r"number.count=9{80}... \(5,000 characters\): expected a whole number of at most 18"),
+        ("number.count=" + "9" * 5000, r"number.count=9{80}... \(5,000 characters\): expected a whole number of"),
         ("number.count=9223372036854775808", "expected a whole number of at most 18 digits"),
         ("dtype=c", "dtype=c: expected a or b."),
     ],
