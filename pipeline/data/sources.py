@@ -13,6 +13,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.hub import is_hub_id
 from pipeline.data.arc.loading import hub_id
 from pipeline.data.documents import Source
+from pipeline.data.files import hf_settings, is_glob
 from pipeline.data.manifest import Manifest
 from pipeline.data.parquet import ParquetSource, make_manifest
 from pipeline.data.text.chat import ChatSource
@@ -50,6 +51,20 @@ def open_source(
         f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data with data=fineweb, "
         "fineweb_edu, arc, ai2_arc, hf or generate, and do not set data.source."
     )
+
+
+def num_named_files(config: DataConfig) -> int | None:
+    """The number of files, which are the source shards, where the configuration names each of them; None if the data
+    must be opened to count source shards."""
+    match config:
+        case GenerateData():
+            return num_named_files(config.prompts)
+        case ParquetData(path=str(path), row_groups_per_shard=None) if os.path.isfile(os.path.expanduser(path)):
+            return 1
+        case HfData(data_files=files) if files:
+            named = [files] if isinstance(files, str) else files
+            return len(named) if all(hf_settings(file) and not is_glob(file) for file in named) else None
+    return None
 
 
 def hub_repository(config: DataConfig) -> str | None:

@@ -8,8 +8,17 @@ import pytest
 
 from pipeline.config import composing
 from pipeline.config.choices import Packing, Weights
-from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, StoreConfig
+from pipeline.config.schema import (
+    BatchConfig,
+    GenerateData,
+    HfData,
+    ParquetData,
+    RunConfig,
+    RunOptions,
+    StoreConfig,
+)
 from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.data.sources import num_named_files
 from pipeline.models.architecture import LocalAttention
 from pipeline.models.attention.splash import block_size
 from pipeline.models.leaves import flops_per_token
@@ -102,7 +111,15 @@ POOR = {
     "small shards": (dict(shard_bytes=16 * MIB), "16 MiB.*raise store.shard_mib to 64-512"),
     "large shards": (dict(shard_bytes=1792 * MIB), "1792 MiB.*lower batch.rows"),
     "full hosts": (dict(host_bytes=150 * GIB), "150 of a host's 179 GiB; lower batch.rows"),
-    "few tokens": (dict(tokens_per_chip=128), "128 tokens per chip.*batch.rows to reach at least about 241 tokens"),
+    "few tokens": (
+        dict(tokens_per_chip=128),
+        "128 tokens per chip.*75%.*plan.mfu=0.4, .*batch.rows to reach at least about 770 tokens",
+    ),
+    "fairly few tokens": (dict(tokens_per_chip=512), "512 tokens per chip.*19% of the time to compute"),
+    "one file for two hosts": (
+        dict(config=replace(CONFIG, run=RunOptions(worker_count=2), data=HfData(data_files="mine.jsonl"))),
+        r"^1 source shard \(.*at most 1 stream, so 1 of 2 hosts have no work; divide the data into at least 2 files$",
+    ),
     "odd widths": (dict(arch=replace(LLAMA, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
     "exchange": (dict(limits=replace(COMPUTE_BOUND, interconnect=0.25)), "4.0 times as long.*raise batch.rows"),
     "bound by the network": (dict(limits=replace(COMPUTE_BOUND, network=0.25)), "network limits.*25%.*fewer layers"),
@@ -126,6 +143,35 @@ def planned(program: Program, *overrides: str) -> tuple[SlicePlan, Model]:
     model = open_model(config.model.path, revision=None, init="random", seed=0)
     tpu_slice = parse_slice(config.topology)
     return make_slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), program), model
+
+
+@pytest.mark.parametrize(
+    ("data", "files"),
+    [
+        (HfData(path="json", data_files="mine.jsonl"), 1),
+        (HfData(path="json", data_files=["a.json.gz", "b.json"]), 2),
+        (HfData(path="json", data_files="*.jsonl"), None),
+        (HfData(path="owner/name"), None),
+        (ParquetData(path="FOLDER/a.parquet"), 1),
+        (ParquetData(path="FOLDER/a.parquet", row_groups_per_shard=1), None),
+        (ParquetData(path="FOLDER"), None),
+        (GenerateData(prompts=HfData(path="csv", data_files="a.csv")), 1),
+    ],
+)
+def test_files_are_counted_only_where_each_is_named(data, files, tmp_path) -> None:
+    (tmp_path / "a.parquet").touch()
+    if isinstance(data, ParquetData):
+        data = replace(data, path=data.path.replace("FOLDER", str(tmp_path)))
+    assert num_named_files(data) == files
+
+
+@pytest.mark.parametrize(
+    ("overrides", "price"),
+    [([], "1.20 USD (list price on demand)"), (["plan.usd_per_chip_hour=0.5"], "0.50 USD (plan.usd_per_chip_hour)")],
+)
+def test_a_bill_names_the_price_and_its_source(overrides, price) -> None:
+    plan, _ = planned(Program(0, 0, 0, 0, "xla", None, {}, 0.0), "run.max_tokens=100000000000", *overrides)
+    assert f"price     4 chips x {plan.bill.hours:,.2f} hours x {price}; start-up" in plan.describe()
 
 
 def test_few_selected_tokens_cost_less_than_a_byte_a_slot() -> None:

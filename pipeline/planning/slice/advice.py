@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 from pipeline.config.choices import Packing
 from pipeline.config.schema import RunConfig
+from pipeline.core.counts import counted
+from pipeline.data.sources import num_named_files
 from pipeline.models.architecture import Architecture
 from pipeline.planning.slice.chips import GIB, Slice
 from pipeline.planning.slice.roofline import Limits
@@ -12,6 +14,7 @@ from pipeline.store.format.layout import ITEM_BYTES, MIB
 _LANES = 128  # columns of the tiles in which TPUs store and multiply matrices
 _MIN_REMOTE_SHARD = 64 * MIB
 _MAX_SHARD = 1024 * MIB
+_MAX_READING = 1 / 8  # time to read the weights in a step, as a share of the time to compute
 
 
 def advise(
@@ -28,6 +31,7 @@ def advise(
     `shard_bytes` is the size of the largest store shard, `host_bytes` the activations in one host's memory,
     `tokens_per_chip` the tokens of a step on one chip.
     """
+    yield from _advise_on_data(config, tpu_slice.num_hosts * config.run.worker_count)
     if config.batch.packing is Packing.pad:
         yield "batch.packing=pad computes and stores padding in every row; batch.packing=pack fills 95 % of the slots"
     if "://" in config.store.path and shard_bytes < _MIN_REMOTE_SHARD:
@@ -48,10 +52,12 @@ def advise(
     critical_tokens = tpu_slice.chip.critical_tokens
     if arch.experts is not None:  # an expert's weights are read for its own tokens only
         critical_tokens *= arch.experts.num_experts / arch.experts.per_token
-    if tokens_per_chip < critical_tokens:
+    reading = critical_tokens / tokens_per_chip * config.plan.mfu  # as a share of the time to compute
+    if reading > _MAX_READING:
         yield (
-            f"with {tokens_per_chip} tokens per chip and step, reading the weights takes longer than computing; raise "
-            f"batch.rows to reach at least about {critical_tokens:.0f} tokens"
+            f"with {tokens_per_chip} tokens per chip and step, reading the weights takes {reading:.0%} of the time to "
+            f"compute at plan.mfu={config.plan.mfu:g}, which may therefore be too high; raise batch.rows to reach at "
+            f"least about {critical_tokens * config.plan.mfu / _MAX_READING:.0f} tokens"
         )
     unaligned = [
         f"{name} {size}"
@@ -65,6 +71,16 @@ def advise(
     if unaligned:
         yield f"{', '.join(unaligned)}: not a multiple of {_LANES}, so matrices are padded and MFU will be lower"
     yield from _advise_on_limits(config, limits)
+
+
+def _advise_on_data(config: RunConfig, num_hosts: int) -> Iterator[str]:
+    num_files = num_named_files(config.data)
+    if num_files is not None and num_files < num_hosts:
+        yield (
+            f"{counted(num_files, 'source shard')} (the files of the data) can give at most "
+            f"{counted(num_files, 'stream')}, so {num_hosts - num_files} of {num_hosts} hosts have no work; divide the "
+            f"data into at least {num_hosts} files"
+        )
 
 
 def _advise_on_limits(config: RunConfig, limits: Limits) -> Iterator[str]:

@@ -78,6 +78,7 @@ class SlicePlan:
     bill: Bill | None  # None without run.max_tokens
     decoding: Decoding | None  # for data=generate
     usd_per_chip_hour: float
+    price_source: str
     notes: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -111,11 +112,14 @@ class SlicePlan:
         ]
         if self.bill is not None:
             size = shown_bytes(self.bill.terabytes * 1e12)
-            lines.append(
+            lines += [
                 f"job       {self.num_tokens:,} tokens: {self.bill.hours:,.2f} hours, {size}, "
                 f"{self.bill.chips_usd:,.0f} USD for the chips, {self.bill.store_usd_per_month:,.0f} per month for the "
-                f"store"
-            )
+                f"store",
+                f"price     {counted(self.num_chips, 'chip')} x {self.bill.hours:,.2f} hours x "
+                f"{self.usd_per_chip_hour:,.2f} USD ({self.price_source}); start-up, compilation and preemptions come "
+                f"on top",
+            ]
         if self.decoding is not None:
             usd = self.num_chips * self.usd_per_chip_hour / 3600 / self.decoding.tokens_per_s * 1e6
             lines.append(
@@ -246,6 +250,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         bill=None if num_tokens is None else bill(cost, tpu_slice, num_tokens, rate, price, options.usd_per_tb_month),
         decoding=_decoding(config, model, tpu_slice, job),
         usd_per_chip_hour=price,
+        price_source="list price on demand" if options.usd_per_chip_hour is None else "plan.usd_per_chip_hour",
         notes=_notes(job, program) + _packing_notes(options.mean_tokens, shares),
         advice=tuple(
             advise(config, model.arch, tpu_slice, limits, shard_bytes, memory.host_bytes, rows_per_chip * step.length)
