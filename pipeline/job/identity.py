@@ -14,7 +14,7 @@ from pipeline.models.registry import Model
 from pipeline.planning.encoders import Encoder
 from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import OUTPUTS
-from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.format.metadata import Json, StoreMetadata
 
 
 def store_metadata(
@@ -25,16 +25,21 @@ def store_metadata(
     data: Mapping[str, object],
     stored: StoreMetadata | None,
     encoders: Sequence[Encoder],
+    reads_weights: bool = True,
 ) -> StoreMetadata:
     """The metadata of the job's store. data: the identity of the data. stored: the metadata of the existing store.
+    reads_weights: if not, the weights of the model and of SAEs are taken to be those of `stored`, which is required.
 
     A setting that stores of earlier versions lack is omitted while it has its default value, so that these can be
     resumed.
 
-    Reads the model's weights, and downloads those of a Hub model first. Raises CheckpointError for damaged weights.
+    Otherwise it reads the model's weights, and downloads those of a Hub model first. Raises CheckpointError for damaged
+    weights.
     """
+    digests = iter(() if reads_weights else [sae.get("sha256") for sae in stored.encoders])
+    saes = [encoder.identity(next(digests, None)) for encoder in encoders]
     return StoreMetadata(
-        model=_model_identity(config, model, stored),
+        model=_model_identity(config, model, stored, reads_weights),
         tokenizer=tokenizer.identity(),
         data=data,
         batch={
@@ -42,7 +47,7 @@ def store_metadata(
             "packing": str(config.batch.packing),
             "long_documents": str(config.batch.long_documents),
         },
-        capture=_capture_identity(config, plan, model, encoders),
+        capture=_capture_identity(config, plan, model, saes),
         store={"compression": str(config.store.compression)},
         num_streams=plan.streams.count,
         rows_per_block=plan.rows_per_block,
@@ -81,9 +86,15 @@ def sampling(data: GenerateData) -> Sampling:
     return Sampling(data.temperature, data.top_k, data.top_p, data.seed)
 
 
-def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | None) -> dict[str, object]:
+def _model_identity(
+    config: RunConfig, model: Model, stored: StoreMetadata | None, reads_weights: bool
+) -> dict[str, object]:
     by_commit = stored is not None and "commit" in stored.model  # earlier versions store the commit, not the weights
-    identity = model.identity(by_commit) | {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
+    identity = model.identity(by_commit or not reads_weights)
+    if not reads_weights:
+        identity.pop("commit", None)
+        identity |= {name: stored.model[name] for name in ("commit", "weights") if name in stored.model}
+    identity |= {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
     if config.model.weights_dtype is not WeightsDtype.same:
         identity["weights_dtype"] = str(config.model.weights_dtype)
     if config.model.activations_dtype is not ActivationsDtype.same:
@@ -91,7 +102,7 @@ def _model_identity(config: RunConfig, model: Model, stored: StoreMetadata | Non
     return identity
 
 
-def _capture_identity(config: RunConfig, plan: Plan, model: Model, encoders: Sequence[Encoder]) -> dict[str, object]:
+def _capture_identity(config: RunConfig, plan: Plan, model: Model, saes: Sequence[Json]) -> dict[str, object]:
     step = plan.step
     identity: dict[str, object] = {"arrays": [key.name for key in step.keys], "dtype": step.dtype}
     if step.int8_group is not None:
@@ -105,9 +116,9 @@ def _capture_identity(config: RunConfig, plan: Plan, model: Model, encoders: Seq
         identity["head"] = asdict(model.head)
     if step.num_top:
         identity["top_logprobs"] = step.num_top
-    if encoders:
-        identity["encode"] = [encoder.identity() for encoder in encoders]
-        if any(encoder.spec.indexed for encoder in encoders):
+    if saes:
+        identity["encode"] = saes
+        if any(encoder.indexed for encoder in step.encoders):
             identity["encode_index"] = True
     return identity | selection_identity(config.capture, step.length)
 

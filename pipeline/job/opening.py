@@ -14,7 +14,7 @@ from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import ArcData, RunConfig, StoreConfig
 from pipeline.core.counts import counted
-from pipeline.core.errors import ConfigError
+from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.arc.grading import GRADES
 from pipeline.data.demand import shortfall
@@ -68,6 +68,15 @@ class Job:
         return store_metadata(
             self.config, self.plan, self.model, self.tokenizer, self.data_identity, self.stored, self.encoders
         )
+
+    def require_stored_settings(self) -> None:
+        """Raises StoreMismatch if the existing store, which is required, was made with other settings, another
+        architecture or other data. Reads no weights, so those of another checkpoint are not noticed."""
+        asked = store_metadata(
+            *(self.config, self.plan, self.model, self.tokenizer, self.data_identity, self.stored, self.encoders),
+            reads_weights=False,
+        )
+        self.stored.require_same(asked, self.storage.path)
 
     def work(self) -> list[StreamWork]:
         """The work in this process's streams where nothing is committed."""
@@ -281,6 +290,11 @@ def print_plan(config: RunConfig) -> None:
     print(job.plan.describe())
     if job.plan.notes:
         print(job.plan.describe_notes())
+    if job.stored is not None:
+        try:
+            job.require_stored_settings()
+        except StoreMismatch as error:
+            print(f"note      a run would be refused: {error}")
 
 
 def store_layout(plan: Plan, compression: str) -> StoreLayout:

@@ -38,8 +38,9 @@ class Encoder:
         """Loads the arrays that the step needs onto the devices."""
         return load_params(self.spec.sae, self.spec.arrays, self.sae.read, dtype, mesh)
 
-    def identity(self) -> dict[str, object]:
-        """What determines the features, as plain JSON, wherever the checkpoint is stored."""
+    def identity(self, sha256: str | None = None) -> dict[str, object]:
+        """What determines the features, as plain JSON, wherever the checkpoint is stored. sha256: of the arrays; None
+        to read them."""
         spec, sae = self.spec, self.sae
         threshold = {"threshold": spec.threshold} if spec.threshold else {}
         error = {"error": True} if spec.decodes else {}
@@ -52,7 +53,7 @@ class Encoder:
             **threshold,
             **error,
             "activation": str(spec.sae.activation),
-            "sha256": sae.digest(spec.arrays),
+            "sha256": sha256 or sae.digest(spec.arrays),
         }
 
 

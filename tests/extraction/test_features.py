@@ -12,7 +12,7 @@ from pipeline import Stream, delete, export, finalize, inspect, merge, verify
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
 from pipeline.inspection.features import FeatureChoice, view_features
-from pipeline.job.opening import open_job
+from pipeline.job.opening import open_job, print_plan
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
@@ -182,7 +182,7 @@ def test_chaos_leaves_the_same_features(folder, overrides, tmp_path, tensor) -> 
         assert verify_store(str(store)) == []
 
 
-def test_another_sae_or_option_is_refused(folder, alone, tmp_path) -> None:
+def test_another_sae_or_option_is_refused(folder, alone, tmp_path, capsys) -> None:
     features, path = alone
     moved = shutil.copytree(folder / "jumprelu", tmp_path / "elsewhere")
     store = f"store.path={path}"
@@ -191,6 +191,10 @@ def test_another_sae_or_option_is_refused(folder, alone, tmp_path) -> None:
     for change in (encode(str(tensors.folder)), "capture.encode_threshold=0.5", "capture.encode_dtype=float32"):
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
+    capsys.readouterr()
+    for changes in ([], ["capture.encode_threshold=0.5"]):
+        print_plan(composing.compose([*features, encode(str(moved)), *changes, store]))
+    assert capsys.readouterr().out.count("a run would be refused") == 1
 
 
 def test_reconstruction_errors_equal_numpys(folder, overrides, both, tmp_path) -> None:

@@ -3,6 +3,7 @@
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from pipeline.core.errors import NotFiniteError, StoreError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.job_run import fill, load_step, open_store, run, work_left
 from pipeline.job.opening import open_job, print_plan
+from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.leaves import num_params
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT
 from pipeline.store import ActivationStore
@@ -220,3 +222,16 @@ def test_the_printed_plan_gives_the_models_parameters_sites_and_flops(text, tmp_
     assert f"{model.flops_per_token(keys, 128):,} FLOPs per token" in printed
     assert "blocks.2.resid_post: 256 bytes per token as bfloat16" in printed
     assert not (tmp_path / "store").exists()
+
+
+def test_the_printed_plan_says_that_a_run_would_be_refused(text, tmp_path, capsys, monkeypatch):
+    config = job_config(text, tmp_path / "store")
+    job = open_job(config)
+    StoreWriter.open(config.store.path, job.metadata, job.layout)
+    monkeypatch.setattr(Checkpoint, "digest", property(lambda _: pytest.fail("the plan read weights")))
+    print_plan(config)
+    assert "refused" not in capsys.readouterr().out
+    print_plan(replace(config, capture=replace(config.capture, dtype="float32")))
+    printed = capsys.readouterr().out
+    assert "note      a run would be refused: the store" in printed
+    assert "capture.dtype: the store has 'bfloat16', this run asks for 'float32'" in printed
