@@ -12,7 +12,8 @@ SAE = {"features": "features.blocks.2.resid_post", "width": 64, "top": 8, "dtype
 
 def encoding(*saes: dict) -> dict:
     """The fields of metadata with these SAEs."""
-    return {"capture": {"arrays": ["blocks.2.resid_post"], "dtype": "bfloat16", "encode": list(saes)}}
+    encode = {"encode": list(saes)} if saes else {}
+    return {"capture": {"arrays": ["blocks.2.resid_post"], "dtype": "bfloat16", **encode}}
 
 
 def unsealed(text: bytes, **changes) -> bytes:
@@ -66,11 +67,13 @@ def test_differences_are_listed(changes, expected):
         ([SAE], [SAE | {"error": True, "sha256": "with decoder"}], ["encode_error: the store has false, .* for true"]),
         ([SAE, SAE], [SAE | {"top": 4}] * 2, ["encode_top: the store has 8, .* for 4"]),
         ([SAE], [SAE | {"threshold": 0.5}], [r"encode_threshold: the store has 0\.0, .* for 0\.5"]),
-        ([SAE], [SAE | {"sha256": "def"}], [r"encode\[0\]\.sha256: the store has 'abc', .* for 'def'"]),
+        ([SAE], [SAE | {"sha256": "def"}], [r"encode\[blocks\.2\.resid_post\]\.sha256: .* 'abc', .* for 'def'"]),
+        ([], [SAE], [r"encode: the store has None, .* for \['blocks\.2\.resid_post'\]"]),
+        ([SAE], [], [r"encode: the store has \['blocks\.2\.resid_post'\], .* for None"]),
         (
             [SAE],
-            [SAE, {**SAE, "width": 9}],
-            [rf"encode\[1\]\.{name}: the store has None" for name in SAE if name[0] not in "td"],
+            [SAE | {"features": "features.embed", "top": 4}, SAE | {"sha256": "def"}],
+            [r"encode: .* for \['embed', 'blocks\.2\.resid_post'\]", r"encode\[blocks\.2\.resid_post\]\.sha256: "],
         ),
     ],
 )

@@ -5,7 +5,7 @@ It is attributes["activation_store"] of the root zarr.json.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from shlex import quote
@@ -124,7 +124,8 @@ class StoreMetadata:
 
     def differences(self, asked: "StoreMetadata") -> list[Difference]:
         """The keys of this store's content whose values differ from those in `asked`."""
-        stored, wanted = dict(_leaves(self.content())), dict(_leaves(asked.content()))
+        common = {sae["features"] for sae in self.encoders} & {sae["features"] for sae in asked.encoders}
+        stored, wanted = (dict(_leaves(metadata.content(), common)) for metadata in (self, asked))
         keys = [*stored, *(key for key in wanted if key not in stored)]
         pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in keys)
         different = {pair.key: pair for pair in pairs if pair.stored != pair.asked}
@@ -324,25 +325,33 @@ def require_root(storage: Storage) -> StoreRoot:
     return root
 
 
-def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts, with their dotted keys. Lists are leaves, but those of SAEs are divided."""
+def _leaves(value: Any, common: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested dicts, with their dotted keys. Lists are leaves, but those of SAEs are divided. `common`:
+    the SAEs that both stores have, which are compared."""
     if prefix == "capture.encode" and value:
-        yield from _encoder_leaves(value)
+        yield from _encoder_leaves(value, common)
     elif isinstance(value, dict) and (value or not prefix):
         for key, child in value.items():
-            yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
+            yield from _leaves(child, common, f"{prefix}.{key}" if prefix else key)
     else:
         yield prefix, value
 
 
-def _encoder_leaves(encoders: list[Json]) -> Iterator[tuple[str, Any]]:
-    """The settings that all SAEs share, by the keys of the configuration, and what each SAE is."""
-    for name, default in _ENCODER_SETTINGS.items():
-        values = [sae.get(name, default) for sae in encoders]
+def _encoder_leaves(encoders: list[Json], common: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """The names of all SAEs; of those in common, the settings that they share, by the keys of the configuration, and
+    what each SAE is."""
+    yield "capture.encode", [_short_name(sae) for sae in encoders]
+    compared = [sae for sae in encoders if sae["features"] in common]
+    for name, default in _ENCODER_SETTINGS.items() if compared else ():
+        values = [sae.get(name, default) for sae in compared]
         yield f"capture.encode_{name}", values[0] if all(value == values[0] for value in values) else values
-    for number, sae in enumerate(encoders):
+    for sae in compared:
         identity = ((name, value) for name, value in sae.items() if name not in _ENCODER_SETTINGS)
-        yield from ((f"capture.encode[{number}].{name}", value) for name, value in identity)
+        yield from ((f"capture.encode[{_short_name(sae)}].{name}", value) for name, value in identity)
+
+
+def _short_name(sae: Json) -> str:
+    return sae["features"].removeprefix("features.")
 
 
 def _shown(value: Any) -> str:
