@@ -45,7 +45,7 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
     quotes = _QUOTES if any("=[" in argument and "]" not in argument for argument in arguments) else ""
     is_multirun = {"-m", "--multirun"} & {*arguments}  # there, a,b are two values
     if not is_multirun and (quoted := next(filter(None, map(_quoted, arguments)), None)):
-        quotes = f" A value with special characters needs quotes within quotes: {without_credentials(quoted)}."
+        quotes = f" A string with special characters needs quotes within quotes: {without_credentials(quoted)}."
     return f"{message}.{quotes} Correct the command line; --cfg job prints all keys."
 
 
@@ -73,8 +73,8 @@ def _group_without_name(arguments: list[str]) -> str | None:
 
 def _quoted(argument: str) -> str | None:
     """An override as it must be typed in a shell, if its value is a string that Hydra can only parse in quotes."""
-    key, _, value = argument.partition("=")
-    if not _is_single_value(argument) and not re.match(r"[\[$]|\{(?!\{)", value):
+    key, equals, value = argument.partition("=")
+    if equals and not _is_single_value(argument) and not re.match(r"[\[$]|\{(?!\{)", value):
         choices = (f"{key}={quote}{value}{quote}" for quote in "\"'")
         return next((shlex.quote(choice) for choice in choices if _is_single_value(choice)), None)
     return None

@@ -161,6 +161,8 @@ REFUSED = {
     "data.text={{ body }}": """needs quotes within quotes: 'data.text="{{ body }}"'. Correct the command line""",
     "data.path=/a, b": """'data.path="/a, b"'""",
     """data.path=it's "x\"""": r"x\" \^\. Correct",
+    "mine.jsonl": "missing EQUAL at '<EOF>'. Correct the command line",
+    "run.max_tokens=10,000": "A string with special characters needs quotes",
     "data=generate": r"no value for data.path. Set it on the command line, e.g. data.path=\.\.\.$",
     "++run.token_budget=1": "run.token_budget is not a key of the configuration. --cfg job prints all keys",
     "data.prompts=3": "data.prompts is not a key of the configuration. It belongs to another choice of data",
