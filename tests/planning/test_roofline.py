@@ -118,7 +118,8 @@ POOR = {
     "fairly few tokens": (dict(tokens_per_chip=512), "512 tokens per chip.*19% of the time to compute"),
     "one file for two hosts": (
         dict(config=replace(CONFIG, run=RunOptions(worker_count=2), data=HfData(data_files="mine.jsonl"))),
-        r"^1 source shard \(.*at most 1 stream, so 1 of 2 hosts have no work; divide the data into at least 2 files$",
+        r"^1 source shard \(.*at most 1 stream, so 1 of 2 hosts have no work; divide the data into at least 2 files, "
+        r"or parquet files by data.row_groups_per_shard$",
     ),
     "odd widths": (dict(arch=replace(LLAMA, d_mlp=1000)), "MLP width 1000: not a multiple of 128"),
     "exchange": (dict(limits=replace(COMPUTE_BOUND, interconnect=0.25)), "4.0 times as long.*raise batch.rows"),

@@ -79,7 +79,7 @@ def _advise_on_data(config: RunConfig, num_hosts: int) -> Iterator[str]:
         yield (
             f"{counted(num_files, 'source shard')} (the files of the data) can give at most "
             f"{counted(num_files, 'stream')}, so {num_hosts - num_files} of {num_hosts} hosts have no work; divide the "
-            f"data into at least {num_hosts} files"
+            f"data into at least {num_hosts} files, or parquet files by data.row_groups_per_shard"
         )
 
 
