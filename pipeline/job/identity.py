@@ -33,11 +33,10 @@ def store_metadata(
     A setting that stores of earlier versions lack is omitted while it has its default value, so that these can be
     resumed.
 
-    Otherwise it reads the model's weights, and downloads those of a Hub model first. Raises CheckpointError for damaged
-    weights.
+    With `reads_weights`, downloads the weights of a Hub model first. Raises CheckpointError for damaged weights.
     """
-    digests = iter(() if reads_weights else [sae.get("sha256") for sae in stored.encoders])
-    saes = [encoder.identity(next(digests, None)) for encoder in encoders]
+    digests = {} if reads_weights else {sae["features"]: sae.get("sha256", "") for sae in stored.encoders}
+    saes = [encoder.identity(None if reads_weights else digests.get(encoder.spec.name, "")) for encoder in encoders]
     return StoreMetadata(
         model=_model_identity(config, model, stored, reads_weights),
         tokenizer=tokenizer.identity(),

@@ -53,7 +53,7 @@ class Encoder:
             **threshold,
             **error,
             "activation": str(spec.sae.activation),
-            "sha256": sha256 or sae.digest(spec.arrays),
+            "sha256": sae.digest(spec.arrays) if sha256 is None else sha256,
         }
 
 

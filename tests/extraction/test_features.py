@@ -13,6 +13,7 @@ from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
 from pipeline.inspection.features import FeatureChoice, view_features
 from pipeline.job.opening import open_job, print_plan
+from pipeline.models.sae.autoencoder import SAE
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
@@ -182,7 +183,7 @@ def test_chaos_leaves_the_same_features(folder, overrides, tmp_path, tensor) -> 
         assert verify_store(str(store)) == []
 
 
-def test_another_sae_or_option_is_refused(folder, alone, tmp_path, capsys) -> None:
+def test_another_sae_or_option_is_refused(folder, alone, tmp_path, capsys, monkeypatch) -> None:
     features, path = alone
     moved = shutil.copytree(folder / "jumprelu", tmp_path / "elsewhere")
     store = f"store.path={path}"
@@ -192,9 +193,13 @@ def test_another_sae_or_option_is_refused(folder, alone, tmp_path, capsys) -> No
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
     capsys.readouterr()
-    for changes in ([], ["capture.encode_threshold=0.5"]):
+    monkeypatch.setattr(SAE, "digest", lambda *_: pytest.fail("the plan read an SAE's weights"))
+    named = encode({"a": str(moved), "b": str(moved)})
+    for changes in ([], ["capture.encode_threshold=0.5"], [named]):
         print_plan(composing.compose([*features, encode(str(moved)), *changes, store]))
-    assert capsys.readouterr().out.count("a run would be refused") == 1
+    printed = capsys.readouterr().out
+    assert printed.count("a run would be refused") == 2
+    assert f"capture.encode: the store has ['{ARRAY}'], this run asks for ['{ARRAY}.a', '{ARRAY}.b']" in printed
 
 
 def test_reconstruction_errors_equal_numpys(folder, overrides, both, tmp_path) -> None:
