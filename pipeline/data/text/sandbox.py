@@ -10,6 +10,7 @@ Work is counted in units: each character that an operation reads or writes is on
 import datetime
 import functools
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -311,6 +312,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             for name in names:
                 if name not in self.filters:
                     raise jinja2.TemplateError(f"the filter {name!r} is not supported{_REASONS.get(name, '')}")
+        if any(isinstance(const.value, float) and math.isinf(const.value) for const in tree.find_all(nodes.Const)):
+            raise jinja2.TemplateError("a number is too large for a float")  # jinja2 would compile it to the name `inf`
         undeclared = jinja2.meta.find_undeclared_variables(tree)
         tested = {test.node.name for test in tree.find_all(nodes.Test) if isinstance(test.node, nodes.Name)}
         for called in tree.find_all(nodes.Call):
