@@ -183,6 +183,8 @@ def _dumped(value: object) -> bytes:
     sys.setrecursionlimit(30_000)
     try:
         return json.dumps(value, ensure_ascii=True).encode()
+    except RecursionError:  # Python 3.12: the encoder in C has a limit of its own
+        return "".join(json.JSONEncoder().iterencode(value)).encode()
     finally:
         sys.setrecursionlimit(limit)
 
