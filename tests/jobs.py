@@ -249,8 +249,13 @@ def wait_until(
 
 @contextmanager
 def killed_after(seconds: float, process: subprocess.Popen) -> Iterator[None]:
-    """Kills the process after this time, so that reading its output ends."""
-    timer = threading.Timer(seconds, process.kill)
+    """Kills the process and its children after this time, so that reading their output ends."""
+
+    def kill() -> None:
+        for running in [*children(process), process]:
+            running.kill()
+
+    timer = threading.Timer(seconds, kill)
     timer.start()
     try:
         yield
@@ -266,6 +271,14 @@ def read_until(words: str, process: subprocess.Popen) -> list[str]:
         if words in line:
             return lines
     raise AssertionError(f"the process ended without {words!r}: {''.join(lines)}")
+
+
+def rest_of_output(process: subprocess.Popen, timeout_s: float) -> str:
+    """What a process writes after `read_until`, up to its end. `communicate` would omit the lines already buffered."""
+    with killed_after(timeout_s, process):
+        output = process.stdout.read()
+    process.wait()
+    return output
 
 
 def wait_for_blocks(process: subprocess.Popen, store: Path, blocks: int) -> None:

@@ -230,7 +230,7 @@ def test_sigterm_ends_a_worker_of_one_process_that_waits_for_a_stream(overrides,
         wait_until(tried.exists, worker, "a worker that is about to look for a stream")
         assert worker.poll() is None
         worker.send_signal(signal.SIGTERM)
-        output, _ = worker.communicate(timeout=20)
+        output, _ = worker.communicate(timeout=60)
     holder.close()
     assert worker.returncode == 42, output
     assert committed(store) == 0

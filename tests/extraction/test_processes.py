@@ -28,6 +28,7 @@ from tests.jobs import (
     killed_after,
     local_processes,
     read_until,
+    rest_of_output,
     run_here,
     run_processes,
     start,
@@ -66,7 +67,7 @@ def test_sigterm_to_one_process_stops_all_and_four_processes_resume(overrides, r
         with killed_after(EXIT_S, launcher):
             read_until("SIGTERM caught", launcher)  # JAX asks once a second, and the job takes less
         release()
-        output, _ = launcher.communicate(timeout=EXIT_S)
+        output = rest_of_output(launcher, EXIT_S)
     assert launcher.returncode == 42, output
     for process in (0, 1):
         assert f"process {process} of 2" in output
@@ -116,9 +117,8 @@ def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(ove
     with local_processes(2, 1, *overrides, f"data.path={text}", f"store.path={store}") as launcher:
         with killed_after(120, launcher):
             lines = read_until("InputError", launcher)
-        with killed_after(EXIT_S, launcher):
-            lines += launcher.stdout
-        assert launcher.wait(timeout=EXIT_S) == 2, lines
+        lines += rest_of_output(launcher, EXIT_S).splitlines()
+        assert launcher.returncode == 2, lines
     errors = [line for line in lines if "InputError" in line]
     assert len(errors) == 1
     assert "process 1 of 2" in errors[0]

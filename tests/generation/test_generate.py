@@ -30,6 +30,7 @@ from tests.jobs import (
     killed_after,
     local_processes,
     read_until,
+    rest_of_output,
     run,
     run_here,
     start,
@@ -140,7 +141,7 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
         with killed_after(60, launcher):
             read_until("SIGTERM caught", launcher)
         release()
-        output, _ = launcher.communicate(timeout=60)
+        output = rest_of_output(launcher, 60)
     assert launcher.returncode == 42, output
     assert output.count("Interrupted: stopped by SIGTERM while generating") == 2
     assert before + 2 <= num_groups(store) < num_groups(reference)
