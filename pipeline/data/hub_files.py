@@ -19,6 +19,10 @@ from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import is_hub_id, refused_by_hub, repeat_requests
 from pipeline.data.files import hf_settings
 
+# `datasets` would report every opening, also of local files, to a server on the Internet, and without access to it
+# wait many seconds for a name server.
+datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+
 _DAMAGE = (ValueError, DatasetsError, EOFError, RecursionError, OverflowError)
 _DAMAGE += (zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 
