@@ -11,7 +11,7 @@ from material import memory_source, text_stream, word_tokenizer
 from pipeline.config.choices import LongDocuments, Packing, Positions
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
-from pipeline.data.selection import open_selection, slots_per_row
+from pipeline.data.selection import SampledTokens, open_selection, slots_per_row
 from pipeline.store.read.rows import at_selected
 
 LENGTH = 12
@@ -111,13 +111,17 @@ def test_a_sample_follows_its_rate_and_seed():
         assert abs(of_place - 20).max() < 5 * np.sqrt(20)
 
 
-def test_a_full_row_keeps_the_sampled_tokens_with_the_lowest_numbers():
-    shard = [[2] * LENGTH for _ in range(300)]
-    capture = CaptureConfig(positions=Positions.sample, rate=0.02)
-    slots = slots_per_row(capture, LENGTH)
-    made = blocks([shard], replace(capture, rate=0.02))
-    assert slots == 3
-    assert max((b.selected >= 0).sum(axis=1).max() for b in made) <= 3
+def test_a_full_row_keeps_the_sampled_tokens_with_the_lowest_numbers(monkeypatch):
+    monkeypatch.setattr("pipeline.data.selection._SIGMAS", 0)  # so that many rows are full
+    shard = [[2] * LENGTH for _ in range(40)]
+    capture = CaptureConfig(positions=Positions.sample, rate=0.25)
+    assert slots_per_row(capture, LENGTH) == 3
+    found, counts = selected(blocks([shard], capture)), []
+    for document, ids in enumerate(shard):
+        places, numbers = SampledTokens(0.25, 0, 3).choose(np.array(ids, np.int32), document, 0, True)
+        assert found.get(document, []) == sorted(places[np.argsort(numbers)[:3]].tolist())
+        counts.append(len(places))
+    assert max(counts) > 3
     (block,) = blocks([[[2] * LENGTH]], replace(capture, rate=1 - 1e-9))
     assert block.selected.tolist() == [list(range(LENGTH))]
 

@@ -95,10 +95,16 @@ def test_batches_stay_valid_after_the_next_ones(store):
         np.testing.assert_array_equal(before.activations, now.activations)
 
 
-def test_an_abandoned_iterator_ends_its_thread(store):
+def test_closing_an_iterator_ends_its_threads(store):
+    before = set(threading.enumerate())
     batches = store.batches((1, "resid_post"), 8)
     next(batches)
+    started = set(threading.enumerate()) - before
+    assert started
     batches.close()
+    for thread in started:
+        thread.join(30)
+        assert not thread.is_alive()
     with pytest.raises(StopIteration):
         next(batches)
 
@@ -144,11 +150,6 @@ def test_shuffling_mixes_streams_and_blocks(store):
     assert len(set(first.documents.tolist())) >= 6
 
 
-def test_a_batch_size_of_0_is_refused(store):
-    with pytest.raises(ValueError, match="batch_size"):
-        next(store.batches("embed", 0))
-
-
 NAME = "blocks.1.resid_post"
 SHUFFLED = {"shuffle": True, "seed": 5, "buffer_mib": TINY_MIB}
 
@@ -185,8 +186,6 @@ def test_options_are_given_by_name_or_as_an_object(store):
     assert all_same(store.batches(NAME, 7, options), store.batches(NAME, 7, **SHUFFLED))
     assert all_same(store.batches(NAME, 7, options, seed=6), store.batches(NAME, 7, **SHUFFLED | {"seed": 6}))
     assert not all_same(store.batches(NAME, 7, options, seed=6), store.batches(NAME, 7, options))
-    with pytest.raises(TypeError, match="shuffel"):
-        store.batches(NAME, 7, shuffel=True)
 
 
 @pytest.mark.parametrize(
@@ -340,6 +339,7 @@ def test_ranks_of_endless_readers_count_no_tokens_first(store):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"batch_size": 0}, "batch_size"),
         ({"epochs": 0}, "epochs is 0"),
         ({"world": 2, "token_filter": TokenFilter(norms={NAME: (0, 1)})}, "epochs=None"),
         ({"token_filter": TokenFilter(norms={"embed": (0, 1)})}, r"norms names \['embed'\]"),
