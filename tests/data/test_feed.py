@@ -118,8 +118,8 @@ def test_after_a_timeout_the_block_can_be_waited_for_again():
             with pytest.raises(TimeoutError, match=r"no block within 0.05 s"):
                 feed.get(timeout_s=0.05)
         release.set()
-        assert feed.get(timeout_s=10).index == 0
-        assert feed.get(timeout_s=10).index == 1
+        assert feed.get(timeout_s=LIMIT_S).index == 0
+        assert feed.get(timeout_s=LIMIT_S).index == 1
 
 
 def test_a_timeout_of_the_source_is_an_error():
@@ -129,7 +129,7 @@ def test_a_timeout_of_the_source_is_an_error():
     with closing(Feed(StreamWork(large_block(SlowSource(fail))))) as feed:
         for _ in range(2):
             with pytest.raises(PipelineError, match="reading the data timed out: the server is silent.*try again"):
-                feed.get(timeout_s=10)
+                feed.get(timeout_s=LIMIT_S)
 
 
 def test_close_stops_reading_after_the_next_document():

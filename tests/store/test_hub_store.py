@@ -1,6 +1,7 @@
 """Stores on the Hugging Face Hub are read in place, at one commit, through faults, and never written."""
 
 import pickle
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import wait
@@ -155,13 +156,14 @@ def test_the_relay_drops_answers_that_are_not_requested_again(server, monkeypatc
     server.push(REPO, {"first": b"1", "second": b"2"})
     monkeypatch.setattr("pipeline.store.io.hub_relay._PATIENCE_S", 0.0)
     monkeypatch.setattr("pipeline.store.io.hub_relay._KEPT_S", 0.0)
-    relay, files = HubRelay(), open_hub_files(URL)
-    server.before = lambda request: time.sleep(0.05)
-    assert relay.answer((files, "first", None)) is None
-    wait([pending.future for pending in relay._pending.values()])
-    assert relay.answer((files, "second", None)) is None
-    assert [key for _, key, _ in relay._pending] == ["second"]
-    wait([pending.future for pending in relay._pending.values()])
+    relay, files, may_answer = HubRelay(), open_hub_files(URL), threading.Event()
+    server.before = lambda request: may_answer.wait()
+    for key in ("first", "second"):
+        assert relay.answer((files, key, None)) is None
+        assert [pending for _, pending, _ in relay._pending] == [key]
+        may_answer.set()
+        wait([pending.future for pending in relay._pending.values()])
+        may_answer.clear()
 
 
 @pytest.mark.parametrize(

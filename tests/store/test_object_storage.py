@@ -146,11 +146,9 @@ def test_a_service_that_does_not_answer_is_given_up(gcs):
     """After TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS, which is 3 in the tests."""
     path = new_bucket("gs", gcs.backend)
     storage = Storage.open(path, StorageOptions(retries=0))
-    gcs.reset(rate=1, kinds=[Fault.hang], hang_s=100)
-    start = time.monotonic()
+    gcs.reset(rate=1, kinds=[Fault.hang], hang_s=50)  # then the connection closes, which is another error
     with pytest.raises(StoreError, match="Timeout was reached"):
         storage.read("key")
-    assert time.monotonic() - start < 50
 
 
 def test_no_object_contains_credentials(service):
