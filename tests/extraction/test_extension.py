@@ -21,7 +21,8 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.io.storage import Storage
 from tests.extraction.extension_steps import Scheduler, finalize_store, merge_into, run_job
 from tests.jobs import write_text
-from tests.store.damage_stores import Image, in_memory, make_specimen, read_image
+from tests.store.damage_stores import make_specimen
+from tests.store.example_store import Image, in_memory, read_image
 
 OLD, MIDDLE = "run.max_tokens=300", "run.max_tokens=500"
 HALF = ("run.worker_count=2", "run.worker_index=0")

@@ -1,9 +1,9 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline.store.io.storage import Storage
-from tests.store.example_store import copy_store
+from tests.store.example_store import copy_store, in_memory
 
 
 @pytest.fixture(scope="session", params=["local", "memory"])
@@ -15,13 +15,10 @@ def read_only(request, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(params=["local", "memory"])
-def store_path(request, tmp_path: Path):
+def store_path(request, tmp_path: Path) -> Iterator[str]:
     """A path for a new store, on local disk and in memory."""
     if request.param == "local":
         yield str(tmp_path / "store")
         return
-    path = f"memory://{request.node.name}"
-    yield path
-    storage = Storage.open(path)
-    for key in storage.list_keys("_") + storage.list_keys("a") + storage.list_keys("z"):
-        storage.write(key, None)
+    with in_memory() as path:
+        yield path

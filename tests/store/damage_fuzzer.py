@@ -21,7 +21,8 @@ from pathlib import Path
 from tests.store import damage_operators, damage_values
 from tests.store.damage_operators import Damage, Operator, kind_of
 from tests.store.damage_oracle import Oracle, Outcome, Verdict, check_resumed
-from tests.store.damage_stores import KINDS, Image, Specimen, make_specimen
+from tests.store.damage_stores import KINDS, Specimen, make_specimen
+from tests.store.example_store import Image
 
 OPERATORS = damage_operators.OPERATORS | damage_values.OPERATORS
 LIMIT_S = 120.0  # per case, before it is taken to hang; most take 0.05 s

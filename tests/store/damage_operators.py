@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tests.store.damage_stores import Image
+from tests.store.example_store import Image
 
 _KINDS = (
     ("root", r"zarr\.json"),

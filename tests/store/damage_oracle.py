@@ -31,7 +31,8 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import parse_commit_key
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.damage_operators import Damage, kind_of
-from tests.store.damage_stores import Image, Specimen, in_memory, read_image, resume
+from tests.store.damage_stores import Specimen, resume
+from tests.store.example_store import Image, in_memory, read_image
 
 _INFORMATION = ("zarr.json: config", "zarr.json: weights_error")  # not covered by any digest of an old store
 _METADATA = ("array metadata", "merged metadata")

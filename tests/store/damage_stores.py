@@ -1,4 +1,4 @@
-"""Stores of every kind for the damage fuzzer, as images: each object's bytes by key.
+"""Stores of every kind for the damage fuzzer, as images.
 
 Real jobs with the bundled model make them, in a second or two each. `legacy` is a store that version 0.1.0 wrote, from
 a file next to this one: its records have no digests of their block's objects.
@@ -8,15 +8,13 @@ import os
 import pydoc_data.topics
 import uuid
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import tensorstore as ts
 
 from pipeline.config import composing
 from pipeline.store.format.commits import parse_commit_key
@@ -29,8 +27,7 @@ from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_model_of_zeros
 from tests.models.sae_files import write_saelens
-
-Image = Mapping[str, bytes]
+from tests.store.example_store import Image, in_memory, read_image
 
 LEGACY = Path(__file__).with_name("legacy_store.zip")
 
@@ -129,25 +126,6 @@ def resume(specimen: Specimen, image: Image, folder: Path) -> Image:
         (path / key).write_bytes(content)
     _run(*specimen.command, f"store.path={path}")
     return read_image(str(path))
-
-
-def read_image(path: str) -> Image:
-    storage = Storage.open(path)
-    keys = storage.list_keys()
-    return dict(zip(keys, storage.read_many(keys), strict=True))
-
-
-@contextmanager
-def in_memory(image: Image) -> Iterator[str]:
-    """The path of a store with these objects."""
-    path = f"memory://{uuid.uuid4().hex}"
-    storage = Storage.open(path)
-    for future in [storage.start_write(key, content) for key, content in image.items()]:
-        future.result()
-    try:
-        yield path
-    finally:
-        storage.kvstore.delete_range(ts.KvStore.KeyRange()).result()
 
 
 def _write_text(folder: Path) -> None:

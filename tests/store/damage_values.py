@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from pipeline.store.format.arrays import open_existing
 from pipeline.store.io.storage import Storage
 from tests.store.damage_operators import Damage, Objects, Operator, by_name, pick, shards_of
-from tests.store.damage_stores import Image, in_memory
+from tests.store.example_store import Image, in_memory
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
 _JSON = ("root", "array metadata", "merged metadata", "record")

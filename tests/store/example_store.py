@@ -3,16 +3,22 @@
 Shapes: R rows of a block, T positions of a row.
 """
 
-from collections.abc import Iterator, Sequence
+import json
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
 import pyarrow as pa
+import tensorstore as ts
 
 from pipeline.data.documents import DOCUMENT_SCHEMA
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store import Batch
+from pipeline.store.format.commits import CommitRecord, parse_commit_key
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.statistics import BlockStatistics
@@ -24,6 +30,9 @@ NUM_STREAMS = 2
 ROWS = 4  # per block
 LENGTH = 8
 WIDTHS = {"blocks.1.resid_post": 6, "blocks.3.resid_post": 6, "embed": 4}
+
+Image = Mapping[str, bytes]
+"""The objects of a store, by key."""
 
 # By stream: documents shorter and longer than a row, and longer than a block.
 DOCUMENT_LENGTHS = ((5, 3, 20, 1, 8, 60, 2, 7, 9), (30, 4, 4, 11))
@@ -138,23 +147,71 @@ def copy_store(
     path: str, finish: bool = True, max_rows: int | None = None, compression: str = "none", dtype: str = "bfloat16"
 ) -> None:
     """Makes the store of `write_store` at an empty path by copying, which takes a tenth of the time."""
-    storage = Storage.open(path)
-    for write in [storage.start_write(*item) for item in _objects(finish, max_rows, compression, dtype)]:
-        write.result()
+    write_image(path, _image(finish, max_rows, compression, dtype))
 
 
 @cache
-def _objects(finish: bool, max_rows: int | None, compression: str, dtype: str) -> list[tuple[str, bytes]]:
-    """The objects of a store, by key."""
-    path = f"memory://example-{finish}-{max_rows}-{compression}-{dtype}"
-    write_store(path, finish, max_rows, compression, dtype)
+def _image(finish: bool, max_rows: int | None, compression: str, dtype: str) -> Image:
+    with in_memory() as path:
+        write_store(path, finish, max_rows, compression, dtype)
+        return read_image(path)
+
+
+def read_image(path: str) -> Image:
     storage = Storage.open(path)
     keys = storage.list_keys()
-    return list(zip(keys, storage.read_many(keys), strict=True))
+    return dict(zip(keys, storage.read_many(keys), strict=True))
+
+
+def write_image(path: str, image: Image) -> None:
+    storage = Storage.open(path)
+    for future in [storage.start_write(key, content) for key, content in image.items()]:
+        future.result()
+
+
+@contextmanager
+def in_memory(image: Image = MappingProxyType({})) -> Iterator[str]:
+    """The path of a store with these objects, which are deleted on exit."""
+    path = f"memory://{uuid.uuid4().hex}"
+    write_image(path, image)
+    try:
+        yield path
+    finally:
+        Storage.open(path).kvstore.delete_range(ts.KvStore.KeyRange()).result()
+
+
+def comparable_image(path: str) -> Image:
+    """Every object of a store, without the time of creation."""
+    image = read_image(path)
+    root = json.loads(image["zarr.json"])
+    del root["attributes"]["activation_store"]["created"]
+    del root["attributes"]["activation_store"]["sha256"]
+    return {**image, "zarr.json": json.dumps(root).encode()}
+
+
+def flip(place: StorageLike, key: str, offset: int = -1) -> None:
+    """Inverts a byte of an object."""
+    storage = Storage.open(place)
+    content = bytearray(storage.read(key))
+    content[offset] ^= 0xFF
+    storage.write(key, bytes(content))
+
+
+def remove_digests(path: str) -> None:
+    """Removes the keys that records of earlier versions lack."""
+    storage = Storage.open(path)
+    for key in filter(parse_commit_key, storage.list_keys("_commits/")):
+        record = CommitRecord.from_json(storage.read(key), key)
+        storage.write(key, replace(record, digests=None, blocks_before=None).to_json())
 
 
 def stored_tokens(max_rows: int | None = None) -> int:
     return sum(block.record.tokens for stream in range(NUM_STREAMS) for block in blocks(stream, max_rows))
+
+
+def tokens_of(batches: Iterable[Batch]) -> list[tuple[int, int]]:
+    """(document, token id) of every token of the batches, as in `all_tokens`."""
+    return [pair for b in batches for pair in zip(b.documents.tolist(), b.tokens.tolist(), strict=True)]
 
 
 def all_tokens() -> list[tuple[int, int]]:

@@ -8,8 +8,6 @@ import pytest
 
 from pipeline.core.errors import StoreMismatch
 from pipeline.store import ActivationStore, TokenFilter, open_aligned
-from pipeline.store.format.commits import CommitRecord, parse_commit_key
-from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     NUM_STREAMS,
@@ -18,6 +16,7 @@ from tests.store.example_store import (
     copy_store,
     layout,
     metadata,
+    remove_digests,
     stored_tokens,
     token_ids,
 )
@@ -45,14 +44,6 @@ def write_changed(path: str, stream: int, block: int, name: str, place: tuple[in
                 arrays[name][place] += 1
             commit_block(writer, replace(item, arrays=arrays))
     writer.finish()
-
-
-def without_digests(path: str) -> None:
-    """Removes the keys that records of earlier versions lack."""
-    storage = Storage.open(path)
-    for key in filter(parse_commit_key, storage.list_keys("_commits/")):
-        record = CommitRecord.from_json(storage.read(key), key)
-        storage.write(key, replace(record, digests=None, blocks_before=None).to_json())
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -109,7 +100,7 @@ def test_a_store_with_one_changed_value_is_refused(pair, store_path, has_digests
     path = f"{store_path}-changed"
     write_changed(path, stream, block, name, place)
     if not has_digests:
-        without_digests(path)
+        remove_digests(path)
     with pytest.raises(StoreMismatch) as raised:
         open_aligned([*pair, path])
     assert str(raised.value).startswith(message)
@@ -118,7 +109,7 @@ def test_a_store_with_one_changed_value_is_refused(pair, store_path, has_digests
 
 
 def test_stores_without_digests_are_compared(pair):
-    without_digests(pair[1])
+    remove_digests(pair[1])
     assert len(open_aligned(pair).stores) == 2
 
 

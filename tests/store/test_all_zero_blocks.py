@@ -13,14 +13,14 @@ from pipeline.inspect import main as inspect
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.commits import CommitRecord, commit_key, parse_commit_key
+from pipeline.store.format.commits import commit_key
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import StoreLayout, output_specs, scale_spec
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
-from tests.store.example_store import NUM_STREAMS, WIDTHS, Block, blocks, commit_block, layout, metadata
+from tests.store.example_store import NUM_STREAMS, WIDTHS, Block, blocks, commit_block, layout, metadata, remove_digests
 from tests.store.test_object_storage import requests
 
 NAME, OTHER = "blocks.3.resid_post", "blocks.1.resid_post"
@@ -205,18 +205,10 @@ def test_a_deleted_object_of_another_block_is_reported(store_path, case):
         storage.write(key, content)
 
 
-def without_digests(path: str) -> None:
-    """Removes the keys that records of earlier versions lack."""
-    storage = Storage.open(path)
-    for key in filter(parse_commit_key, storage.list_keys("_commits/")):
-        record = CommitRecord.from_json(storage.read(key), key)
-        storage.write(key, replace(record, digests=None, blocks_before=None).to_json())
-
-
 def test_without_digests_every_object_must_exist(store_path):
     case = CASES["activations"]
     case.write(store_path, [])
-    without_digests(store_path)
+    remove_digests(store_path)
     assert found(store_path) == []
     assert_readers_give(store_path, in_one_order(np.concatenate(list(expected(case, []).values()))))
     key = case.key(NAME, (0, 1))

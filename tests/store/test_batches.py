@@ -25,9 +25,11 @@ from tests.store.example_store import (
     activation,
     all_tokens,
     copy_store,
+    flip,
     layout,
     stored_tokens,
     token_ids,
+    tokens_of,
 )
 
 TINY_MIB = 2 * LENGTH * 4 * 6 * 2 / 2**20  # two blocks of rows of the example's widest array
@@ -36,10 +38,6 @@ TINY_MIB = 2 * LENGTH * 4 * 6 * 2 / 2**20  # two blocks of rows of the example's
 @pytest.fixture
 def store(read_only) -> ActivationStore:
     return ActivationStore.open(read_only)
-
-
-def tokens_of(batch: Batch) -> list[tuple[int, int]]:
-    return list(zip(batch.documents.tolist(), batch.tokens.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 32, 1000])
@@ -52,7 +50,7 @@ def test_every_token_comes_once_with_its_activations(store, batch_size, shuffle,
         [(1, "resid_post"), "embed"], batch_size, shuffle=shuffle, seed=3, dtype="float32", buffer_mib=buffer_mib
     )
     for batch in batches:
-        seen += tokens_of(batch)
+        seen += tokens_of([batch])
         sizes.append(len(batch.tokens))
         token = batch.activations["blocks.1.resid_post"][:, 1].astype(int)  # the example stores it there
         np.testing.assert_array_equal(batch.tokens, token_ids(batch.documents, token))
@@ -68,7 +66,7 @@ def test_every_token_comes_once_with_its_activations(store, batch_size, shuffle,
 
 def test_the_order_depends_on_the_seed_alone(store):
     def order(seed: int) -> list[tuple[int, int]]:
-        return [t for b in store.batches((1, "resid_post"), 16, shuffle=True, seed=seed) for t in tokens_of(b)]
+        return tokens_of(store.batches((1, "resid_post"), 16, shuffle=True, seed=seed))
 
     assert order(0) == order(0)
     assert order(0) != order(1)
@@ -132,11 +130,7 @@ def test_dropping_an_iterator_ends_its_threads_without_taking_their_lock(store):
 
 def test_damage_reaches_the_caller(store_path):
     copy_store(store_path)
-    storage = Storage.open(store_path)
-    key = layout().shard_key(layout().arrays[0], 0, 1)
-    content = bytearray(storage.read(key))
-    content[10] ^= 1
-    storage.write(key, bytes(content))
+    flip(store_path, layout().shard_key(layout().arrays[0], 0, 1), 10)
     store = ActivationStore.open(store_path)
     with pytest.raises(Exception, match="Digest mismatch"):
         list(store.batches((1, "resid_post"), 8))
@@ -210,7 +204,7 @@ def test_a_buffer_that_mixes_few_places_is_warned_about(store, monkeypatch, capl
 
 
 def test_every_epoch_has_every_token_in_another_order(store):
-    tokens = [t for b in store.batches(NAME, 7, epochs=3, **SHUFFLED) for t in tokens_of(b)]
+    tokens = tokens_of(store.batches(NAME, 7, epochs=3, **SHUFFLED))
     epochs = [tokens[i : i + stored_tokens()] for i in range(0, 3 * stored_tokens(), stored_tokens())]
     assert len(tokens) == 3 * stored_tokens()
     assert all(sorted(epoch) == sorted(all_tokens()) for epoch in epochs)
@@ -317,7 +311,7 @@ def test_ranks_share_the_store_and_have_equally_many_full_batches(store, world, 
     assert {epoch for epoch, _ in found[0]} == {0, 1}
     assert all(len(batch.tokens) == 3 for batches in found for _, batch in batches)
     for epoch in range(2):
-        seen = [t for batches in found for e, batch in batches if e == epoch for t in tokens_of(batch)]
+        seen = tokens_of(batch for batches in found for e, batch in batches if e == epoch)
         assert len(set(seen)) == len(seen)
         assert set(seen) <= set(all_tokens())
 
@@ -331,7 +325,7 @@ def test_ranks_of_endless_readers_count_no_tokens_first(store):
         for batch in reader:
             if reader.state()["epoch"] or reader.state()["batch"] == 0:
                 break
-            seen += tokens_of(batch)
+            seen += tokens_of([batch])
         reader.close()
     assert len(set(seen)) == len(seen) >= stored_tokens() - 2 * 6
 
@@ -381,8 +375,8 @@ def test_filters_keep_the_tokens_that_numpy_keeps(store, shuffle):
     keep = (everything.positions >= 2) & ~np.isin(everything.tokens, [3, 40]) & (norms >= low) & (norms <= high)
     assert 0 < keep.sum() < 0.6 * len(keep)
     token_filter = TokenFilter(drop_tokens=(3, 40), skip_first=2, norms={NAME: (low, high)})
-    expected = [t for t, kept in zip(tokens_of(everything), keep, strict=True) if kept]
-    found = [t for b in store.batches(NAME, 5, shuffle=shuffle, token_filter=token_filter) for t in tokens_of(b)]
+    expected = [t for t, kept in zip(tokens_of([everything]), keep, strict=True) if kept]
+    found = tokens_of(store.batches(NAME, 5, shuffle=shuffle, token_filter=token_filter))
     assert (sorted(found) == sorted(expected)) if shuffle else (found == expected)
 
 

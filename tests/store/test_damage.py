@@ -23,6 +23,7 @@ from tests.store.example_store import (
     blocks,
     commit_block,
     copy_store,
+    flip,
     layout,
     metadata,
     write_blocks,
@@ -36,12 +37,6 @@ EVERY_ARRAY = layout().all_arrays
 
 def shard(spec) -> str:
     return layout().shard_key(spec, STREAM, BLOCK)
-
-
-def flip(path: str, key: str, offset: int) -> None:
-    content = bytearray(Storage.open(path).read(key))
-    content[offset] ^= 0xFF
-    Storage.open(path).write(key, bytes(content))
 
 
 def edit_record(path: str, **changes) -> None:

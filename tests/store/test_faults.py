@@ -1,6 +1,5 @@
 """A store written while network and service fail at random equals one written without faults."""
 
-import json
 import random
 
 import pytest
@@ -12,7 +11,7 @@ from pipeline.store.format.metadata import read_metadata
 from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
-from tests.store.example_store import layout, write_store
+from tests.store.example_store import comparable_image, layout, write_store
 from tests.store.fault_proxy import FaultProxy
 
 MAX_RUNS = 40
@@ -25,17 +24,7 @@ IMPATIENT = StorageOptions(retries=2, retry_delay_s=0.01)  # some runs end with 
 def clean(tmp_path_factory) -> dict[str, bytes]:
     path = str(tmp_path_factory.mktemp("clean") / "store")
     write_store(path)
-    return objects(path)
-
-
-def objects(path: str) -> dict[str, bytes]:
-    """Every object, without the time of creation."""
-    storage = Storage.open(path)
-    found = {key: storage.read(key) for key in storage.list_keys()}
-    root = json.loads(found["zarr.json"])
-    del root["attributes"]["activation_store"]["created"]
-    del root["attributes"]["activation_store"]["sha256"]
-    return found | {"zarr.json": json.dumps(root).encode()}
+    return comparable_image(path)
 
 
 def assert_survives(scheme: str, proxy: FaultProxy, seed: int, clean: dict[str, bytes]) -> tuple[int, int]:
@@ -51,7 +40,7 @@ def assert_survives(scheme: str, proxy: FaultProxy, seed: int, clean: dict[str, 
         assert runs <= MAX_RUNS
     faults = proxy.faults.total()
     proxy.reset()
-    assert objects(path) == clean
+    assert comparable_image(path) == clean
     assert verify_store(path) == []
     return runs, faults
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store import ActivationStore, Batch, BatchOptions, FeatureBatch, TokenFilter, open_aligned
+from pipeline.store import ActivationStore, BatchOptions, FeatureBatch, TokenFilter, open_aligned
 from pipeline.store.format.layout import ArraySpec, StoreLayout, feature_specs
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.batches import Reading, reading_order
@@ -20,9 +20,12 @@ from tests.store.example_store import (
     all_tokens,
     blocks,
     commit_block,
+    in_memory,
     layout,
     metadata,
+    read_image,
     token_ids,
+    tokens_of,
 )
 
 ARRAY, ENCODED = "embed", "blocks.1.resid_post"
@@ -76,8 +79,7 @@ def write(path: str, keeps_activations: bool) -> str:
     writer = StoreWriter.open(path, metadata(capture=capture), shape)
     for stream in range(NUM_STREAMS):
         for block in blocks(stream):
-            whole = with_features(block, shape)
-            commit_block(writer, whole)
+            commit_block(writer, with_features(block, shape))
     writer.finish()
     return path
 
@@ -103,10 +105,6 @@ def assert_is_of_tokens(features: Mapping[str, FeatureBatch], documents: np.ndar
     for name, top, _ in ENCODERS:
         for part, values in features_of(documents, tokens, top).items():
             np.testing.assert_array_equal(as_float32(getattr(features[name], part)), values)
-
-
-def tokens_of(batches: list[Batch]) -> list[tuple[int, int]]:
-    return [pair for b in batches for pair in zip(b.documents.tolist(), b.tokens.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -277,15 +275,15 @@ def test_a_torch_dataset_has_features(alone):
 
 
 @pytest.mark.parametrize("part", ["index", "value", "n_active"])
-def test_a_missing_object_is_an_error(tmp_path, part):
+def test_a_missing_object_is_an_error(alone, part):
     array = f"features.{ENCODED}.narrow.{part}"
-    path = write(str(tmp_path / "store"), keeps_activations=False)
-    storage = Storage.open(path)
-    objects = storage.list_keys(f"{array}/c/")
-    assert not any(key.startswith(f"{array}/c/1/") for key in objects)
-    storage.write(objects[0], None)
-    with pytest.raises(StoreInvalid, match=f"{objects[0]} is missing"):
-        list(ActivationStore.open(path).batches([], 8, features=True))
+    with in_memory(read_image(alone.path)) as path:
+        storage = Storage.open(path)
+        objects = storage.list_keys(f"{array}/c/")
+        assert not any(key.startswith(f"{array}/c/1/") for key in objects)
+        storage.write(objects[0], None)
+        with pytest.raises(StoreInvalid, match=f"{objects[0]} is missing"):
+            list(ActivationStore.open(path).batches([], 8, features=True))
 
 
 def test_missing_features_and_activations_are_refused(both, alone, read_only):

@@ -16,6 +16,7 @@ from pipeline.store.generated.completions import completion_slots
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
 from pipeline.store.generated.group_files import check_groups, group_key, read_group
 from pipeline.store.io.storage import Storage
+from tests.store.example_store import flip
 
 SCHEMA = pa.unify_schemas([pa.schema([("url", pa.string()), ("correct", pa.bool_())]), COMPLETION_SCHEMA])
 STREAM, NUM_STREAMS, SIZE = 1, 3, 2
@@ -93,9 +94,7 @@ def test_activations_are_kept_only_for_the_existing_group(groups, tmp_path):
 
 def test_damage_is_reported(groups, tmp_path):
     storage = Storage.open(tmp_path)
-    content = bytearray(storage.read(group_key(STREAM, 0)))
-    content[20] ^= 1
-    storage.write(group_key(STREAM, 0), bytes(content))
+    flip(storage, group_key(STREAM, 0), 20)
     with pytest.raises(StoreInvalid, match="group-000000.parquet cannot be read"):
         groups.read(0)
     storage.write(group_key(STREAM, 1), None)

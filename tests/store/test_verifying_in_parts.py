@@ -18,8 +18,8 @@ from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
 from tests.store.damage_fuzzer import damaged
-from tests.store.damage_stores import Specimen, in_memory, make_specimen
-from tests.store.example_store import blocks, write_store
+from tests.store.damage_stores import Specimen, make_specimen
+from tests.store.example_store import blocks, copy_store, flip, in_memory
 
 EVERY_KIND = ("legacy", "bf16", "decode_unfinished")
 SHARD = "embed/c/1/0/0"  # in the example store: block 0 of stream 1
@@ -57,13 +57,8 @@ def test_all_shares_together_find_what_one_run_finds(kind, folder):
             assert set.union(*shares) == found(path), f"{operator}: {damage.what}"
 
 
-def flip(key: str) -> Callable[[Storage], None]:
-    def damage(storage: Storage) -> None:
-        content = bytearray(storage.read(key))
-        content[-1] ^= 0xFF
-        storage.write(key, bytes(content))
-
-    return damage
+def edit(key: str) -> Callable[[Storage], None]:
+    return lambda storage: flip(storage, key)
 
 
 def delete(key: str) -> Callable[[Storage], None]:
@@ -82,12 +77,12 @@ def edit_record(storage: Storage) -> None:
 
 # The damage, the object that verify reports (perhaps among others), and the first level that does.
 DAMAGE = {
-    "record": (flip(commit_key(1, 0)), commit_key(1, 0), Level.records),
+    "record": (edit(commit_key(1, 0)), commit_key(1, 0), Level.records),
     "deleted record": (delete(commit_key(1, 0)), f"{COMMITS_PREFIX}stream-00001", Level.records),
     "record of no stream": (copy(commit_key(1, 0), commit_key(7, 0)), commit_key(7, 0), Level.records),
     "no record": (copy(TABLE_KEY, f"{COMMITS_PREFIX}notes"), f"{COMMITS_PREFIX}notes", Level.records),
-    "block table": (flip(TABLE_KEY), TABLE_KEY, Level.records),
-    "stream's table": (flip(stream_table_key(1)), stream_table_key(1), Level.records),
+    "block table": (edit(TABLE_KEY), TABLE_KEY, Level.records),
+    "stream's table": (edit(stream_table_key(1)), stream_table_key(1), Level.records),
     "deleted shard": (delete(f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.objects),
     "deleted document table": (delete(table_key(1, 0)), table_key(1, 0), Level.objects),
     "deleted statistics": (delete(statistics_key(1, 0)), statistics_key(1, 0), Level.objects),
@@ -96,10 +91,10 @@ DAMAGE = {
     "table of no block": (copy(f"{RESID}/1/0/0", table_key(1, 9)), table_key(1, 9), Level.objects),
     "table of no stream": (copy(f"{RESID}/1/0/0", table_key(9, 0)), table_key(9, 0), Level.objects),
     "array": (delete("blocks.1.resid_post/zarr.json"), "blocks.1.resid_post/zarr.json", Level.objects),
-    "shard": (flip(f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.checksums),
+    "shard": (edit(f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.checksums),
     "exchanged shard": (copy(f"{RESID}/0/0/0", f"{RESID}/1/0/0"), f"{RESID}/1/0/0", Level.checksums),
-    "document table": (flip(table_key(1, 0)), table_key(1, 0), Level.checksums),
-    "statistics": (flip(statistics_key(1, 0)), statistics_key(1, 0), Level.checksums),
+    "document table": (edit(table_key(1, 0)), table_key(1, 0), Level.checksums),
+    "statistics": (edit(statistics_key(1, 0)), statistics_key(1, 0), Level.checksums),
     "merged statistics": (delete("stats/blocks.1.resid_post/c/0/0"), "stats/blocks.1.resid_post/", Level.checksums),
     "record of other rows": (edit_record, commit_key(1, 0), Level.all),
 }
@@ -116,14 +111,14 @@ def test_each_level_finds_its_damage(name, folder):
 
 
 def test_only_the_rank_with_the_stream_reports_its_damage(store_path):
-    write_store(store_path)
-    flip(SHARD)(Storage.open(store_path))
+    copy_store(store_path)
+    flip(store_path, SHARD)
     assert found(store_path, rank=0, world=2) == set()
     assert {where for where, _ in found(store_path, rank=1, world=2)} == {SHARD}
 
 
 def test_a_sample_is_reproducible_and_finds_all_missing_objects(store_path):
-    write_store(store_path)
+    copy_store(store_path)
     places = [(s, block.record.block) for s in range(2) for block in blocks(s)]
     counts = set()
     for seed in range(8):
@@ -140,16 +135,16 @@ def test_a_sample_is_reproducible_and_finds_all_missing_objects(store_path):
 
 
 def test_a_sampled_block_is_checked_as_a_whole(store_path):
-    write_store(store_path)
+    copy_store(store_path)
     seeds = {Scope(sample=0.5, seed=seed).reads_block(1, 0): seed for seed in range(16)}
-    flip(SHARD)(Storage.open(store_path))
+    flip(store_path, SHARD)
     assert found(store_path, sample=0.5, seed=seeds[False]) == set()
     assert {where for where, _ in found(store_path, sample=0.5, seed=seeds[True])} == {SHARD}
 
 
 def test_keys_listed_in_parts_give_the_same_problems(store_path, monkeypatch):
     """Arrays with many store shards are listed in parts."""
-    write_store(store_path)
+    copy_store(store_path)
     storage = Storage.open(store_path)
     others = ["embed/c/-1", "embed/c/notes", "embed/c/9/0/0", "embed/c/07/0/0"]
     for key in others:
