@@ -18,7 +18,9 @@ from itertools import islice
 
 from pipeline.cli.settings import flag, setting, store_path
 from pipeline.cli.store_command import run_command
+from pipeline.core.counts import counted
 from pipeline.core.errors import EXIT_OK, ConfigError, StoreError
+from pipeline.store.format.commits import COMMITS_PREFIX, parse_commit_key
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import held_claims, named_holders
@@ -44,7 +46,11 @@ def delete(settings: Settings) -> int:
     if not settings.confirm:
         features = (sae["features"] for sae in root.metadata.encoders)
         state, arrays = "complete" if root.complete else "unfinished", ", ".join([*root.arrays, *features])
-        raise ConfigError(f"{path}: {state} store of {arrays}, created {root.created}. confirm=true deletes it.")
+        blocks = sum(parse_commit_key(key) is not None for key in storage.list_keys(COMMITS_PREFIX))
+        raise ConfigError(
+            f"{path}: {state} store of {arrays} with {counted(blocks, 'block')}, created {root.created}. confirm=true "
+            "deletes it."
+        )
     holders = {} if settings.force else held_claims(storage)
     if holders:
         held = named_holders(holders)

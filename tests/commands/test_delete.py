@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import threading
 
@@ -15,12 +16,12 @@ from tests.store.emulators import new_bucket
 from tests.store.example_store import write_store
 
 
-@pytest.mark.parametrize("finish", [True, False])
-def test_a_local_store_is_deleted_completely(tmp_path, finish, capsys):
+@pytest.mark.parametrize(("finish", "max_rows", "blocks"), [(True, None, 6), (False, 3, 2), (False, 0, 0)])
+def test_a_local_store_is_deleted_completely(tmp_path, finish, max_rows, blocks, capsys):
     path = tmp_path / "store"
-    write_store(str(path), finish=finish)
+    write_store(str(path), finish=finish, max_rows=max_rows)
     assert main([f"store.path={path}"]) == 2
-    assert "confirm=true deletes it" in capsys.readouterr().err
+    assert re.search(f" with {blocks} blocks, created .* confirm=true deletes it", capsys.readouterr().err)
     before = sorted(path.rglob("*"))
     assert before
     assert main([f"store.path={path}", "confirm=true"]) == 0
