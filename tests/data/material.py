@@ -75,13 +75,13 @@ def text_stream(
     source: Source,
     tokenizer: TextTokenizer,
     *,
-    stream: int,
-    num_streams: int,
+    stream: int = 0,
+    num_streams: int = 1,
     on_error: OnError = OnError.fail,
     vocab_size: int | None = None,
     **settings,
 ) -> TokenStream:
-    """A stream of a source's texts."""
+    """A stream of a source's texts, by default the only one."""
     shards = range(stream, len(source.shards), num_streams)
     documents = TokenisedDocuments(source, tokenizer, shards, on_error=on_error, vocab_size=vocab_size)
     return TokenStream(documents, stream=stream, num_streams=num_streams, **settings)

@@ -108,7 +108,7 @@ class SlowSource:
 
 
 def large_block(source) -> TokenStream:
-    return text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1000, length=1000)
+    return text_stream(source, TOKENIZER, rows_per_block=1000, length=1000)
 
 
 def test_after_a_timeout_the_block_can_be_waited_for_again():

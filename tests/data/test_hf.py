@@ -215,7 +215,7 @@ def test_wrong_settings_are_refused_at_the_start(rows, settings, error, message,
 
 def test_a_column_of_a_selection_is_reserved(tmp_path):
     path = write_json_lines(tmp_path / "rows.jsonl", [{"text": "w1 w2 w3", "n_selected": "x"}])
-    settings = {"stream": 0, "num_streams": 1, "rows_per_block": 1, "length": 8}
+    settings = {"rows_per_block": 1, "length": 8}
     opened = source(data_files=path, info_columns=["n_selected"])
     (block,) = text_stream(opened, word_tokenizer(), **settings).blocks()
     assert block.table["n_selected"].to_pylist() == ["x"]
@@ -274,9 +274,7 @@ def test_templates_cannot_reach_python(rows):
 
 def test_a_lone_surrogate_skips_only_its_document(rows):
     opened = source(data_files=rows, text="w{{ n }}{{ '\\ud800' if n == 2 else '' }}")
-    stream = text_stream(
-        opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=3, length=4, on_error=OnError.skip
-    )
+    stream = text_stream(opened, word_tokenizer(), rows_per_block=3, length=4, on_error=OnError.skip)
     (block,) = stream.blocks()
     assert block.tokens[block.segments > 0].tolist() == [1, 3]
     assert [(skip.index, skip.reason) for skip in block.skipped] == [
@@ -336,7 +334,7 @@ def test_a_lone_surrogate_in_another_column_skips_only_its_document(column):
     rows = [{"text": f"w{n}", "id": f"d{n}", "note": "x"} for n in range(3)]
     rows[1][column] = "a\ud800"
     lenient = [Document(r["id"], r["text"], "a", i, {"note": r["note"]}) for i, r in enumerate(rows)]
-    settings = {"stream": 0, "num_streams": 1, "rows_per_block": 3, "length": 4}
+    settings = {"rows_per_block": 3, "length": 4}
     (block,) = text_stream(Listed(lenient), word_tokenizer(), on_error=OnError.skip, **settings).blocks()
     assert block.table["id"].to_pylist() == ["d0", "d2"]
     (skip,) = block.skipped

@@ -114,7 +114,7 @@ def test_only_the_indivisible_document_is_skipped(tmp_path):
     path = str(tmp_path / "a.parquet")
     write_parquet(path, {"text": ["w2", "w" * 9000, "w3"], "id": ["a", "b", "c"]})
     source = ParquetSource(ParquetData(source="parquet", path=path, on_error=OnError.skip))
-    settings = {"stream": 0, "num_streams": 1, "rows_per_block": 2, "length": 4, "on_error": OnError.skip}
+    settings = {"rows_per_block": 2, "length": 4, "on_error": OnError.skip}
     (block,) = text_stream(source, word_tokenizer(), **settings).blocks()
     assert block.table["id"].to_pylist() == ["a", "c"]
     assert [(skip.index, skip.reason[:39]) for skip in block.skipped] == [

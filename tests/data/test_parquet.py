@@ -225,7 +225,7 @@ def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
 
     def stream() -> TokenStream:
         opened = source(tmp_path, on_error=OnError.skip)
-        return text_stream(opened, word_tokenizer(), stream=0, num_streams=1, rows_per_block=1, length=2)
+        return text_stream(opened, word_tokenizer(), rows_per_block=1, length=2)
 
     blocks = list(stream().blocks())
     assert [block.table["id"].to_pylist() for block in blocks] == [["0"], ["1"], ["2"], ["b"]]
@@ -305,7 +305,7 @@ def test_doubled_columns_are_refused(tmp_path, name):
     path = str(tmp_path / "a.parquet")
     pq.write_table(pa.Table.from_arrays(columns, names=["text", "id", "url", name]), path)
     with pytest.raises(InputError, match=f"a.parquet has 2 columns '{name}', expected one. Rename or remove"):
-        ParquetSource(ParquetData(source="parquet", path=path))
+        source(path)
 
 
 def test_large_rows_are_converted_in_parts(tmp_path, monkeypatch):
@@ -315,5 +315,5 @@ def test_large_rows_are_converted_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.data.parquet._PART_BYTES", 60)
     monkeypatch.setattr("pipeline.data.parquet_file._BYTES_PER_READ", 150)
     for start in (0, 1, 4, 6):
-        documents = list(ParquetSource(ParquetData(source="parquet", path=path)).read(0, start))
+        documents = list(source(path).read(0, start))
         assert [(d.index, d.id, d.text) for d in documents] == [(r, str(r), texts[r]) for r in range(start, 6)]

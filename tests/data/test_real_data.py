@@ -53,15 +53,8 @@ def test_prompts_are_recovered_from_their_tokens(shared, tokenizer):
     source = open_source(
         ArcData(source="arc", path=str(shared / "data" / "arc_agi" / "training"), tasks_per_shard=8), tokenizer
     )
-    stream = text_stream(
-        source,
-        tokenizer,
-        stream=0,
-        num_streams=25,
-        rows_per_block=4,
-        length=8192,
-        long_documents=LongDocuments.cut,
-    )
+    settings = {"rows_per_block": 4, "length": 8192, "long_documents": LongDocuments.cut}
+    stream = text_stream(source, tokenizer, num_streams=25, **settings)
     texts = {document.id: document.text for shard in (0, 25) for document in source.read(shard, 0)}
     for block in stream.blocks():
         for row in block.table.to_pylist():

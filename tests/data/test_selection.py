@@ -30,8 +30,6 @@ def blocks(shards, capture: CaptureConfig, packing=Packing.pack, long_documents=
     stream = text_stream(
         memory_source("/selection", shards),
         TOKENIZER,
-        stream=0,
-        num_streams=1,
         rows_per_block=3,
         length=LENGTH,
         packing=packing,

@@ -173,19 +173,10 @@ def bad_source(on_error: OnError, **column) -> ParquetSource:
     return ParquetSource(ParquetData(source="parquet", path="memory:///bad/a.parquet", on_error=on_error))
 
 
-def bad_stream(on_error: OnError, vocab_size: int = 900) -> TokenStream:
+def bad_stream(on_error: OnError) -> TokenStream:
     texts = ["w2 w3", None, "w4", "w950", "   ", "w5"]
     source = bad_source(on_error, text=texts, id=[f"d{number}" for number in range(len(texts))])
-    return text_stream(
-        source,
-        TOKENIZER,
-        stream=0,
-        num_streams=1,
-        rows_per_block=1,
-        length=2,
-        on_error=on_error,
-        vocab_size=vocab_size,
-    )
+    return text_stream(source, TOKENIZER, rows_per_block=1, length=2, on_error=on_error, vocab_size=900)
 
 
 def test_skipped_documents_are_recorded_with_the_next_block():
@@ -205,7 +196,7 @@ def test_skipped_documents_are_recorded_with_the_next_block():
 
 def test_a_stream_that_only_skips_gives_one_block_without_rows():
     source = bad_source(OnError.skip, text=["", None], id=["a", "b"])
-    (block,) = text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=4).blocks()
+    (block,) = text_stream(source, TOKENIZER, rows_per_block=2, length=4).blocks()
     assert (block.num_rows, block.num_tokens, block.exhausted) == (0, 0, True)
     assert [skip.index for skip in block.skipped] == [0, 1]
 
@@ -214,7 +205,7 @@ def test_a_truncated_block_keeps_only_the_skips_before_its_last_document():
     """Rows of four tokens: [w2 w2 w2 w2], [w3 w3 w3 w4], [w5 w5 w5 w6]; skips before w3, after w4 and after w6."""
     texts = ["w2 w2 w2 w2", None, "w3 w3 w3", "w4", None, "w5 w5 w5", "w6", None]
     source = bad_source(OnError.skip, text=texts, id=[f"d{number}" for number in range(len(texts))])
-    stream = text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=4, length=4, on_error=OnError.skip)
+    stream = text_stream(source, TOKENIZER, rows_per_block=4, length=4, on_error=OnError.skip)
     skips = {}
     for budget in (1, 4, 5, 8, 9, None):
         (block,) = stream.blocks(token_budget=budget)
@@ -237,9 +228,7 @@ def test_bad_documents_fail_after_the_blocks_before_them():
 
 def test_an_id_outside_the_vocabulary_names_the_document():
     source = bad_source(OnError.fail, text=["w2 w3", "w4 w5", "w6 w950"], id=["a", "b", "c"])
-    blocks = text_stream(
-        source, TOKENIZER, stream=0, num_streams=1, rows_per_block=1, length=2, vocab_size=900
-    ).blocks()
+    blocks = text_stream(source, TOKENIZER, rows_per_block=1, length=2, vocab_size=900).blocks()
     assert next(blocks).table["id"].to_pylist() == ["a"]
     with pytest.raises(InputError, match=r"a.parquet row 2 \(id c\): token id 950 is outside the model's vocabulary"):
         next(blocks)
@@ -262,7 +251,7 @@ def test_blocks_are_made_lazily():
         100,
     )
     source = ParquetSource(ParquetData(source="parquet", path="memory:///lazy"))
-    stream = text_stream(source, TOKENIZER, stream=0, num_streams=1, rows_per_block=2, length=6)
+    stream = text_stream(source, TOKENIZER, rows_per_block=2, length=6)
     assert [block.num_tokens for block in islice(stream.blocks(STREAM_START), 400)] == [12] * 400
 
 
@@ -294,9 +283,7 @@ class TextSource:
 )
 def test_documents_waiting_for_their_block_keep_only_what_it_needs(text, long_documents):
     settings = {"rows_per_block": 256, "length": 64, "packing": Packing.pad, "long_documents": long_documents}
-    few, many = (
-        text_stream(TextSource(text, count), TOKENIZER, stream=0, num_streams=1, **settings) for count in (1, 120)
-    )
+    few, many = (text_stream(TextSource(text, count), TOKENIZER, **settings) for count in (1, 120))
     list(few.blocks())  # pyarrow imports pandas when it is first used
     tracemalloc.start()
     try:
