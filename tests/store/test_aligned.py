@@ -64,9 +64,9 @@ def test_every_token_comes_once_with_the_activations_of_all_stores(pair, shuffle
 def test_the_order_equals_that_of_one_store(pair):
     """One store is read twice together, so each reader has half of the buffer."""
     store = ActivationStore.open(pair[0])
-    [own] = [list(store.batches("embed", 16, shuffle=True, seed=1, buffer_mib=0.01))]
-    together = list(open_aligned([store, store]).batches(["embed"] * 2, 16, shuffle=True, seed=1, buffer_mib=0.02))
-    for one, both in zip(own, together, strict=True):
+    alone = store.batches("embed", 16, shuffle=True, seed=1, buffer_mib=0.01)
+    together = open_aligned([store, store]).batches(["embed"] * 2, 16, shuffle=True, seed=1, buffer_mib=0.02)
+    for one, both in zip(alone, together, strict=True):
         np.testing.assert_array_equal(one.documents, both.documents)
         np.testing.assert_array_equal(one.activations, both.activations[1])
 

@@ -31,7 +31,7 @@ from pipeline.store.format.tables import table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import WIDTHS, Block, begin_block, blocks, commit_block, layout, metadata, write_store
+from tests.store.example_store import WIDTHS, Block, begin_block, blocks, commit_block, copy_store, layout, metadata
 
 CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
@@ -244,7 +244,7 @@ def test_a_block_without_statistics_ends_the_running_ones(tmp_path):
 
 
 def test_documents_that_span_blocks_are_looked_up_in_their_blocks(tmp_path):
-    write_store(str(tmp_path))
+    copy_store(str(tmp_path))
     store = ActivationStore.open(str(tmp_path))
     documents = store.documents
     for number in set(documents["document"].to_pylist()):

@@ -5,7 +5,7 @@ import pytest
 from pipeline.store.format.norms import l2_norms
 from pipeline.store.read.filters import TokenFilter
 
-BESIDE = {
+SIDE_ARRAYS = {
     "segments": np.array([[1, 1, 1, 2, 2, 0]]),
     "tokens": np.array([[7, 8, 9, 7, 8, 0]]),
     "positions": np.array([[0, 1, 2, 0, 1, 0]]),
@@ -23,8 +23,8 @@ BESIDE = {
     ],
 )
 def test_filters_drop_tokens_and_first_positions(token_filter, kept):
-    beside = {name: BESIDE[name] for name in ("segments", *token_filter.side_arrays)}
-    assert np.flatnonzero(token_filter.keeps(beside)).tolist() == kept
+    side_arrays = {name: SIDE_ARRAYS[name] for name in ("segments", *token_filter.side_arrays)}
+    assert np.flatnonzero(token_filter.keeps(side_arrays)).tolist() == kept
 
 
 def test_tokens_must_be_within_the_norms_of_every_named_activation():

@@ -20,7 +20,7 @@ from pipeline.store.io.hub_files import open_hub_files
 from pipeline.store.io.hub_relay import HubRelay
 from pipeline.store.io.storage import Storage, StorageOptions
 from tests.hub import Hub, contents, hub_for_this_process, lead_to
-from tests.store.example_store import write_store
+from tests.store.example_store import copy_store
 from tests.store.fault_proxy import Fault, FaultProxy
 
 REPO, URL = "datasets/owner/acts", "hf://datasets/owner/acts"
@@ -50,7 +50,7 @@ def assert_reads_the_same(store: ActivationStore, local: ActivationStore) -> Non
 
 
 def test_a_store_is_read_through_faults_and_expired_addresses(server, tmp_path, monkeypatch):
-    write_store(str(tmp_path / "store"))
+    copy_store(str(tmp_path / "store"))
     files = contents(tmp_path / "store")
     server.push(REPO, {f"folder/{key}": content for key, content in files.items()})
     with FaultProxy(server.address).serving() as proxy:
@@ -64,7 +64,7 @@ def test_a_store_is_read_through_faults_and_expired_addresses(server, tmp_path, 
 
 
 def test_a_reader_stays_at_its_commit_and_writes_nothing(server, tmp_path, capsys):
-    write_store(str(tmp_path / "store"))
+    copy_store(str(tmp_path / "store"))
     files = contents(tmp_path / "store")
     commit = server.push(REPO, files)
     store, later = ActivationStore.open(URL), {**files, "zarr.json": b"{}"}
@@ -117,7 +117,7 @@ def test_mirrors_without_error_codes_and_wrong_redirects_are_handled(server):
 
 
 def test_a_private_store_needs_the_token(server, tmp_path, monkeypatch):
-    write_store(str(tmp_path / "store"))
+    copy_store(str(tmp_path / "store"))
     commit = server.push(REPO, contents(tmp_path / "store"))
     server.private, server.token = {REPO}, "hf_nobody-may-see-this"
     for path in (URL, f"{URL}@{commit}"):
@@ -135,7 +135,7 @@ def test_a_private_store_needs_the_token(server, tmp_path, monkeypatch):
 
 def test_slow_answers_of_the_hub_are_waited_for(server, tmp_path, monkeypatch):
     """Longer than TensorStore would wait. And requests to the relay ignore the environment's proxy."""
-    write_store(str(tmp_path / "store"))
+    copy_store(str(tmp_path / "store"))
     server.push(REPO, contents(tmp_path / "store"))
     monkeypatch.setattr("pipeline.store.io.hub_relay._PATIENCE_S", 0.05)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")

@@ -72,18 +72,7 @@ def test_the_order_does_not_change_between_versions():
     """These numbers may not change, since readers resume from saved states, also with other versions of numpy."""
     assert permutation(10, 7, 0).tolist() == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
     assert [rows(order().pieces(1))[i] for i in (0, 9, 30)] == [(3, 0), (1, 1), (7, 5)]
-    assert order().shuffled(next(order().buffers(1)), np.arange(100, 110)).tolist() == [
-        101,
-        108,
-        107,
-        102,
-        104,
-        109,
-        103,
-        106,
-        105,
-        100,
-    ]
+    assert order().shuffled(next(order().buffers(1)), np.arange(10)).tolist() == [1, 8, 7, 2, 4, 9, 3, 6, 5, 0]
     assert permutation(0, 1).tolist() == []
     many = permutation(100_000, 5)
     assert np.array_equal(np.sort(many), np.arange(100_000))

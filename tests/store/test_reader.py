@@ -1,8 +1,6 @@
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import StoreError, StoreInvalid
@@ -12,7 +10,6 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.read import stored_rows
 from pipeline.store.read.rows import RunsRead
 from pipeline.store.read.stored_rows import ArrayReads
-from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
     LENGTH,
@@ -22,7 +19,6 @@ from tests.store.example_store import (
     activation,
     begin_block,
     blocks,
-    commit_block,
     copy_store,
     layout,
     metadata,
@@ -71,10 +67,10 @@ def test_rows_equal_those_of_the_arrays(store, rows):
     read = store.read(3, "resid_post", rows)
     np.testing.assert_array_equal(read, everything[np.asarray(expected, int)])
     assert read.dtype == "bfloat16"
-    beside = store.read_tokens(rows)
+    side_arrays = store.read_tokens(rows)
     for name in ("tokens", "segments", "positions", "documents"):
         stored = store.arrays[name][...].read().result()
-        np.testing.assert_array_equal(getattr(beside, name), stored[np.asarray(expected, int)])
+        np.testing.assert_array_equal(getattr(side_arrays, name), stored[np.asarray(expected, int)])
 
 
 def test_read_converts_to_the_given_dtype(store):
@@ -168,15 +164,6 @@ def test_the_example_for_one_document_in_the_docs_works(store):
     np.testing.assert_array_equal(positions, token)
     [slots] = np.nonzero(store.read_tokens(rows[0]).documents == names["document"].document)
     np.testing.assert_array_equal(row[slots], activations)
-
-
-def test_an_ambiguous_id_is_refused(tmp_path):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
-    block = next(blocks(0))
-    table = block.table.set_column(1, "id", pa.array(["same"] * block.table.num_rows))
-    commit_block(writer, replace(block, table=table))
-    with pytest.raises(StoreError, match="pass a number"):
-        ActivationStore.open(str(tmp_path)).document("same")
 
 
 def test_the_document_table_has_all_documents(store):

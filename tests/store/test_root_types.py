@@ -8,7 +8,7 @@ import pytest
 from pipeline import delete, export, inspect
 from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
-from tests.store.example_store import write_store
+from tests.store.example_store import copy_store
 
 COVERED = ("model", "tokenizer", "data", "batch", "capture", "num_streams", "rows_per_block")
 WRONG = {
@@ -48,7 +48,7 @@ WRONG = {
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     folder = tmp_path_factory.mktemp("root") / "store"
-    write_store(str(folder))
+    copy_store(str(folder))
     return folder
 
 
@@ -150,7 +150,7 @@ def test_impossible_shapes_and_dtypes_are_refused(path, keys, value):
 @pytest.mark.parametrize("lost", ["_commits", "_commits/stream-00001", "_commits/stream-00000/block-000003.json"])
 def test_a_complete_store_that_lost_records_is_refused(tmp_path, lost, capsys):
     path = tmp_path / "store"
-    write_store(str(path))
+    copy_store(str(path))
     (path / "_blocks" / "all.npy").unlink()
     (path / lost).rename(tmp_path / "lost")
     with pytest.raises(StoreInvalid, match=r"was completed with 6 blocks, but has records of [0-5]"):

@@ -132,13 +132,13 @@ def test_a_block_of_fill_values_makes_no_object_and_deletes_an_existing_one(tmp_
     assert list((tmp_path / key).parent.iterdir()) == []
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("exists", [True, False])
 @pytest.mark.parametrize("left_behind", [b"", b"x", b"left behind" * 100_000])
 def test_a_block_of_fill_values_removes_a_killed_writers_lock_file(
-    tmp_path: Path, left_behind: bytes, is_there: bool
+    tmp_path: Path, left_behind: bytes, exists: bool
 ) -> None:
     files, key = ShardFiles(tmp_path, ThreadPoolExecutor(1)), "tokens/c/0/0"
-    if is_there:
+    if exists:
         files.write(key, np.ones((4, 8), np.int32), (1, 8), 0).result()
     (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / f"{key}.__lock").write_bytes(left_behind)

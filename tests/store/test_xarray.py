@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.store import ActivationStore
-from tests.store.example_store import ROWS, WIDTHS, write_store
+from tests.store.example_store import ROWS, WIDTHS, copy_store
 
 xarray = pytest.importorskip("xarray")
 pytestmark = pytest.mark.filterwarnings("ignore:Object at _:zarr.errors.ZarrUserWarning")
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Object at _:zarr.errors.ZarrUser
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> str:
     path = str(tmp_path_factory.mktemp("store"))
-    write_store(path)
+    copy_store(path)
     return path
 
 

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from tests.store.example_store import activation, write_store
+from tests.store.example_store import activation, copy_store
 
 DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 READ = """
@@ -19,7 +19,7 @@ for dtype in sys.argv[1:]:
 
 def test_zarr_alone_reads_every_dtype(tmp_path):
     for dtype in DTYPES:
-        write_store(str(tmp_path / dtype), dtype=dtype)
+        copy_store(str(tmp_path / dtype), dtype=dtype)
     result = subprocess.run([sys.executable, "-c", READ, *DTYPES], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for dtype, line in zip(DTYPES, result.stdout.splitlines(), strict=True):
