@@ -481,11 +481,9 @@ def test_reads_in_flight_end_before_an_error_is_raised(store):
     np.testing.assert_array_equal(at_once, np.stack([array[row].read().result() for row in numbers]))
 
 
-@pytest.mark.parametrize(
-    ("options", "limit"), [(None, REMOTE_REQUESTS), (StorageOptions(concurrency=7), 7)], ids=["default", "options"]
-)
-def test_a_reader_has_more_requests_in_flight_by_default_than_a_writer(request, options, limit):
-    path = f"{new_bucket('gs', request.getfixturevalue('gcs').backend)}/store"
+def test_a_reader_has_more_requests_in_flight_by_default_than_a_writer(gcs):
+    path = f"{new_bucket('gs', gcs.backend)}/store"
     copy_store(path)
-    store = ActivationStore.open(path if options is None else Storage.open(path, options))
-    assert store.storage.context["gcs_request_concurrency"].to_json() == {"limit": limit}
+    for place, limit in ((path, REMOTE_REQUESTS), (Storage.open(path, StorageOptions(concurrency=7)), 7)):
+        context = ActivationStore.open(place).storage.context
+        assert context["gcs_request_concurrency"].to_json() == {"limit": limit}

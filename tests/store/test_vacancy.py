@@ -9,9 +9,10 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
+from pipeline.store.write.store_writer import StoreWriter
 from pipeline.store.write.vacancy import require_vacant
 from tests.store.emulators import new_bucket
-from tests.store.example_store import copy_store, write_store
+from tests.store.example_store import copy_store, layout, metadata, write_store
 
 
 def make(folder: Path, names: list[str]) -> None:
@@ -119,13 +120,15 @@ def test_checking_for_foreign_files_lists_few_directories(tmp_path, monkeypatch)
     assert len(looked_at) <= 3
 
 
-def test_foreign_objects_in_a_bucket_are_refused(s3):
+def test_foreign_objects_in_a_bucket_are_refused(s3, monkeypatch):
+    monkeypatch.setattr("pipeline.store.io.storage._REREAD_DELAYS_S", (0.0,))  # of the missing root
     bucket = new_bucket("s3", s3.backend)
     storage = Storage.open(bucket)
     storage.write("notes.txt", b"mine")
     storage.write("store/", b"")  # a folder made in a web console
     with pytest.raises(StoreInvalid, match=r"is not a store: notes\.txt"):
         write_store(bucket)
-    write_store(f"{bucket}/store")
+    StoreWriter.open(f"{bucket}/store", metadata(), layout())
+    assert storage.read("store/zarr.json")
     assert storage.read("notes.txt") == b"mine"
     assert storage.read("zarr.json") is None
