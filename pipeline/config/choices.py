@@ -8,17 +8,9 @@ class ComputeDtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class WeightsDtype(StrEnum):
-    same = "same"
-    int8 = "int8"
+class Int8OrSame(StrEnum):
+    """`same`: as `model.dtype`."""
 
-
-class ActivationsDtype(StrEnum):
-    same = "same"
-    int8 = "int8"
-
-
-class CacheDtype(StrEnum):
     same = "same"
     int8 = "int8"
 

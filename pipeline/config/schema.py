@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.config.choices import (
-    ActivationsDtype,
     Attention,
-    CacheDtype,
     Compression,
     ComputeDtype,
     FeatureDtype,
     Geometry,
     Init,
+    Int8OrSame,
     Keep,
     LongDocuments,
     LongPrompts,
@@ -29,7 +28,6 @@ from pipeline.config.choices import (
     StorageDtype,
     Template,
     Weights,
-    WeightsDtype,
     When,
 )
 
@@ -54,12 +52,12 @@ class ModelConfig:
     )
     revision: str | None = key(None, "for a Hub id: a branch, tag or commit; null: `main`")
     dtype: ComputeDtype = key(ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
-    weights_dtype: WeightsDtype = key(
-        WeightsDtype.same,
+    weights_dtype: Int8OrSame = key(
+        Int8OrSame.same,
         "the layers' matrices: `same` as `model.dtype`, or `int8` with scales, in half or a quarter of the memory",
     )
-    activations_dtype: ActivationsDtype = key(
-        ActivationsDtype.same,
+    activations_dtype: Int8OrSame = key(
+        Int8OrSame.same,
         "the inputs of int8 matrices: `same` as `model.dtype`, or `int8`, scaled per token (not for experts): faster "
         "on TPUs, less exact",
     )
@@ -70,6 +68,14 @@ class ModelConfig:
     init: Init = key(Init.checkpoint, "`checkpoint`, or `random`: reads only config.json and the tokenizer")
     seed: int = key(0, "seed of `model.init=random`")
     tokenizer: str | None = key(None, "directory or Hub id of the tokenizer; null: the model's")
+
+    @property
+    def has_int8_weights(self) -> bool:
+        return self.weights_dtype is Int8OrSame.int8
+
+    @property
+    def has_int8_inputs(self) -> bool:
+        return self.activations_dtype is Int8OrSame.int8
 
 
 @dataclass(frozen=True)
@@ -176,12 +182,16 @@ class GenerateData(DataConfig):
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
     rows: int = key(8, "documents generated at the same time, over all processes of a worker")
-    cache_dtype: CacheDtype = key(
-        CacheDtype.same,
+    cache_dtype: Int8OrSame = key(
+        Int8OrSame.same,
         "the KV cache: `same` as `model.dtype`, or `int8` with a scale per head and token: half or a quarter of the "
         "memory",
     )
     group: int = key(64, "generated documents written to the store together, and lost together if the job is killed")
+
+    @property
+    def has_int8_cache(self) -> bool:
+        return self.cache_dtype is Int8OrSame.int8
 
 
 @dataclass(frozen=True)

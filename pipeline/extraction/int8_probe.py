@@ -8,7 +8,6 @@ and plain XLA attention, so the errors do not depend on the devices of the job.
 import logging
 import math
 
-from pipeline.config.choices import ActivationsDtype
 from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.generation.cache import attend_rounded
 from pipeline.job.opening import Job
@@ -25,7 +24,7 @@ def weights_error(job: Job) -> dict[str, float | None]:
 
     An error is None if it is undefined: a is 0 or not finite.
     """
-    inputs = job.config.model.activations_dtype is ActivationsDtype.int8
+    inputs = job.config.model.has_int8_inputs
     return _measure(job, "weights", (), Rounding(weights=True, inputs=inputs))
 
 

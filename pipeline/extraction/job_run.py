@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 import jax
 
 from pipeline.cluster import joining, preemption, processes
-from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
@@ -148,9 +147,9 @@ def extract(
 def measure_int8(job: Job, store: StoreWriter) -> None:
     """Records the errors of int8 weights, and of an int8 cache of generation, unless the store has them."""
     config = job.config
-    if config.model.weights_dtype is WeightsDtype.int8 and store.root.weights_error is None:
+    if config.model.has_int8_weights and store.root.weights_error is None:
         store.record_weights_error(int8_probe.weights_error(job))
-    has_int8_cache = job.plan.generation is not None and config.data.cache_dtype is CacheDtype.int8
+    has_int8_cache = job.plan.generation is not None and config.data.has_int8_cache
     if has_int8_cache and store.root.cache_error is None:
         store.record_cache_error(int8_probe.cache_error(job))
 
@@ -179,10 +178,10 @@ def load_weights(
         dtype=str(config.model.dtype),
         sharding=partition.leaf_sharding,
         progress=config.run.progress and processes.is_first(),
-        with_int8=config.model.weights_dtype is WeightsDtype.int8,
+        with_int8=config.model.has_int8_weights,
         with_head=bool(plan.step.head_outputs),
     )
-    if config.model.activations_dtype is ActivationsDtype.int8:
+    if config.model.has_int8_inputs:
         params = with_int8_inputs(params)
     saes = {encoder.spec.name: encoder.load(str(config.model.dtype), partition.mesh) for encoder in encoders}
     return params | {"encoders": saes} if saes else params

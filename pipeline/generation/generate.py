@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 
 from pipeline.cluster import preemption, processes
-from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import Interrupted
 from pipeline.data.arc.encoders import grid_encoder
@@ -83,9 +82,9 @@ def _compile(job: Job) -> Generator:
         str(config.model.dtype),
         partition.leaf_sharding,
         progress=config.run.progress and processes.is_first(),
-        with_int8=config.model.weights_dtype is WeightsDtype.int8,
+        with_int8=config.model.has_int8_weights,
     )
-    if config.model.activations_dtype is ActivationsDtype.int8:
+    if config.model.has_int8_inputs:
         params = with_int8_inputs(params)
     spec = GenerationSpec(
         rows=generation.rows,
@@ -95,7 +94,7 @@ def _compile(job: Job) -> Generator:
         sampling=sampling(options),
         keys=keys,
         dtype=str(config.model.dtype),
-        cache_is_int8=options.cache_dtype is CacheDtype.int8,
+        cache_is_int8=options.has_int8_cache,
         attention=plan.step.attention,
     )
     return compile_generator(job.model, params, partition, spec)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
-from pipeline.config.choices import ActivationsDtype, CacheDtype, WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
 from pipeline.data.documents import Source
@@ -76,7 +75,7 @@ def data_identity(data: DataConfig, source: Source, model: Model, tokenizer: Tex
         "sampling": asdict(sampling(data)),
         "group": data.group,
         "end_tokens": list(end_tokens(model, tokenizer, data.end_tokens)),
-        **({} if data.cache_dtype is CacheDtype.same else {"cache_dtype": str(data.cache_dtype)}),
+        **({"cache_dtype": str(data.cache_dtype)} if data.has_int8_cache else {}),
     }
 
 
@@ -94,9 +93,9 @@ def _model_identity(
         identity.pop("commit", None)
         identity |= {name: stored.model[name] for name in ("commit", "weights") if name in stored.model}
     identity |= {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
-    if config.model.weights_dtype is not WeightsDtype.same:
+    if config.model.has_int8_weights:
         identity["weights_dtype"] = str(config.model.weights_dtype)
-    if config.model.activations_dtype is not ActivationsDtype.same:
+    if config.model.has_int8_inputs:
         identity["activations_dtype"] = str(config.model.activations_dtype)
     return identity
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import CacheDtype, Weights, WeightsDtype, When
+from pipeline.config.choices import Weights, When
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import Site
@@ -57,7 +57,7 @@ def plan_generation(
     _require_valid(config, model, data)
     length = options.prompt_length + options.max_new_tokens
     itemsize = ITEM_BYTES[config.model.dtype]
-    is_int8 = options.cache_dtype is CacheDtype.int8
+    is_int8 = options.has_int8_cache
     cache = cache_bytes(model.arch, options.rows, length, itemsize, is_int8) // (data * tensor)
     kept = options.rows * length * width * itemsize // data if keeps_activations else None
     logits = logits_bytes(model.arch, options.rows // data)
@@ -94,7 +94,7 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     A larger `tensor` is preferred to fsdp: a decoding step reads every weight for few tokens, so fsdp would gather the
     whole model in each step.
     """
-    with_int8, notes = config.model.weights_dtype is WeightsDtype.int8, ()
+    with_int8, notes = config.model.has_int8_weights, ()
     sizes, memory = model.generation.weight_bytes(str(config.model.dtype), with_int8), topology.device_bytes
     most = largest_tensor(topology, model.tensor_dims)
     is_auto = config.model.weights is Weights.auto and memory is not None
@@ -149,7 +149,7 @@ def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
             f"data.rows = {options.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."
         )
-    if config.model.weights_dtype is WeightsDtype.int8 and config.run.worker_count > 1:
+    if config.model.has_int8_weights and config.run.worker_count > 1:
         raise ConfigError(
             "model.weights_dtype=int8 with data=generate and several workers: the rounding error is measured on the "
             "first stream, which only one worker generates. Set run.worker_count=1, or model.weights_dtype=same."

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipeline.cluster.topology import Topology, reserved_bytes
-from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
@@ -108,7 +107,7 @@ def make_plan(
     _require_int8_weights(config)
     step = plan_step(config, model, encoders)
     mesh = plan_mesh(config.mesh, step.rows, topology, model.tensor_dims)
-    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    with_int8 = config.model.has_int8_weights
     model_bytes = model.weight_bytes(step.forward_keys, str(config.model.dtype), with_int8, bool(step.head_outputs))
     sae_bytes = sum(encoder.device_bytes(str(config.model.dtype), mesh.tensor) for encoder in encoders)
     model_bytes = replace(model_bytes, others=model_bytes.others + sae_bytes)
@@ -134,7 +133,7 @@ def make_plan(
 
 def _require_int8_weights(config: RunConfig) -> None:
     options = config.model
-    if options.activations_dtype is ActivationsDtype.int8 and options.weights_dtype is not WeightsDtype.int8:
+    if options.has_int8_inputs and not options.has_int8_weights:
         raise ConfigError(
             "model.activations_dtype=int8 with model.weights_dtype=same: int8 activations need int8 weights. Set "
             "model.weights_dtype=int8, or model.activations_dtype=same."

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 
 from pipeline.config import composing
-from pipeline.config.choices import CacheDtype, WeightsDtype
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
@@ -112,7 +111,7 @@ def compile_case(case: Case) -> Iterator[tuple[str, str, Facts]]:
 def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
     tpu_slice, step = parse_slice(config.topology), plan.step
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, slice_devices(tpu_slice))
-    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    with_int8 = config.model.has_int8_weights
     leaves, dtype = model.leaves(step.forward_keys, with_head=bool(step.head_outputs)), str(config.model.dtype)
     compiled = compile_step(model, step, abstract_weights(config, leaves, partition), partition)
     mesh = partition.mesh.shape
@@ -126,7 +125,7 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
 def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
     tpu_slice, generation, dtype = parse_slice(config.topology), plan.generation, str(config.model.dtype)
     partition = make_partition(generation.tensor, generation.weights.sharding, slice_devices(tpu_slice))
-    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    with_int8 = config.model.has_int8_weights
     leaves = model.generation.leaves()
     spec = GenerationSpec(
         rows=generation.rows,
@@ -135,7 +134,7 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
         end_tokens=(0,),
         sampling=Sampling(),
         dtype=dtype,
-        cache_is_int8=config.data.cache_dtype is CacheDtype.int8,
+        cache_is_int8=config.data.has_int8_cache,
         attention=plan.step.attention,
     )
     programs = compile_programs(model, abstract_weights(config, leaves, partition), partition, spec)

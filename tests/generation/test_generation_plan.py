@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.cluster.sharding import make_mesh
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import CacheDtype, ComputeDtype, Weights, WeightsDtype, When
+from pipeline.config.choices import ComputeDtype, Int8OrSame, Weights, When
 from pipeline.config.composing import PACKAGE
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import (
@@ -63,7 +63,7 @@ def test_the_cache_of_deltanets_does_not_grow_with_the_length(is_int8: bool, tmp
     shape |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "linear_conv_kernel_dim": 4}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     model = open_model(str(tmp_path), init="random")
-    data = replace(CONFIG.data, cache_dtype=CacheDtype.int8 if is_int8 else CacheDtype.same)
+    data = replace(CONFIG.data, cache_dtype=Int8OrSame.int8 if is_int8 else Int8OrSame.same)
     plan = plan_generation(replace(CONFIG, data=data), model, width=0, tensor=1, topology=Topology(devices=1))
     of_head = 8 + 4 if is_int8 else 8 * 2
     attention, delta = 2 * 2 * of_head * 128, 3 * (2 * 2 * 16 + 4 * 24) * 2 + 4 * 16 * 24 * 4
@@ -98,7 +98,7 @@ def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
             "tensor",
             "the weights are large, so generation divides them over 4 devices along tensor",
         ),
-        ("Qwen2.5-7B", {"weights_dtype": WeightsDtype.int8}, 1, "replicated", None),
+        ("Qwen2.5-7B", {"weights_dtype": Int8OrSame.int8}, 1, "replicated", None),
         ("Llama-3-70B", {}, 4, "fsdp", "each decoding step gathers 32640 MiB of weights .*weights_dtype=int8"),
         ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 12446 MiB of weights"),
     ],
@@ -138,6 +138,6 @@ def test_kept_activations_take_memory_and_need_generation():
 
 
 def test_int8_weights_with_several_workers_are_refused():
-    config = replace(CONFIG, model=ModelConfig(weights_dtype=WeightsDtype.int8), run=RunOptions(worker_count=2))
+    config = replace(CONFIG, model=ModelConfig(weights_dtype=Int8OrSame.int8), run=RunOptions(worker_count=2))
     with pytest.raises(ConfigError, match="several workers: the rounding error is measured on the first stream"):
         plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1))

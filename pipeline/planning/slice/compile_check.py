@@ -15,7 +15,6 @@ import jax
 from jax.experimental import topologies
 
 from pipeline.cluster.devices import is_out_of_memory
-from pipeline.config.choices import ActivationsDtype, WeightsDtype
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import abstract_params
@@ -83,9 +82,9 @@ def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
 
 def abstract_weights(config: RunConfig, leaves: LeafTree, partition: Partition) -> Params:
     """The shapes and shardings of the weights that a run with this configuration loads."""
-    with_int8 = config.model.weights_dtype is WeightsDtype.int8
+    with_int8 = config.model.has_int8_weights
     params = abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
-    return with_int8_inputs(params, config.model.activations_dtype is ActivationsDtype.int8)
+    return with_int8_inputs(params, config.model.has_int8_inputs)
 
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:

@@ -8,7 +8,7 @@ import logging
 from dataclasses import asdict, dataclass, replace
 
 from pipeline.cluster.topology import Topology, unreserved
-from pipeline.config.choices import Packing, WeightsDtype
+from pipeline.config.choices import Packing
 from pipeline.config.schema import PlanConfig, RunConfig
 from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
@@ -286,7 +286,7 @@ def _packing_notes(mean_tokens: float | None, shares: dict[int | None, float] | 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     """Bytes that each chip receives from other chips in a step."""
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
-    matrices = model.weight_bytes(step.forward_keys, dtype, config.model.weights_dtype is WeightsDtype.int8).matrices
+    matrices = model.weight_bytes(step.forward_keys, dtype, config.model.has_int8_weights).matrices
     num_layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
     summed = _summed_bytes(config, model, num_layers, step.rows // mesh.data * step.length)
     return received_bytes(matrices, job.weights.sharding, mesh.data, mesh.tensor, summed)
@@ -296,7 +296,7 @@ def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> D
     generation, dtype = job.generation, str(config.model.dtype)
     if generation is None:
         return None
-    weights = model.generation.weight_bytes(dtype, config.model.weights_dtype is WeightsDtype.int8)
+    weights = model.generation.weight_bytes(dtype, config.model.has_int8_weights)
     data = tpu_slice.num_chips // generation.tensor
     summed = _summed_bytes(config, model, model.num_layers, generation.rows // data)
     received = received_bytes(weights.matrices, generation.weights.sharding, data, generation.tensor, summed)
@@ -310,7 +310,7 @@ def _summed_bytes(config: RunConfig, model: Model, num_layers: int, num_tokens: 
     """Bytes of the activations that are summed along `tensor`: the embedding, and two per layer. Products of int8
     matrices are summed before they are rounded."""
     item_bytes = ITEM_BYTES[config.model.dtype]
-    product_bytes = 4 if config.model.weights_dtype is WeightsDtype.int8 else item_bytes
+    product_bytes = 4 if config.model.has_int8_weights else item_bytes
     return (item_bytes + 2 * num_layers * product_bytes) * num_tokens * model.arch.d_model
 
 
