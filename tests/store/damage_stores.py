@@ -6,10 +6,12 @@ a file next to this one: its records have no digests of their block's objects.
 
 import os
 import pydoc_data.topics
+import tempfile
 import uuid
 import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,7 @@ _BEFORE = {
 }
 LEGACY_KINDS = ("legacy",)
 KINDS = (*OVERRIDES, *LEGACY_KINDS)
+SAMPLED_KINDS = ("legacy", "int8", "decode_unfinished")  # together they have every kind of object
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,13 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
         unfinished = _interrupted_merge(path, folder / "merged")
         return Specimen(kind, unfinished, (_without_blocks(unfinished, 1),), command, finished)
     return Specimen(kind, finished, before, command, finished)
+
+
+@cache
+def sampled_specimen(kind: str) -> Specimen:
+    """A store for a few cases of damage, which no job resumes."""
+    with tempfile.TemporaryDirectory() as folder:
+        return make_specimen(kind, Path(folder), is_resumable=False)
 
 
 def resume(specimen: Specimen, image: Image, folder: Path) -> Image:

@@ -4,15 +4,13 @@ Every run of the tests tries a few cases, slow runs thousands. `damage_oracle` s
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from tests.store.damage_fuzzer import OPERATORS, Case, Checker, run_cases, table
-from tests.store.damage_stores import KINDS, make_specimen
+from tests.store.damage_stores import KINDS, SAMPLED_KINDS, make_specimen, sampled_specimen
 
-SAMPLED = {"legacy": 20, "int8": 25, "decode_unfinished": 20}  # together they have every kind of object
-CASES = 120  # per kind, in slow runs
+SAMPLED_CASES, CASES = 25, 120  # per kind, the latter in slow runs
 
 
 @pytest.fixture(scope="module")
@@ -21,28 +19,22 @@ def checker() -> Iterator[Checker]:
         yield checker
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("damage")
-
-
 def assert_none_fails(cases: list[Case]) -> None:
     failures = [case for case in cases if case.outcome.is_failure]
     assert not failures, "\n".join(map(str, failures))
 
 
-@pytest.mark.parametrize("kind", SAMPLED)
-def test_sampled_damage_is_reported_or_harmless(checker, folder, kind):
-    specimen = make_specimen(kind, folder, is_resumable=False)
-    assert_none_fails(list(run_cases(checker, specimen, range(SAMPLED[kind]))))
+@pytest.mark.parametrize("kind", SAMPLED_KINDS)
+def test_sampled_damage_is_reported_or_harmless(checker, kind):
+    assert_none_fails(list(run_cases(checker, sampled_specimen(kind), range(SAMPLED_CASES))))
 
 
 @pytest.mark.slow
-def test_damage_to_stores_of_every_kind_is_reported_or_harmless(checker, folder, capsys):
+def test_damage_to_stores_of_every_kind_is_reported_or_harmless(checker, tmp_path, capsys):
     """Uses every operator on every kind of store that it suits, and prints the counts of outcomes."""
     cases: list[Case] = []
     for kind in KINDS:
-        cases += run_cases(checker, make_specimen(kind, folder), range(CASES), folder)
+        cases += run_cases(checker, make_specimen(kind, tmp_path), range(CASES), tmp_path)
     with capsys.disabled():
         print(f"\n{table(cases)}")
     assert_none_fails(cases)

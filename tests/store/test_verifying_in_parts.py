@@ -3,8 +3,6 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -18,10 +16,9 @@ from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
 from tests.store.damage_fuzzer import damaged
-from tests.store.damage_stores import Specimen, make_specimen
+from tests.store.damage_stores import SAMPLED_KINDS, sampled_specimen
 from tests.store.example_store import blocks, copy_store, flip, in_memory
 
-EVERY_KIND = ("legacy", "bf16", "decode_unfinished")
 SHARD = "embed/c/1/0/0"  # in the example store: block 0 of stream 1
 RESID = "blocks.1.resid_post/c"  # in the other stores
 
@@ -34,20 +31,10 @@ def found(path: str, **scope) -> set[tuple[str, str]]:
         return {(type(error).__name__, str(error))}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("parts")
-
-
-@cache
-def make_specimen_once(kind: str, folder: Path) -> Specimen:
-    return make_specimen(kind, folder, is_resumable=False)
-
-
-@pytest.mark.parametrize("kind", EVERY_KIND)
-def test_all_shares_together_find_what_one_run_finds(kind, folder):
+@pytest.mark.parametrize("kind", SAMPLED_KINDS)
+def test_all_shares_together_find_what_one_run_finds(kind):
     """With more ranks than streams."""
-    specimen = make_specimen_once(kind, folder)
+    specimen = sampled_specimen(kind)
     with in_memory(specimen.image) as path:
         assert [found(path, rank=rank, world=3) for rank in range(3)] == [set()] * 3
     for seed in range(12):
@@ -101,9 +88,9 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_each_level_finds_its_damage(name, folder):
+def test_each_level_finds_its_damage(name):
     damage, where, first = DAMAGE[name]
-    with in_memory(make_specimen_once("bf16", folder).image) as path:
+    with in_memory(sampled_specimen("int8").image) as path:
         damage(Storage.open(path))
         for level in Level:
             places = {place for place, _ in found(path, level=level)}
