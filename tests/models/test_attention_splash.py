@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, Mesh
 
-from pipeline.data.packing import fill, pack
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.splash import (
     Steps,
@@ -24,6 +23,7 @@ from pipeline.models.attention.splash import (
 )
 from pipeline.models.attention.xla import attend_xla
 from tests.jobs import run_program
+from tests.models.packings import packings
 
 LENGTH = 256
 
@@ -128,16 +128,6 @@ HEADS = {"causal": (4, 2), "capped": (2, 2), "window": (2, 1), "window and cap":
 WITH_SINKS = ("window", "full")
 
 
-@st.composite
-def packings(draw: st.DrawFn) -> np.ndarray:
-    """Segments [2, LONG] as a job packs them. A row may be only padding."""
-    sizes = draw(st.lists(st.integers(1, LONG) | st.integers(1, BLOCK), max_size=12))
-    placement = pack(np.array(sizes, np.int64), 2, LONG)
-    tokens = [np.ones(size, np.int32) for size in sizes[: placement.num_pieces]]
-    rows = fill(placement, tokens, np.arange(placement.num_pieces), LONG).segments
-    return np.pad(rows, ((0, 2 - len(rows)), (0, 0)))
-
-
 @pytest.mark.parametrize(("rule", "heads"), HEADS.items(), ids=HEADS.keys())
 def test_skipping_blocks_changes_no_bit(rule: str, heads: tuple[int, int]) -> None:
     rng = np.random.default_rng(0)
@@ -147,7 +137,7 @@ def test_skipping_blocks_changes_no_bit(rule: str, heads: tuple[int, int]) -> No
     attend_all, attend_some = (jax.jit(partial(attend, steps=Steps(BLOCK, skips, True))) for skips in (False, True))
 
     @settings(max_examples=10, deadline=None)
-    @given(segments=packings())
+    @given(segments=packings(LONG, BLOCK))
     def check(segments: np.ndarray) -> None:
         expected, got = np.asarray(attend_all(q, k, v, segments)), np.asarray(attend_some(q, k, v, segments))
         np.testing.assert_array_equal(got[segments != 0], expected[segments != 0])
@@ -157,7 +147,7 @@ def test_skipping_blocks_changes_no_bit(rule: str, heads: tuple[int, int]) -> No
 
 
 @settings(max_examples=50, deadline=None)
-@given(segments=packings(), causal=st.booleans())
+@given(segments=packings(LONG, BLOCK), causal=st.booleans())
 def test_blocks_run_where_a_query_attends_to_a_key(segments: np.ndarray, causal: bool) -> None:
     visible = (segments[:, :, None] == segments[:, None, :]) & (segments[:, :, None] != 0)
     visible |= np.eye(LONG, dtype=bool)

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-from pipeline.data.packing import fill, pack
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.attention.xla_segments import attend_xla_segments
+from tests.models.packings import packings
 
 LENGTH = 1024
 RULES = {
@@ -40,16 +39,6 @@ def compiled(spec: AttentionSpec) -> list[Callable[..., jax.Array]]:
     return [jax.jit(partial(each, spec=spec)) for each in (partial(attend_xla_segments, mesh=mesh), attend_xla)]
 
 
-@st.composite
-def packings(draw: st.DrawFn) -> np.ndarray:
-    """Segments [2, LENGTH] as a job packs them. A row may be only padding."""
-    sizes = draw(st.lists(st.integers(1, LENGTH) | st.integers(1, 300), max_size=12))
-    placement = pack(np.array(sizes, np.int64), 2, LENGTH)
-    tokens = [np.ones(size, np.int32) for size in sizes[: placement.num_pieces]]
-    rows = fill(placement, tokens, np.arange(placement.num_pieces), LENGTH).segments
-    return np.pad(rows, ((0, 2 - len(rows)), (0, 0)))
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_results_equal_the_reference(name: str) -> None:
     """Causal attention with sinks is compared on four devices (`test_attention_splash.py`)."""
@@ -60,7 +49,7 @@ def test_results_equal_the_reference(name: str) -> None:
     sinks = jnp.array([-1.0, 0.0, 2.0, 30.0][-heads[0] :]) if name in WITH_SINKS else None
 
     @settings(max_examples=10, deadline=None)
-    @given(segments=packings())
+    @given(segments=packings(LENGTH, 300))
     def check(segments: np.ndarray) -> None:
         got, expected = (np.asarray(each(q, k, v, segments, sinks=sinks)) for each in (attend, reference))
         np.testing.assert_allclose(got[segments != 0], expected[segments != 0], atol=2e-6)

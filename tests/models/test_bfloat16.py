@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_reference import save_random
 from safetensors.numpy import load_file, save_file
 from test_parity import GEMMA, GEMMA4, GPT_OSS, MSCALE_ROPE
 
@@ -24,6 +23,7 @@ from pipeline.models.attention.xla import attend_xla
 from pipeline.models.layers import norm
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
+from tests.models.hf_reference import save_random
 
 ONE_ROUNDING = 1.2 * 0.00166  # relative error (RMS) of rounding to 8 bits: the measured one and a fifth more
 TWO_ROUNDINGS = 2**0.5 * ONE_ROUNDING

@@ -10,7 +10,6 @@ import huggingface_hub
 import ml_dtypes
 import numpy as np
 import pytest
-from hf_reference import save_random
 from safetensors.numpy import load_file, save_file
 
 from pipeline.core.errors import CheckpointError, PipelineError
@@ -20,6 +19,7 @@ from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.models.checkpoints.leaf_reading import read_leaf
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.registry import open_model
+from tests.models.hf_reference import save_random
 
 UP = "model.layers.1.mlp.up_proj.weight"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -10,13 +10,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hf_reference import CLASSES, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from test_parity import ALTERNATING, FAMILIES, LONG_ROPE, MSCALE_ROPE, WINDOW, YARN_ROPE, YARN_ROPES
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.families.hf_config import _HARMLESS
 from pipeline.models.registry import open_model
+from tests.models.hf_reference import CLASSES, tiny_config
 
 VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
     "deepseek_v2": FAMILIES["deepseek_v2"] | {"rope_parameters": MSCALE_ROPE},

@@ -1,21 +1,23 @@
 """Differences between families: sites and their names, older files, refused configurations."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import save_random, transformers
 from safetensors.numpy import load_file, save_file
 from test_parity import ALTERNATING, GEMMA4
 
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
-from pipeline.models.registry import open_model
+from pipeline.models.registry import Model, open_model
 from pipeline.planning.capture import captured_keys
+from tests.models.hf_reference import save_random, transformers
+from tests.models.loaded_leaves import DEVICE, assert_same_leaves, loaded_leaves
 
 LAST = ActivationKey(3, Site.resid_post)
 
@@ -53,14 +55,16 @@ def test_a_sequential_gpt_neox_has_resid_mid(tmp_path) -> None:
     assert set(Site) - set(open_model(str(tmp_path)).sites) == EXPERTS | {"mlp_pre_linear"}
 
 
+def captured_layers(model: Model, layers: object, site: str) -> list[int]:
+    """The layers whose `site` is captured with capture.layers=`layers`."""
+    return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
+
+
 def test_a_layer_has_the_sites_of_its_kind(tmp_path) -> None:
     save_random("qwen3_moe", tmp_path, mlp_only_layers=[1])
     model = open_model(str(tmp_path))
+    layers = partial(captured_layers, model)
     assert set(model.sites) == set(Site)
-
-    def layers(layers: object, site: str) -> list[int]:
-        return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
-
     assert layers("all", "router_logits") == layers([0, 2, 3], "router_logits") == [0, 2, 3]
     assert layers("all", "mlp_post") == layers([1], "mlp_post") == [1]
     assert layers("all", "mlp_out") == [0, 1, 2, 3]
@@ -73,11 +77,8 @@ def test_a_layer_has_the_sites_of_its_kind(tmp_path) -> None:
 def test_a_layer_with_a_delta_net_has_no_sites_of_attention(tmp_path) -> None:
     save_random("qwen3_5_text", tmp_path)
     model = open_model(str(tmp_path))
+    layers = partial(captured_layers, model)
     assert set(Site) - set(model.sites) == EXPERTS
-
-    def layers(layers: object, site: str) -> list[int]:
-        return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
-
     for site in ("q", "k", "v", "attn_z", "head_out", "attn_entropy"):
         assert layers("all", site) == layers([3], site) == [3]
         with pytest.raises(ConfigError, match=rf"{site}, which layer 1 lacks: it has a gated DeltaNet.* have it: 3\."):
@@ -88,10 +89,7 @@ def test_a_layer_with_a_delta_net_has_no_sites_of_attention(tmp_path) -> None:
 def test_a_layer_that_shares_the_keys_of_another_has_no_k_or_v(tmp_path) -> None:
     save_random("gemma4_text", tmp_path, **GEMMA4)
     model = open_model(str(tmp_path))
-
-    def layers(layers: object, site: str) -> list[int]:
-        return [key.layer for key in captured_keys(CaptureConfig(layers=layers, sites=[site]), model)]
-
+    layers = partial(captured_layers, model)
     assert layers("all", "k") == layers([0, 1], "v") == [0, 1]
     assert layers("all", "attn_pattern") == layers("all", "q") == [0, 1, 2, 3]
     with pytest.raises(ConfigError, match=r"k, which layer 2 lacks: it attends to the keys and values of layer 1"):
@@ -330,8 +328,7 @@ def test_a_site_needs_only_its_rows_of_a_fused_tensor(tmp_path) -> None:
 @pytest.mark.parametrize("family", ["phi3", "gpt_oss"])
 def test_random_weights_in_a_fused_tensor_differ(family: str, tmp_path) -> None:
     save_random(family, tmp_path)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    (layers,) = open_model(str(tmp_path), init="random").load((LAST,), "float32", sharding)["runs"]
+    (layers,) = open_model(str(tmp_path), init="random").load((LAST,), "float32", DEVICE)["runs"]
     gate, up = ("experts_gate", "experts_up") if family == "gpt_oss" else ("gate", "up")
     matrices = [*(layers["attention"][name] for name in ("q", "k", "v")), layers["mlp"][gate], layers["mlp"][up]]
     starts = {tuple(np.asarray(matrix[0]).ravel()[:4].tolist()) for matrix in matrices}
@@ -347,7 +344,7 @@ def test_a_site_captured_alone_equals_the_site_among_all(family: str, tmp_path) 
     positions = jnp.arange(12, dtype=jnp.int32)[None]
 
     def captured(*keys: ActivationKey) -> dict[ActivationKey, jax.Array]:
-        params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        params = model.load(keys, "float32", DEVICE)
         return model.apply(params, tokens, jnp.ones_like(tokens), positions, keys)
 
     keys = activation_keys((0,), tuple(site for site in model.sites if site.per_layer))
@@ -371,14 +368,13 @@ def test_a_site_of_latent_attention_needs_only_its_weights(tmp_path) -> None:
 
 def test_layers_for_multi_token_prediction_are_not_read(tmp_path) -> None:
     save_random("deepseek_v3", tmp_path)
-    expected = loaded_arrays(tmp_path)
+    expected = loaded_leaves(open_model(str(tmp_path)), (LAST,))
     tensors = load_file(tmp_path / "model.safetensors")
     further = {
         f"model.layers.4.{name}.weight": np.ones((3, 4), np.float32) for name in ("eh_proj", "mlp.gate", "enorm")
     }
     save_file(tensors | further, tmp_path / "model.safetensors")
-    for got, array in zip(loaded_arrays(tmp_path), expected, strict=True):
-        np.testing.assert_array_equal(got, array)
+    assert_same_leaves(loaded_leaves(open_model(str(tmp_path)), (LAST,)), expected)
     edit_config(tmp_path, lambda config: config.update(num_nextn_predict_layers=0))
     with pytest.raises(CheckpointError, match=r"model.layers.4.eh_proj.weight is unexpected"):
         open_model(str(tmp_path))
@@ -389,7 +385,7 @@ def test_deepseek_chooses_experts_in_float32(tmp_path) -> None:
     save_random("deepseek_v3", tmp_path)
     model = open_model(str(tmp_path))
     keys = tuple(ActivationKey(2, site) for site in (Site.router_logits, Site.router_weights))
-    params = model.load(keys, "bfloat16", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    params = model.load(keys, "bfloat16", DEVICE)
     router = params["runs"][-1]["mlp"]
     assert {name: router[name].dtype for name in ("router", "router_correction")} == {
         "router": jnp.bfloat16,
@@ -404,10 +400,12 @@ def test_deepseek_chooses_experts_in_float32(tmp_path) -> None:
     assert not np.array_equal(logits, logits.astype(jnp.bfloat16).astype(np.float32))
 
 
-def loaded_arrays(path: Path) -> list[jax.Array]:
-    return jax.tree.leaves(
-        open_model(str(path)).load((LAST,), "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    )
+def assert_same_language_model(whole: Path, text: Path, vision: str) -> None:
+    """Asserts that `whole`, which also has tensors for vision, has the architecture and weights of `text`."""
+    model, expected = open_model(str(whole)), open_model(str(text))
+    assert model.arch == expected.arch
+    assert any(vision in name for name in model.checkpoint.names)
+    assert_same_leaves(loaded_leaves(model, (LAST,)), loaded_leaves(expected, (LAST,)))
 
 
 VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2}
@@ -426,11 +424,7 @@ def test_the_language_model_of_a_checkpoint_with_vision_is_read(family: str, nam
     save_file(load_file(file) | {MTP: np.ones(32, np.float32)}, file)
     published = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
     edit_config(tmp_path / "whole", lambda config: config["text_config"].update(published))
-    models = [open_model(str(tmp_path / part)) for part in ("text", "whole")]
-    assert models[0].arch == models[1].arch
-    assert any("visual" in name for name in models[1].checkpoint.names)
-    for got, expected in zip(loaded_arrays(tmp_path / "whole"), loaded_arrays(tmp_path / "text"), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    assert_same_language_model(tmp_path / "whole", tmp_path / "text", "visual")
     edit_config(tmp_path / "whole", lambda config: config["text_config"].update(attn_output_gate=False))
     with pytest.raises(CheckpointError, match="text_config: attn_output_gate is false"):
         open_model(str(tmp_path / "whole"))
@@ -446,13 +440,9 @@ def test_the_language_model_of_gemma4_is_read(tmp_path) -> None:
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.save_pretrained(tmp_path / "whole", save_original_format=False)
     file = tmp_path / "whole" / "model.safetensors"
-    unused = {f"model.language_model.layers.3.self_attn.{name}": np.ones(12, np.float32) for name in ("k_norm.weight",)}
-    save_file(load_file(file) | unused, file)
-    models = [open_model(str(tmp_path / part)) for part in ("text", "whole")]
-    assert models[0].arch == models[1].arch
-    assert any("vision_tower" in name for name in models[1].checkpoint.names)
-    for got, expected in zip(loaded_arrays(tmp_path / "whole"), loaded_arrays(tmp_path / "text"), strict=True):
-        np.testing.assert_array_equal(got, expected)
+    unused = "model.language_model.layers.3.self_attn.k_norm.weight"
+    save_file(load_file(file) | {unused: np.ones(12, np.float32)}, file)
+    assert_same_language_model(tmp_path / "whole", tmp_path / "text", "vision_tower")
 
 
 def test_sinks_are_read_for_layers_that_compute_attention(tmp_path) -> None:
@@ -469,13 +459,8 @@ def test_sinks_are_read_for_layers_that_compute_attention(tmp_path) -> None:
 def test_a_checkpoint_without_head_gives_the_same_weights(family: str, tmp_path) -> None:
     model = save_random(family, tmp_path / "with")
     model.base_model.save_pretrained(tmp_path / "without")
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    with_head, without = (
-        jax.tree.leaves(open_model(str(tmp_path / name)).load((LAST,), "float32", sharding))
-        for name in ("with", "without")
-    )
-    for a, b in zip(with_head, without, strict=True):
-        np.testing.assert_array_equal(a, b)
+    with_head, without = (loaded_leaves(open_model(str(tmp_path / name)), (LAST,)) for name in ("with", "without"))
+    assert_same_leaves(without, with_head)
 
 
 def test_norms_named_as_in_tensorflow_are_read(tmp_path) -> None:
@@ -506,7 +491,7 @@ def test_the_program_of_alternating_layers_does_not_grow_with_depth(tmp_path) ->
         edit_config(path, deepen)
         model = open_model(str(path), init="random")
         keys = (ActivationKey(4 * repeats - 1, Site.resid_post),)
-        params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        params = model.load(keys, "float32", DEVICE)
         ids = jnp.zeros((1, 16), jnp.int32)
         sizes.append(str(jax.make_jaxpr(lambda p, x, m=model, k=keys: m.apply(p, x, x, x, k))(params, ids)).count("\n"))
     assert sizes[0] == sizes[1]

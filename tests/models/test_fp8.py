@@ -1,21 +1,21 @@
 """Models published in FP8, with a scale per block, against transformers and the formula."""
 
 import json
+import shutil
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from hf_reference import save_random, torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints import leaf_reading
-from pipeline.models.registry import Model, open_model
+from pipeline.models.registry import open_model
+from tests.models.hf_reference import save_random, torch
+from tests.models.loaded_leaves import assert_same_leaves, loaded_leaves
 
-DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LAST = ActivationKey(1, Site.resid_post)
 BLOCK = [16, 12]  # divides only some sizes of the tiny models
 PUBLISHED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}
@@ -33,7 +33,7 @@ def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return by_formula
 
 
-def save_fp8(path: Path, family: str = "qwen3") -> None:
+def save_fp8(path: Path, family: str) -> None:
     """Writes two checkpoints of the same values: `path`/packed in FP8, `path`/plain in float32."""
     for name in ("packed", "plain"):
         save_random(family, path / name, num_hidden_layers=2)
@@ -58,36 +58,44 @@ def quantise_config(path: Path, quantization: dict) -> None:
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
-def loaded(model: Model, dtype: str, with_int8: bool) -> dict[str, np.ndarray]:
-    params = model.load((LAST,), dtype, DEVICE, with_int8=with_int8)
-    paths, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in paths}
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the two checkpoints of each family."""
+    path = tmp_path_factory.mktemp("saved")
+    for family in FAMILIES:
+        save_fp8(path / family, family)
+    return path
+
+
+@pytest.fixture
+def packed(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint in FP8, to damage."""
+    return Path(shutil.copytree(saved / "qwen3" / "packed", tmp_path / "packed"))
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 11, 1 << 24])
 @pytest.mark.parametrize(("dtype", "with_int8"), [("float32", False), ("bfloat16", False), ("float32", True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_weights_equal_dequantised_ones(
-    family: str, dtype: str, with_int8: bool, piece_bytes, tmp_path, monkeypatch
+    family: str, dtype: str, with_int8: bool, piece_bytes: int, saved: Path, monkeypatch
 ) -> None:
     """Also in pieces that begin and end inside blocks."""
     monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
-    save_fp8(tmp_path, family)
-    packed, plain = (loaded(open_model(str(tmp_path / name)), dtype, with_int8) for name in ("packed", "plain"))
-    assert packed.keys() == plain.keys()
-    for name, values in plain.items():
-        np.testing.assert_array_equal(packed[name], values, err_msg=name)
+    packed, plain = (
+        loaded_leaves(open_model(str(saved / family / name)), (LAST,), dtype, with_int8=with_int8)
+        for name in ("packed", "plain")
+    )
+    assert_same_leaves(packed, plain)
 
 
-def test_values_and_scales_that_are_not_finite_stay_so(tmp_path) -> None:
-    save_fp8(tmp_path)
-    name, file = "model.layers.1.mlp.down_proj.weight", tmp_path / "packed" / "model.safetensors"
+def test_values_and_scales_that_are_not_finite_stay_so(packed: Path) -> None:
+    name, file = "model.layers.1.mlp.down_proj.weight", packed / "model.safetensors"
     tensors = load_file(file)
     tensors[name].view(torch.uint8)[5, 7] = 127
     tensors[f"{name}_scale_inv"][1, 3] = torch.inf
     tensors[name].view(torch.uint8)[16:32, 36:48] = 1
     save_file(tensors, file)
-    got = open_model(str(tmp_path / "packed")).checkpoint.rows(name, 3, 20)
+    got = open_model(str(packed)).checkpoint.rows(name, 3, 20)
     assert np.argwhere(np.isnan(got)).tolist() == [[2, 7]]
     assert {tuple(place) for place in np.argwhere(np.isinf(got))} == {
         (row, k) for row in range(13, 17) for k in range(36, 48)
@@ -106,25 +114,26 @@ REFUSED = {
     "another format": (PUBLISHED | {"fmt": "e5m2"}, "fmt is 'e5m2', which is not implemented"),
     "activations with scales": (PUBLISHED | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
     "something else": (PUBLISHED | {"expert_dtype": "fp4"}, "sets expert_dtype='fp4'"),
-    "another method": (PUBLISHED | {"quant_method": "gptq"}, "expected .* mxfp4 or fp8 weights, got 'gptq'"),
+    "another method": (
+        PUBLISHED | {"quant_method": "gptq"},
+        "quantization_config: expected .* mxfp4 or fp8 weights, got 'gptq'",
+    ),
     "no method": (without("quant_method"), "expected .* mxfp4 or fp8 weights, got None"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_other_quantisations_are_refused(case: str, tmp_path) -> None:
+def test_other_quantisations_are_refused(case: str, packed: Path) -> None:
     quantization, message = REFUSED[case]
-    save_fp8(tmp_path)
-    quantise_config(tmp_path / "packed", quantization)
+    quantise_config(packed, quantization)
     with pytest.raises(CheckpointError, match=message):
-        open_model(str(tmp_path / "packed"))
+        open_model(str(packed))
 
 
 @pytest.mark.parametrize("attribute", ["modules_to_not_convert", "ignored_layers"])
-def test_names_of_unquantised_modules_do_not_matter(attribute: str, tmp_path) -> None:
-    save_fp8(tmp_path)
-    quantise_config(tmp_path / "packed", PUBLISHED | {attribute: ["lm_head"], "scale_fmt": "ue8m0"})
-    open_model(str(tmp_path / "packed"))
+def test_names_of_unquantised_modules_do_not_matter(attribute: str, packed: Path) -> None:
+    quantise_config(packed, PUBLISHED | {attribute: ["lm_head"], "scale_fmt": "ue8m0"})
+    open_model(str(packed))
 
 
 NAME = "model.layers.1.mlp.down_proj.weight"
@@ -144,11 +153,10 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_tensors_that_do_not_fit_are_reported(damage: str, tmp_path) -> None:
+def test_tensors_that_do_not_fit_are_reported(damage: str, packed: Path) -> None:
     changes, message = DAMAGES[damage]
-    save_fp8(tmp_path)
-    file = tmp_path / "packed" / "model.safetensors"
+    file = packed / "model.safetensors"
     tensors = load_file(file) | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
     with pytest.raises(CheckpointError, match=message):
-        open_model(str(tmp_path / "packed"))
+        open_model(str(packed))

@@ -48,7 +48,6 @@ REFUSED = {
     "no layers": (QWEN2 | {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     "heads that do not divide": (QWEN2 | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
     "quantised": (QWEN2 | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-    "fp8": (QWEN2 | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}}, "quantization_config"),
     "own code": (QWEN2 | {"model_type": "mine", "auto_map": {"AutoModel": "modeling.Model"}}, "auto_map.*never run"),
     "too few layer types": (QWEN2 | SLIDING | {"layer_types": ["sliding_attention"]}, "for each of the 4 layers"),
     "other layer types": (QWEN2 | {"layer_types": ["linear_attention"] * 4}, "layer_types"),

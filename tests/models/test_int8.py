@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import NUM_LAYERS, save_random
 from jax.sharding import SingleDeviceSharding
 from test_parity import layers_that_suffice
 
@@ -24,6 +23,7 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.capture import captured_keys
 from pipeline.step.compiled_step import compile_step
+from tests.models.hf_reference import NUM_LAYERS, save_random
 from tests.specs import step_spec
 
 DEVICE = SingleDeviceSharding(jax.devices()[0])

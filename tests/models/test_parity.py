@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import VOCAB_SIZE, reference_activations, save_random, torch
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
+from tests.models.hf_reference import VOCAB_SIZE, reference_activations, save_random, torch
 
 LENGTH = 96  # of rows; longer than every window
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])

