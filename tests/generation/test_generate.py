@@ -3,6 +3,7 @@ completions."""
 
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
     with writes_held(store, [group_key(0, 10)]) as release, launched as launcher:
         wait_until(lambda: num_groups(store) >= before + 2, launcher, "2 groups more")
         children(launcher)[1].send_signal(signal.SIGTERM)
-        with killed_after(60, launcher):
+        with killed_after(300, launcher):
             read_until("SIGTERM caught", launcher)
         release()
         output = rest_of_output(launcher, 60)
@@ -217,6 +218,12 @@ def arc_overrides(path: Path, store: Path) -> list[str]:
     return ["data=generate", f"data.path={path}", f"store.path={store}", *settings]
 
 
+def run_arc(folder: Path, *overrides: str, task: dict = ARC) -> None:
+    """Runs a job on one task into the store `folder`/store."""
+    (folder / "a.json").write_text(json.dumps(task))
+    run_here(*arc_overrides(folder / "a.json", folder / "store"), *overrides)
+
+
 def test_arc_answers_are_graded(tmp_path, compilation_cache):
     """The bundled model repeats what it has seen three times. One task has no solution."""
     unsolved = ARC | {"test": [{"input": [[1, 1]]}]}
@@ -261,16 +268,14 @@ def test_answers_to_real_arc_tasks_are_graded(shared, tmp_path, compilation_cach
     ],
 )
 def test_settings_that_cannot_work_are_refused(tmp_path, override, message):
-    (tmp_path / "a.json").write_text(json.dumps(ARC))
     with pytest.raises(ConfigError, match=message):
-        run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), override)
+        run_arc(tmp_path, override)
     assert not (tmp_path / "store").exists()
 
 
 def test_a_prompt_that_is_too_long_is_refused(tmp_path, compilation_cache):
-    (tmp_path / "a.json").write_text(json.dumps(ARC | {"train": ARC["train"] * 10}))
     with pytest.raises(InputError, match="tasks-000000 row 0 .id a#0.: the prompt has .*, more than data"):
-        run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), compilation_cache)
+        run_arc(tmp_path, compilation_cache, task=ARC | {"train": ARC["train"] * 10})
 
 
 @pytest.mark.parametrize("column", ["prompt", "skipped", "finish_reason"])
@@ -283,20 +288,16 @@ def test_columns_with_the_names_of_generated_ones_are_refused(tmp_path, column):
 
 
 def test_a_checkpoint_without_its_head_is_refused_before_a_store_is_created(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps(ARC))
-    (tmp_path / "model").mkdir()
-    for file in ASSETS.iterdir():
-        (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(ASSETS, tmp_path / "model")
     config = json.loads((ASSETS / "config.json").read_text()) | {"tie_word_embeddings": False}
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
-        run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), f"model.path={tmp_path / 'model'}")
+        run_arc(tmp_path, f"model.path={tmp_path / 'model'}")
     assert not (tmp_path / "store").exists()
 
 
 def test_prompts_are_rendered_with_the_chat_template(tmp_path, compilation_cache):
-    (tmp_path / "a.json").write_text(json.dumps(ARC))
-    run_here(*arc_overrides(tmp_path / "a.json", tmp_path / "store"), "data.template=chat", compilation_cache)
+    run_arc(tmp_path, "data.template=chat", compilation_cache)
     store = ActivationStore.open(tmp_path / "store")
     (row,) = store.documents.to_pylist()
     text = load_tokenizer(str(ASSETS)).decode(store.document(0).tokens[: row["n_prompt"]])

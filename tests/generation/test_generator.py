@@ -193,17 +193,16 @@ def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Ge
 @pytest.mark.parametrize(("family", "lengths"), [("mistral", (1, 9)), ("qwen3_5_text", (9,))])
 def test_activations_of_decoding_equal_those_of_extraction(family: str, lengths: tuple[int, ...], tmp_path) -> None:
     """For all tokens of prompt and completion, the last included, also in reused rows."""
-    path = tmp_path
-    save(family, path)
+    save(family, tmp_path)
     keys = activation_keys((1,), (Site.q, Site.attn_z, Site.mlp_post, Site.resid_post))
     keys += (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((), (Site.embed, Site.final_norm)))
     some = prompts(6)
-    extract = extraction(path, keys)
+    by_number = {prompt.number: prompt for prompt in some}
+    extract = extraction(tmp_path, keys)
     for num_new in lengths:
-        compiled = generator(path, keys, **DRAWN, rows=2, max_new_tokens=num_new)
+        compiled = generator(tmp_path, keys, **DRAWN, rows=2, max_new_tokens=num_new)
         for number, each in completed(compiled, some).items():
-            (prompt,) = (prompt for prompt in some if prompt.number == number)
-            expected = extract(prompt, each)
+            expected = extract(by_number[number], each)
             assert each.activations.keys() == set(keys)
             for key, values in each.activations.items():
                 assert values.shape == expected[key].shape

@@ -68,7 +68,7 @@ NAMES = [f"{number}.parquet" for number in range(FILES)]
 
 def test_footers_are_read_only_at_the_first_start(server: Hub, tmp_path: Path) -> None:
     store = tmp_path / "store"
-    first = job(store)
+    job(store)
     assert not store.exists()
     assert sorted({*footers(server)}) == NAMES
     first = begun(store)

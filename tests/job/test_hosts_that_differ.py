@@ -1,6 +1,7 @@
 """If hosts of one job have different files, all processes end with one message and none waits for the others."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,32 +12,26 @@ from pipeline.config import composing
 from tests.hub import Hub, contents
 from tests.jobs import ROOT, command, free_port, write_text
 
-TINY = contents(composing.PACKAGE / "assets" / "tiny-qwen2")
-LIMIT_S = 120
+ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
+LIMIT_S = 300
 
 
 @pytest.fixture
 def server() -> Iterator[Hub]:
     with Hub().serving() as server:
-        server.push("models/owner/tiny", TINY)
+        server.push("models/owner/tiny", contents(ASSETS))
         yield server
 
 
 def run_on_hosts(folders: list[Path], environment: Mapping[str, str], *overrides: str) -> list[tuple[int, str]]:
     """Exit code and output of each process of a job. Each runs in its folder, which has the Hub's cache."""
     joined = [f"distributed.coordinator=localhost:{free_port()}", f"distributed.num_processes={len(folders)}"]
+    common = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", **environment}
     processes = [
         subprocess.Popen(
             command(*overrides, *joined, f"distributed.process_id={number}"),
             cwd=folder,
-            env=os.environ
-            | {
-                "PYTHONPATH": str(ROOT),
-                "JAX_PLATFORMS": "cpu",
-                "JAX_NUM_CPU_DEVICES": "1",
-                "HF_HOME": str(folder / "hf"),
-            }
-            | environment,
+            env=os.environ | common | {"HF_HOME": str(folder / "hf")},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -52,26 +47,13 @@ def run_on_hosts(folders: list[Path], environment: Mapping[str, str], *overrides
             process.wait()
 
 
-@pytest.fixture
-def hosts(tmp_path: Path) -> list[Path]:
-    folders = [tmp_path / "host0", tmp_path / "host1"]
-    for folder in folders:
-        folder.mkdir()
-    return folders
-
-
-def write_model(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for name, content in TINY.items():
-        (folder / name).write_bytes(content)
-
-
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_directory_that_only_one_host_has_ends_every_process(
-    host: int, hosts: list[Path], server: Hub, tmp_path: Path
-) -> None:
+def test_a_directory_that_only_one_host_has_ends_every_process(host: int, server: Hub, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", files=2, documents=4)
-    write_model(hosts[host] / "owner" / "tiny")
+    hosts = [tmp_path / "host0", tmp_path / "host1"]
+    for folder in hosts:
+        folder.mkdir()
+    shutil.copytree(ASSETS, hosts[host] / "owner" / "tiny")
     job = [f"data.path={text}", "model.path=owner/tiny", f"store.path={tmp_path / 'store'}"]
     for code, output in run_on_hosts(hosts, {"HF_ENDPOINT": server.url}, *job):
         assert code == 2, output
