@@ -59,5 +59,5 @@ begin "$@"
 : "${NAME:?}" "${BUCKET:?}" "${IMAGE:?}" "${ACCELERATOR:?}" "${TOPOLOGY:?}" "${HOSTS:?}"
 case $command in
     image | create | status | logs | delete) "$command" ${arguments[@]+"${arguments[@]}"} ;;
-    *) usage ;;
+    *) refuse "there is no command $command" ;;
 esac

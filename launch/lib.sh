@@ -15,8 +15,11 @@ cmd() {
     [[ -n ${DRY_RUN:-} ]] || "$@"
 }
 
-usage() {
-    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p;}' "launch/${0##*/}" >&2
+usage() { sed -n '2,/^set/{/^#/s/^# \{0,1\}//p;}' "launch/${0##*/}"; }
+
+refuse() {
+    echo "${0##*/}: $1" >&2
+    usage >&2
     exit 2
 }
 
@@ -26,10 +29,13 @@ begin() {
         DRY_RUN=1
         shift
     fi
-    command=${1:-help}
+    command=${1:-}
     # shellcheck disable=SC2034
     arguments=("${@:2}")
-    [[ $command != *help ]] || usage
+    case $command in
+        '') refuse "a command is needed" ;;
+        help | -h | --help) usage && exit ;;
+    esac
     local argument
     for argument in "${arguments[@]}"; do # otherwise --dry-run would be an override of the job, and commands would run
         [[ $argument != --* ]] || die "$argument comes after $command: expected launch/${0##*/} --dry-run $command ..."

@@ -155,5 +155,5 @@ begin "$@"
 settings
 case $command in
     create | run | status | logs | babysit | delete) "$command" ${arguments[@]+"${arguments[@]}"} ;;
-    *) usage ;;
+    *) refuse "there is no command $command" ;;
 esac

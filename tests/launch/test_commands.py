@@ -70,6 +70,17 @@ def test_options_after_the_command_are_refused(recorded: Recorded, name: str):
     assert recorded.commands() == []
 
 
+@pytest.mark.parametrize("script", ["launch/tpu.sh", "launch/gke.sh"])
+def test_help_lists_the_commands_and_a_wrong_command_is_named(recorded: Recorded, script: str):
+    asked, wrong, none = (recorded.run(script, *arguments) for arguments in (["--help"], ["delet"], []))
+    assert (asked.returncode, wrong.returncode, none.returncode) == (0, 2, 2)
+    assert f"{script} create" in asked.stdout
+    assert asked.stdout in wrong.stderr
+    assert "there is no command delet" in wrong.stderr
+    assert "a command is needed" in none.stderr
+    assert recorded.commands() == []
+
+
 @pytest.mark.parametrize(
     ("tpu", "accelerator_type", "runtime_version"),
     [
