@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.core.errors import CheckpointError, ConfigError
+from pipeline.core.json_text import shown
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
@@ -110,6 +111,6 @@ def _check_classes(config: HfConfig, family: Family) -> None:
     unknown = [name for name in config.strings("architectures") if name not in known]
     if unknown:
         raise CheckpointError(
-            f"{config.where}: architectures is {', '.join(unknown)}, which is not implemented (implemented: "
+            f"{config.where}: architectures is {shown(unknown)}, which is not implemented (implemented: "
             f"{', '.join(known)}). Use another model."
         )

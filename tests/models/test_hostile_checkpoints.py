@@ -109,6 +109,10 @@ CASES: dict[str, tuple[Damage, str]] = {
         r"layer_types is \[\['full_attention'\].*list of str",
     ),
     "architectures": (config(architectures=[{}]), r"architectures is \[\{\}\], expected a list of strings"),
+    "a long architecture": (
+        config(architectures=["9" * 5000]),
+        r"architectures is \['9+\.\.\.9+'\], which is not impl",
+    ),
     "many attributes": (config(**{f"x{n}": n for n in range(500)}), "sets x0=0, .* and 480 more, which"),
     "deep": (content("config.json", b'{"a":' * 10**5), r"config\.json is not JSON: nested too deeply"),
     "deep, and parsed": (
