@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.sites import ActivationKey, Site
@@ -16,6 +14,9 @@ from pipeline.models.registry import open_model
 from tests.models.hf_reference import save_random, torch
 from tests.models.loaded_leaves import assert_same_leaves, loaded_leaves
 
+safetensors_torch = pytest.importorskip("safetensors.torch")
+load_file, save_file = safetensors_torch.load_file, safetensors_torch.save_file
+Fp8Dequantize = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize
 LAST = ActivationKey(1, Site.resid_post)
 BLOCK = [16, 12]  # divides only some sizes of the tiny models
 PUBLISHED = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": BLOCK}

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.sites import ActivationKey, Site
@@ -15,6 +14,7 @@ from pipeline.models.registry import open_model
 from tests.models.hf_reference import save_random, torch
 from tests.models.loaded_leaves import assert_same_leaves, loaded_leaves
 
+convert_moe_packed_tensors = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
 LAST = ActivationKey(1, Site.resid_post)
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 

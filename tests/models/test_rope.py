@@ -2,7 +2,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from pipeline.models.architecture import Rope, RopeKind, RotaryPairs
 from pipeline.models.families.hf_attention import parse_rope
@@ -17,6 +16,7 @@ from pipeline.models.rope import (
 )
 from tests.models.hf_reference import torch, transformers
 
+llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 HEAD_DIM = 64
 MAX_POSITIONS = 131072
 CASES = {
@@ -64,12 +64,12 @@ YARNS |= {
 CASES |= {name: (parse_rope(HfConfig(values, name), 1e4, MAX_POSITIONS), values) for name, values in YARNS.items()}
 
 
-def reference(parameters: dict) -> LlamaRotaryEmbedding:
+def reference(parameters: dict) -> llama.LlamaRotaryEmbedding:
     parameters = dict(parameters)  # a copy, since the config adds to it
     config = transformers.LlamaConfig(
         hidden_size=128, num_attention_heads=2, max_position_embeddings=MAX_POSITIONS, rope_parameters=parameters
     )
-    return LlamaRotaryEmbedding(config)
+    return llama.LlamaRotaryEmbedding(config)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,7 +88,7 @@ def test_rotations_equal_transformers_at_near_and_far_positions(case: str) -> No
     got = apply_rope(jnp.array(x), rope_table(rope, HEAD_DIM, jnp.array(positions)))
     per_head = torch.from_numpy(x).transpose(1, 2)
     cos, sin = reference(parameters)(per_head, torch.from_numpy(positions.astype(np.int64)))
-    expected = apply_rotary_pos_emb(per_head, per_head, cos, sin)[0].transpose(1, 2).numpy()
+    expected = llama.apply_rotary_pos_emb(per_head, per_head, cos, sin)[0].transpose(1, 2).numpy()
     np.testing.assert_allclose(got, expected, atol=2e-6)
     unrotated = x[positions == 0] * np.float32(getattr(rope, "attention_factor", 1.0))
     np.testing.assert_array_equal(np.asarray(got)[positions == 0], unrotated)

@@ -1,8 +1,7 @@
 import pytest
 
 torch = pytest.importorskip("torch")
-
-from torch.utils.data import DataLoader  # noqa: E402
+DataLoader = torch.utils.data.DataLoader
 
 from pipeline.store.read.torch_dataset import ActivationDataset  # noqa: E402
 from tests.hub import contents, hub_for_this_process  # noqa: E402
