@@ -85,8 +85,8 @@ class DataConfig:
     source: str = key(REQUIRED, "set by the choice of `data`")  # names the class in `data/`
     num_streams: int | None = key(
         None,
-        "number of independent sequences of rows, fixed when a store is created; null: chosen by the plan; an existing "
-        "store keeps its number",
+        "number of independent sequences of rows, fixed when a store is created; null: chosen then, from the data and "
+        "the number of processes",
     )
     on_error: OnError = key(
         OnError.fail, "`fail`, or `skip` and record bad documents; with `data=hf`, a damaged file always fails"
@@ -290,7 +290,7 @@ class StoreConfig:
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
     retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, 8, ... times the delay")
-    retry_delay_s: float = key(1.0, "delay before the first retry, times a random number from 0.75 to 1.5")
+    retry_delay_s: float = key(1.0, "delay before the first retry, times a random number from 0.75 to 1.25")
     concurrency: int | None = key(
         None, "concurrent requests; null: 32, for local files the number of cores, at least 4"
     )
@@ -339,7 +339,7 @@ class RunOptions:
     claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
     lease_s: float = key(60.0, "with `run.claim`: how long a worker may be silent before others take over its streams")
     max_inflight_mib: float = key(
-        2048.0, "activations in flight between device and host; at most 4 steps, 1 if the devices are 2 CPU cores"
+        2048.0, "activations in flight between device and host; at most 4 steps, or 1 on a CPU with two cores"
     )
     reserved_mib: float = key(0.0, "memory kept free on each device for other uses, e.g. training on a `Stream`")
     stall_timeout_s: float = key(
