@@ -19,6 +19,9 @@ settings() {
     JOB=$BUCKET/launch/$NAME
     files=$BUILD/$NAME
 
+    [[ $BUCKET == gs://?* ]] || die "BUCKET is $BUCKET: expected gs://NAME"
+    [[ $NAME =~ ^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$ ]] ||
+        die "NAME is $NAME: expected at most 63 lower-case letters, digits and hyphens, beginning with a letter"
     case $TPU in
         v4-*) type=$TPU runtime=tpu-ubuntu2204-base ;;
         v5e-*) type=v5litepod-${TPU#v5e-} runtime=v2-alpha-tpuv5-lite ;;
@@ -65,6 +68,12 @@ write_startup() {
 }
 
 create() {
+    local state
+    state=$(request_state)
+    [[ $state != UNKNOWN ]] || die "gcloud does not say whether $NAME exists"
+    # An upload would replace the job that its workers run.
+    [[ -z $state || $state == ABSENT ]] ||
+        die "$NAME exists ($state): use launch/tpu.sh run, launch/tpu.sh delete, or another NAME"
     upload "$@"
     request
 }
@@ -88,7 +97,6 @@ on_workers() {
 }
 
 request() {
-    [[ -f $files/startup.sh || -n ${DRY_RUN:-} ]] || die "no $files/startup.sh: begin with launch/tpu.sh create"
     cmd gcloud compute tpus queued-resources create "$NAME" --node-id="$NAME" "${place[@]}" \
         --accelerator-type="$type" --runtime-version="$runtime" ${capacity:+"$capacity"} \
         ${VALID_UNTIL:+--valid-until-duration="$VALID_UNTIL"} \
@@ -135,6 +143,11 @@ delete() { cmd gcloud compute tpus queued-resources delete "$NAME" "${place[@]}"
 
 babysit() {
     local code state
+    if [[ ! -f $files/startup.sh && -z ${DRY_RUN:-} ]]; then # another checkout has uploaded the job
+        mkdir -p "$files"
+        cmd gcloud storage cp "$JOB/files/startup.sh" "$files/startup.sh" ||
+            die "$JOB/files has no startup.sh: begin with launch/tpu.sh create"
+    fi
     while true; do
         state=$(request_state)
         [[ $state != ACTIVE ]] || state=ACTIVE:$(slice_state)

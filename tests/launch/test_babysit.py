@@ -1,8 +1,10 @@
 """`launch/tpu.sh babysit` in the states of a queued resource."""
 
+import shutil
+
 import pytest
 
-from tests.launch.conftest import Recorded
+from tests.launch.conftest import JOB, Recorded
 
 CREATE, DELETE = "queued-resources create", "queued-resources delete"
 
@@ -60,3 +62,32 @@ def test_a_slice_is_requested_again_with_the_same_command(recorded: Recorded):
     assert recorded.run("launch/tpu.sh", "babysit").returncode == 0
     first, again = (command for command in recorded.commands() if CREATE in command)
     assert first == again
+
+
+def test_a_checkout_that_has_not_uploaded_the_job_fetches_its_startup_script(uploaded: Recorded):
+    shutil.rmtree(uploaded.path / "build")
+    uploaded.answer("request", "FAILED", "ACTIVE exit-code 0", "ABSENT")
+    uploaded.answer("slice", "READY")
+    result = uploaded.run("launch/tpu.sh", "babysit")
+    assert result.returncode == 0, result.stderr
+    assert changes(uploaded) == [DELETE, CREATE, DELETE]
+
+
+def test_without_an_uploaded_job_nothing_is_deleted(recorded: Recorded):
+    recorded.answer("request", "SUSPENDED")
+    result = recorded.run("launch/tpu.sh", "babysit")
+    assert result.returncode == 2
+    assert "begin with launch/tpu.sh create" in result.stderr
+    assert changes(recorded) == []
+
+
+@pytest.mark.parametrize(("state", "message"), [("ACTIVE", r"exists (ACTIVE): use"), ("", "does not say whether")])
+def test_create_leaves_the_job_of_an_existing_slice_alone(uploaded: Recorded, state: str, message: str):
+    job = uploaded.object(JOB)
+    before = {path: path.read_bytes() for path in job.rglob("*") if path.is_file()}
+    uploaded.answer("request", state)
+    result = uploaded.run("launch/tpu.sh", "create", "batch.rows=2")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert changes(uploaded) == []
+    assert {path: path.read_bytes() for path in job.rglob("*") if path.is_file()} == before
