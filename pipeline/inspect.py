@@ -1,8 +1,7 @@
 """Shows what is in a store: `python -m pipeline.inspect store.path=... [inspect.html=page.html]`.
 
 Prints a summary of the store and, from a sample of its rows, the norms of its activations. `inspect.html` also writes
-them, with charts and text, to one self-contained HTML page; `inspect.png` writes only the charts. The store may be
-unfinished or remote.
+them, with charts and text, to one self-contained HTML page. The store may be unfinished or remote.
 
 `inspect.features_html` writes a page about the features of an SAE (`capture.encode`): how often they fire, and for some
 of them, their values and the contexts of their strongest firings.
@@ -29,7 +28,6 @@ from pipeline.inspection.report import inspect
 class Settings:
     path: str = read_store_path()
     html: str | None = setting("inspect.html", "a local file for the page", local_path, default=None)
-    png: str | None = setting("inspect.png", "a local file for the charts", local_path, default=None)
     tokens: int = setting("inspect.tokens", "token slots to sample", whole_number(1), default=16384)
     seed: int = setting("inspect.seed", "seed of the sample", whole_number(0), default=0)
     tokenizer: str | None = setting(
@@ -62,7 +60,7 @@ def inspect_store(settings: Settings) -> int:
         raise ConfigError(f"{given} is only for the page of features. Set inspect.features_html to the file to write.")
     choice = FeatureChoice(settings.sae, settings.features, settings.extremes, settings.contexts)
     features = None if settings.features_html is None else (settings.features_html, choice)
-    inspect(settings.path, settings.html, settings.png, settings.tokens, settings.seed, settings.tokenizer, features)
+    inspect(settings.path, settings.html, settings.tokens, settings.seed, settings.tokenizer, features)
     return EXIT_OK
 
 

@@ -6,8 +6,7 @@ from html import escape
 import numpy as np
 
 from pipeline.data.text.tokenizer import TextTokenizer
-from pipeline.inspection.drawing import svg
-from pipeline.inspection.feature_charts import density_chart, value_histogram
+from pipeline.inspection.charts import density_chart, value_histogram
 from pipeline.inspection.features import MAX_FIRINGS, Context, FeatureView, SAEView
 from pipeline.inspection.page import STYLE, figures, heat, ramp, shown_token
 from pipeline.inspection.summary import Summary
@@ -88,7 +87,7 @@ def _feature(view: FeatureView, tokenizer: TextTokenizer | None) -> str:
     if not view.count:
         return f"{title}<p>This feature is not stored for any token.</p>"
     chart = value_histogram(view)
-    figure = f"<figure><figcaption>{chart.caption}</figcaption>{svg(chart)}</figure>" if chart else ""
+    figure = f"<figure><figcaption>{chart.caption}</figcaption>{chart.svg}</figure>" if chart else ""
     left_out = "" if chart else f" There is no histogram, because it fires more than {MAX_FIRINGS:,} times."
     contexts = "".join(_context(context, view.maximum, tokenizer) for context in view.contexts)
     return (

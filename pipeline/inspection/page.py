@@ -17,7 +17,6 @@ from pipeline.inspection.charts import (
     packing_chart,
     run_charts,
 )
-from pipeline.inspection.drawing import svg
 from pipeline.inspection.sample import ActivationView, StoreSample
 from pipeline.inspection.summary import Summary
 from pipeline.inspection.tables import HEADER, number, table_row
@@ -142,7 +141,7 @@ def _packing(sample: StoreSample) -> str:
     num_rows = min(MAX_PACKED_ROWS, len(sample.rows))
     return (
         f"<h2>Packing</h2><p>{num_rows} of the sampled rows, {sample.text.segments.shape[1]} slots each. Each colour "
-        f"is a window of a document; padding is grey.</p>{svg(chart)}"
+        f"is a window of a document; padding is grey.</p>{chart.svg}"
     )
 
 
@@ -164,5 +163,5 @@ def _run(summary: Summary) -> str:
 
 def figures(charts: Sequence[Chart]) -> str:
     """HTML for several charts with their captions."""
-    figures = (f"<figure><figcaption>{escape(c.caption)}</figcaption>{svg(c)}</figure>" for c in charts)
+    figures = (f"<figure><figcaption>{escape(c.caption)}</figcaption>{c.svg}</figure>" for c in charts)
     return f'<div class="charts">{"".join(figures)}</div>'

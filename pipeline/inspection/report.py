@@ -1,17 +1,14 @@
-"""The report on a store: printed, as an HTML page, and as a PNG."""
+"""The report on a store: printed, and as HTML pages."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.core.file_errors import named_writing_errors
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
-from pipeline.inspection.charts import Chart, document_charts, histograms, norm_charts, run_charts
 from pipeline.inspection.features import SUMMARY_HEADER, FeatureChoice, summary_rows, view_features
-from pipeline.inspection.sample import StoreSample, take_sample
+from pipeline.inspection.sample import take_sample
 from pipeline.inspection.summary import Summary, summarise
 from pipeline.inspection.tables import HEADER, table_row
 from pipeline.store import ActivationStore
@@ -20,15 +17,14 @@ from pipeline.store import ActivationStore
 def inspect(
     store_path: str,
     html: str | None,
-    png: str | None,
     num_tokens: int,
     seed: int,
     tokenizer: str | None,
     features: tuple[str, FeatureChoice] | None = None,
 ) -> None:
     """Prints a store's summary, the norms in a sample of `num_tokens` token slots, and how often features fire. Writes
-    the page to `html`, the charts to `png`, and the page about an SAE's `features` to a file, if given. For
-    `tokenizer`, see `find_tokenizer`. Raises StoreError and ConfigError."""
+    the page to `html`, and the page about an SAE's `features` to a file, if given. For `tokenizer`, see
+    `find_tokenizer`. Raises StoreError and ConfigError."""
     store = ActivationStore.open(store_path)
     summary = summarise(store)
     sample = take_sample(store, num_tokens, seed) if len(summary.blocks) else None
@@ -42,11 +38,6 @@ def inspect(
         from pipeline.inspection import page  # imports matplotlib
 
         _write_page("html", html, page.render(summary, sample, loaded))
-    if png is not None:
-        from pipeline.inspection.drawing import write_png  # imports matplotlib
-
-        with _output_file("png", png) as path:
-            write_png(path, summary.path, _all_charts(summary, sample))
     if features is not None:
         from pipeline.inspection import feature_page  # imports matplotlib
 
@@ -55,21 +46,10 @@ def inspect(
 
 
 def _write_page(setting: str, file: str, page: str) -> None:
-    with _output_file(setting, file) as path:
-        path.write_text(page, encoding="utf-8")
-
-
-@contextmanager
-def _output_file(setting: str, file: str) -> Iterator[Path]:
+    path = Path(file).expanduser()
     with named_writing_errors(f"inspect.{setting}={file}"):
-        yield Path(file).expanduser()
-    print(f"{file}: {Path(file).expanduser().stat().st_size / 1024:.0f} KiB")
-
-
-def _all_charts(summary: Summary, sample: StoreSample | None) -> list[Chart]:
-    charts = [] if sample is None else norm_charts(sample) + histograms(sample)
-    charts += document_charts(summary)
-    return charts + [chart for snapshots in summary.runs.values() for chart in run_charts(snapshots)]
+        path.write_text(page, encoding="utf-8")
+    print(f"{file}: {path.stat().st_size / 1024:.0f} KiB")
 
 
 def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:

@@ -178,7 +178,7 @@ def prepare_inspect(blocks: int, streams: int) -> Measured:
 
     def inspect_quietly() -> None:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-            inspect(URL, html=None, png=None, num_tokens=64 * LENGTH, seed=0, tokenizer=None)
+            inspect(URL, html=None, num_tokens=64 * LENGTH, seed=0, tokenizer=None)
 
     return inspect_quietly
 
