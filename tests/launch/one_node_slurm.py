@@ -15,11 +15,10 @@ from pathlib import Path
 from tests.jobs import ROOT, free_port, wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "sinfo")
-CPUS = 4
 STATES_AT_THE_END = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"}
 
 # The devices stand for two GPUs: Slurm assigns them, and nothing opens them. A requeued job starts only once the
-# credentials of its previous start have expired, hence cred_expire.
+# credentials of its previous start have expired, hence cred_expire. Each process is bound to its CPUs.
 CONFIGURATION = """
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -35,7 +34,8 @@ SlurmdSpoolDir={folder}/spool
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd.pid
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
+TaskPluginParam=cores
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -43,7 +43,7 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,sched_min_interval=0
 GresTypes=gpu
-NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=16000 Gres=gpu:2
+{hardware} NodeAddr=127.0.0.1 Gres=gpu:2
 PartitionName=all Nodes={host} Default=YES State=UP
 """
 DEVICES = ("/dev/null", "/dev/zero")
@@ -107,8 +107,9 @@ def one_node_slurm(folder: Path, **variables: str) -> Iterator[OneNodeSlurm]:
         (folder / name).mkdir()
     host = socket.gethostname().partition(".")[0]
     settings = {
-        **{"host": host, "user": getpass.getuser(), "folder": folder, "cpus": CPUS},
+        **{"host": host, "user": getpass.getuser(), "folder": folder},
         **{"controller_port": free_port(), "node_port": free_port()},
+        "hardware": subprocess.check_output(["slurmd", "-C"], text=True).splitlines()[0],
     }
     (folder / "slurm.conf").write_text(CONFIGURATION.format(**settings))
     (folder / "gres.conf").write_text("".join(f"NodeName={host} Name=gpu File={file}\n" for file in DEVICES))

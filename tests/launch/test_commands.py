@@ -178,7 +178,7 @@ def test_a_jobset_replaces_pods_that_exit_with_42_and_fails_at_2(jobset, code, a
 )
 def test_slurm_requeues_interrupted_and_failed_jobs(recorded: Recorded, code, restarts, requeued):
     recorded.answer("job", code)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_CPUS_PER_TASK": "8"}
     result = recorded.run("launch/slurm.sbatch", "store.path=/shared/store", **slurm)
     expected = (HERE / "expected/slurm.txt").read_text().splitlines()
     assert recorded.commands() == (expected if requeued else expected[:1])

@@ -104,6 +104,24 @@ def test_a_disturbed_job_is_requeued_and_resumes(slurm, overrides, reference, tm
     assert_same_store(store, reference)
 
 
+def test_each_process_gets_the_cpus_per_task(slurm, tmp_path):
+    """srun takes the number from sbatch no longer, and would bind each process to one CPU."""
+    python, tasks = tmp_path / "python", max(1, min(2, os.cpu_count() // 2))
+    python.write_text(f"#!{sys.executable}\nimport os\nprint(len(os.sched_getaffinity(0)))\n")
+    python.chmod(0o755)
+    size = (
+        f"--ntasks-per-node={tasks}",
+        "--cpus-per-task=2",
+        f"--export=ALL,PYTHON={python}",
+        f"--output={tmp_path}/log",
+    )
+    assert slurm.submit("--nodes=1", "--gpus-per-node=2", *size, "launch/slurm.sbatch").wait() == 0
+    assert re.findall(r"^\d+: (\d+)$", (tmp_path / "log").read_text(), re.MULTILINE) == ["2"] * tasks
+    share = slurm.submit("--array=0", *size[1:-1], f"--output={tmp_path}/share", "launch/verify.sbatch")
+    assert SlurmJob(f"{share.number}_0", slurm.environment).wait() == 0
+    assert (tmp_path / "share").read_text() == "2\n"
+
+
 def test_a_wrong_configuration_is_not_requeued(slurm, overrides, tmp_path):
     log = tmp_path / "log"
     job = submit(slurm, log, *overrides, f"store.path={tmp_path / 'store'}", "capture.layers=[99]")
