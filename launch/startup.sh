@@ -53,18 +53,16 @@ conclude() {
     exit "$1"
 }
 
-# TPU VMs run Ubuntu 22.04, whose Python 3.10 is too old.
+# TPU VMs run Ubuntu 22.04, whose Python is too old. For a newer one, the constraints pin another jax and libtpu than
+# those that docs/audit-tpu.json was made with.
 find_python() {
-    local name
-    for name in python3.12 python3.11; do
-        if "$name" -c "import ensurepip, venv" 2>/dev/null; then
-            echo "$name"
-            return
-        fi
-    done
+    if python3.11 -c "import ensurepip, venv" 2>/dev/null; then
+        echo python3.11
+        return
+    fi
     python3 -m pip install --quiet --target uv uv==0.9.5 >&2
-    uv/bin/uv python install --quiet 3.12 >&2
-    uv/bin/uv python find 3.12
+    uv/bin/uv python install --quiet 3.11 >&2
+    uv/bin/uv python find 3.11
 }
 
 install() {

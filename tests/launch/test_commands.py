@@ -1,6 +1,8 @@
 """The commands of the launch scripts, compared with reviewed lists: tests/launch/expected/*.txt."""
 
+import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from pipeline import verify
 from pipeline.cli.settings import parse
@@ -130,6 +133,21 @@ def test_every_upload_has_a_new_id(recorded: Recorded):
         assert recorded.run("launch/tpu.sh", command).returncode == 0
         ids.add(recorded.object(f"{JOB}/run-id").read_text().strip())
     assert len(ids - {""}) == 3
+
+
+def test_the_tpu_launchers_install_the_audited_versions():
+    text = "".join((ROOT / "launch" / name).read_text() for name in ("Dockerfile", "startup.sh"))
+    [version] = set(re.findall(r"(?<![\d.])3\.\d+", text))
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pinned = {pin.name: pin for pin in pins if not pin.marker or pin.marker.evaluate({"python_version": version})}
+    audited = json.loads((ROOT / "docs/audit-tpu.json").read_text())["versions"]
+    assert {name: str(pinned[name].specifier) for name in audited} == {
+        name: f"=={number}" for name, number in audited.items()
+    }
+    assert f"libtpu {audited['libtpu'].rpartition('.')[0]}" in (ROOT / "docs/performance.md").read_text()
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        assert all("-c scripts/constraints.txt" in line for line in page.read_text().splitlines() if ".[tpu]" in line)
 
 
 @pytest.fixture
