@@ -21,12 +21,14 @@ image() {
 
 # Fills the settings into launch/jobset.yaml and applies it.
 create() {
-    local text name OVERRIDES
+    local text name HOSTS OVERRIDES
     # shellcheck disable=SC2034 # used by name below
+    HOSTS=$((${TOPOLOGY//x/*} / CHIPS_PER_HOST))
+    # shellcheck disable=SC2034
     OVERRIDES=$(json_list "store.path=$BUCKET/stores/$NAME" "run.compilation_cache=$BUCKET/compilation-cache" \
         "run.progress=false" "$@")
     text=$(<launch/jobset.yaml)
-    for name in NAME HOSTS ACCELERATOR TOPOLOGY IMAGE OVERRIDES; do text=${text//"@$name@"/"${!name}"}; done
+    for name in NAME HOSTS CHIPS_PER_HOST ACCELERATOR TOPOLOGY IMAGE KUBERNETES_SERVICE_ACCOUNT OVERRIDES; do text=${text//"@$name@"/"${!name}"}; done
     mkdir -p "$BUILD"
     printf '%s\n' "$text" >"$BUILD/$NAME.yaml"
     cmd kubectl apply --filename "$BUILD/$NAME.yaml"
@@ -56,7 +58,12 @@ logs() {
 delete() { cmd kubectl delete jobset "$NAME"; }
 
 begin "$@"
-: "${NAME:?}" "${BUCKET:?}" "${IMAGE:?}" "${ACCELERATOR:?}" "${TOPOLOGY:?}" "${HOSTS:?}"
+: "${NAME:?}" "${BUCKET:?}" "${IMAGE:?}" "${ACCELERATOR:?}" "${TOPOLOGY:?}" "${CHIPS_PER_HOST:?}"
+KUBERNETES_SERVICE_ACCOUNT=${KUBERNETES_SERVICE_ACCOUNT:-default}
+[[ $TOPOLOGY =~ ^[1-9][0-9]*(x[1-9][0-9]*){1,2}$ ]] || die "TOPOLOGY is $TOPOLOGY: expected e.g. 4x4, or 2x2x4"
+if [[ ! $CHIPS_PER_HOST =~ ^[1-9]$ ]] || ((${TOPOLOGY//x/*} % CHIPS_PER_HOST)); then
+    die "CHIPS_PER_HOST is $CHIPS_PER_HOST: expected the node pool's number, which divides the chips of TOPOLOGY"
+fi
 case $command in
     image | create | status | logs | delete) "$command" ${arguments[@]+"${arguments[@]}"} ;;
     *) refuse "there is no command $command" ;;

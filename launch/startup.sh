@@ -15,7 +15,6 @@ WORK=${WORK:-/var/lib/extract}
 HUGEPAGES=${HUGEPAGES:-/sys/kernel/mm/transparent_hugepage/enabled}
 export HOME=${HOME:-/root}
 export HF_HOME=$WORK/huggingface
-export TPU_PREMAPPED_BUFFER_SIZE=${TPU_PREMAPPED_BUFFER_SIZE:-17179869184} # bytes of pinned host memory, for transfers
 
 mkdir -p "$WORK"
 cd "$WORK"

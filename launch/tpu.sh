@@ -37,6 +37,11 @@ settings() {
         on-demand) capacity= ;;
         *) die "CAPACITY is $CAPACITY: expected spot, reserved or on-demand" ;;
     esac
+    case ${INTERNAL_IPS:-no} in
+        yes) internal=--internal-ips SSH=${SSH:---tunnel-through-iap} ;;
+        no) internal= ;;
+        *) die "INTERNAL_IPS is $INTERNAL_IPS: expected yes or no" ;;
+    esac
 }
 
 upload() {
@@ -92,8 +97,8 @@ logs() {
     esac
 }
 
-on_workers() {
-    cmd gcloud compute tpus tpu-vm ssh "$NAME" "${place[@]}" --worker="$1" --command="$2"
+on_workers() { # `tpu-vm ssh` has no --tunnel-through-iap
+    cmd gcloud compute tpus queued-resources ssh "$NAME" "${place[@]}" ${SSH:+"$SSH"} --worker="$1" --command="$2"
 }
 
 request() {
@@ -101,6 +106,7 @@ request() {
         --accelerator-type="$type" --runtime-version="$runtime" ${capacity:+"$capacity"} \
         ${VALID_UNTIL:+--valid-until-duration="$VALID_UNTIL"} \
         ${SERVICE_ACCOUNT:+--service-account="$SERVICE_ACCOUNT"} \
+        ${NETWORK:+--network="$NETWORK"} ${SUBNETWORK:+--subnetwork="$SUBNETWORK"} ${internal:+"$internal"} \
         --scopes=https://www.googleapis.com/auth/cloud-platform \
         --metadata-from-file=startup-script="$files/startup.sh"
 }
@@ -157,7 +163,7 @@ babysit() {
             [0-9]*/ABSENT) exit "$code" ;;
             [0-9]*) delete ;;
             /ABSENT) request ;;
-            /FAILED | /SUSPENDED | /ACTIVE:PREEMPTED | /ACTIVE:TERMINATED) delete && request ;;
+            /FAILED | /SUSPENDED | /ACTIVE:PREEMPTED | /ACTIVE:TERMINATED | /ACTIVE:ABSENT) delete && request ;;
         esac || echo "that failed and will be tried again" >&2
         [[ -z ${DRY_RUN:-} ]] || break
         sleep "${POLL_S:-60}"

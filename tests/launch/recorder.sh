@@ -29,9 +29,10 @@ case "$name $*" in
     "gcloud storage cat "*) cat "${arguments[2]}" ;;
     "gcloud storage rm "*) rm "${arguments[2]}" ;;
     "gcloud secrets versions access "*) echo "hf_secret" ;;
-    "gcloud compute tpus queued-resources describe "*)
-        answer=ABSENT
-        [[ ! -e $RECORD/request ]] || next request
+    "gcloud compute tpus "*" describe "*)
+        what=request answer=ABSENT
+        [[ $3 != tpu-vm ]] || what=slice
+        [[ ! -e $RECORD/$what ]] || next $what
         case $answer in
             ABSENT) echo "ERROR: NOT_FOUND: Resource was not found" >&2 && exit 1 ;;
             "") echo "ERROR: no route to host" >&2 && exit 1 ;;
@@ -43,10 +44,6 @@ case "$name $*" in
                 ;;
             *) echo "$answer" ;;
         esac
-        ;;
-    "gcloud compute tpus tpu-vm describe "*)
-        next slice
-        echo "$answer"
         ;;
     "python -m pip wheel "*) touch "${arguments[-2]}/activation_pipeline-0.1.0-py3-none-any.whl" ;;
     "python -m pip install "*)

@@ -36,12 +36,15 @@ def test_a_lost_slice_is_requested_again_until_the_job_has_finished(uploaded: Re
         ("", []),  # cannot be asked
         ("ACTIVE", asked_again),  # PREEMPTED
         ("ACTIVE", []),  # READY
+        ("ACTIVE", asked_again),  # ABSENT
+        ("ACTIVE", []),  # cannot be asked
+        ("ACTIVE", []),  # READY
         ("ACTIVE exit-code 0", [DELETE]),
         ("DELETING", [DELETE]),
         ("ABSENT", []),
     ]
     uploaded.answer("request", *(state for state, _ in story))
-    uploaded.answer("slice", "READY", "PREEMPTED", "READY", "READY")
+    uploaded.answer("slice", "READY", "PREEMPTED", "READY", "ABSENT", "", "READY", "READY")
     result = uploaded.run("launch/tpu.sh", "babysit")
     assert result.returncode == 0, result.stderr
     assert changes(uploaded) == [change for _, changes in story for change in changes]

@@ -103,9 +103,45 @@ def test_a_request_names_the_kind_of_tpu_and_of_capacity(
     assert f"--accelerator-type={accelerator_type} --runtime-version={runtime_version} {flag}--valid" in result.stderr
 
 
-@pytest.mark.parametrize("wrong", [{"TPU": "v3-8"}, {"CAPACITY": "cheap"}, {"BUCKET": "my-bucket"}, {"NAME": "My_Job"}])
+@pytest.mark.parametrize(
+    ("changes", "network", "ssh"),
+    [
+        ({}, "", ""),
+        ({"NETWORK": "net", "SUBNETWORK": "sub"}, "--network=net --subnetwork=sub ", ""),
+        ({"INTERNAL_IPS": "yes"}, "--internal-ips ", "--tunnel-through-iap "),
+        (
+            {"SUBNETWORK": "sub", "INTERNAL_IPS": "yes", "SSH": "--internal-ip"},
+            "--subnetwork=sub --internal-ips ",
+            "--internal-ip ",
+        ),
+    ],
+)
+def test_a_request_names_the_network_and_ssh_reaches_its_addresses(recorded, tmp_path, changes, network, ssh):
+    place = "--project=my-project --zone=us-west4-a "
+    create, logs = (
+        recorded.run("launch/tpu.sh", "--dry-run", command, TPU_ENV=settings(tmp_path, **changes)).stderr
+        for command in ("create", "logs")
+    )
+    assert f"--valid-until-duration=12h {network}--scopes=" in create
+    assert f"queued-resources ssh qwen-fineweb {place}{ssh}--worker=0" in logs
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(
+            {"TPU": "v3-8"},
+            {"CAPACITY": "cheap"},
+            {"BUCKET": "my-bucket"},
+            {"NAME": "My_Job"},
+            {"INTERNAL_IPS": "true"},
+        ),
+        *({"TOPOLOGY": "8by8"}, {"TOPOLOGY": "64"}, {"CHIPS_PER_HOST": "5"}, {"CHIPS_PER_HOST": "four"}),
+    ],
+)
 def test_wrong_settings_are_refused(recorded, tmp_path, wrong):
-    result = recorded.run("launch/tpu.sh", "create", TPU_ENV=settings(tmp_path, **wrong))
+    script = "launch/gke.sh" if wrong.keys() & {"TOPOLOGY", "CHIPS_PER_HOST"} else "launch/tpu.sh"
+    result = recorded.run(script, "create", TPU_ENV=settings(tmp_path, **wrong))
     assert result.returncode == 2
     assert "expected" in result.stderr
     assert recorded.commands() == []
@@ -150,11 +186,11 @@ def test_the_tpu_launchers_install_the_audited_versions():
         assert all("-c scripts/constraints.txt" in line for line in page.read_text().splitlines() if ".[tpu]" in line)
 
 
-@pytest.fixture
-def jobset(recorded: Recorded) -> dict:
+def jobset(recorded: Recorded, **environment: str) -> dict:
     """The JobSet that `gke.sh create` passes to kubectl."""
     overrides = ["data.text='{{ title }}: {{ text }}'", r'data.path="/my \"texts\" & more"']
-    assert recorded.run("launch/gke.sh", "create", *overrides).returncode == 0
+    result = recorded.run("launch/gke.sh", "create", *overrides, **environment)
+    assert result.returncode == 0, result.stderr
     made = yaml.safe_load((recorded.path / "build/qwen-fineweb.yaml").read_text())
     assert pod(made)["containers"][0]["args"][-2:] == overrides
     return made
@@ -168,24 +204,42 @@ def pod(jobset: dict) -> dict:
     return job(jobset)["template"]["spec"]
 
 
-def test_a_jobset_requests_the_slice_in_the_settings(jobset):
-    assert "@" not in str(jobset)
-    assert (job(jobset)["completions"], job(jobset)["parallelism"]) == (16, 16)
-    assert pod(jobset)["nodeSelector"] == {
+@pytest.mark.parametrize(
+    ("topology", "chips", "hosts"), [("8x8", 4, 16), ("2x4", 8, 1), ("1x1", 1, 1), ("4x4x8", 4, 32), ("2x2", 4, 1)]
+)
+def test_a_jobset_requests_the_slice_in_the_settings(recorded, tmp_path, topology, chips, hosts):
+    made = jobset(
+        recorded,
+        TPU_ENV=settings(tmp_path, TOPOLOGY=topology, CHIPS_PER_HOST=chips, KUBERNETES_SERVICE_ACCOUNT="writer"),
+    )
+    assert "@" not in str(made)
+    assert (job(made)["completions"], job(made)["parallelism"]) == (hosts, hosts)
+    assert pod(made)["nodeSelector"] == {
         "cloud.google.com/gke-tpu-accelerator": "tpu-v5-lite-podslice",
-        "cloud.google.com/gke-tpu-topology": "8x8",
+        "cloud.google.com/gke-tpu-topology": topology,
     }
+    assert pod(made)["serviceAccountName"] == "writer"
+    [container] = pod(made)["containers"]
+    assert container["resources"] == {"limits": {"google.com/tpu": chips}}
+
+
+def test_a_jobset_needs_no_privileges(recorded):
+    made = jobset(recorded)
+    assert pod(made)["serviceAccountName"] == "default"
+    assert not {"initContainers", "hostNetwork", "securityContext"} & pod(made).keys()
+    assert "securityContext" not in pod(made)["containers"][0]
 
 
 @pytest.mark.parametrize(("code", "action"), [(2, "FailJob"), (42, "Ignore"), (1, None), (137, None)])
-def test_a_jobset_replaces_pods_that_exit_with_42_and_fails_at_2(jobset, code, action):
+def test_a_jobset_replaces_pods_that_exit_with_42_and_fails_at_2(recorded, code, action):
     """None: the failure counts against a back-off limit of 0, so the job fails and the JobSet restarts it."""
-    rules = [rule for rule in job(jobset)["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
+    made = jobset(recorded)
+    rules = [rule for rule in job(made)["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
     actions = [rule["action"] for rule in rules if code in rule["onExitCodes"]["values"]]
     assert actions == ([action] if action else [])
     assert all(rule["onExitCodes"]["operator"] == "In" for rule in rules)
-    assert job(jobset)["backoffLimit"] == 0
-    assert jobset["spec"]["failurePolicy"]["rules"] == [
+    assert job(made)["backoffLimit"] == 0
+    assert made["spec"]["failurePolicy"]["rules"] == [
         {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     ]
 
