@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 
-GRACE_S = 25  # for the others after a failure; longer than their heartbeats take to notice
+GRACE_S = 25  # for the others after a failure, which they notice at their next collective
 
 
 def main() -> int:

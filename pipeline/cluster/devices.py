@@ -14,15 +14,21 @@ from pipeline.core.cores import num_cores
 from pipeline.core.errors import ConfigError
 
 _FEW_CORES = 2  # up to this number, a second step in flight did not help when measured
+_COORDINATOR_PORT = 8476  # JAX's, until 0.8.1; firewalls that come with a TPU slice open it, but not JAX's 8482
+_MAX_TRANSFER_BUFFER = 16 << 30  # of a TPU host, pinned; 4 GiB by default, which several large steps would fill
 
 
 def skip_absent_tpu() -> bool:
     """Makes JAX use the CPU on a machine with libtpu, which plans need, but without a TPU. Otherwise libtpu would log
-    errors. Returns whether it changed JAX's configuration.
+    errors. Returns whether it changed JAX's configuration. With a TPU, sets its variables that the user has not set.
 
     Does nothing if JAX has another plugin, such as CUDA's. `jax_platforms` is set if JAX has detected a TPU or
     JAX_PLATFORMS is set.
     """
+    if "tpu" in (jax.config.jax_platforms or ""):
+        os.environ.setdefault("JAX_COORDINATOR_PORT", str(_COORDINATOR_PORT))
+        pages = min(_MAX_TRANSFER_BUFFER, _host_memory() // 8) >> 12
+        os.environ.setdefault("TPU_PREMAPPED_BUFFER_SIZE", str(pages << 12))
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not plugins:
         jax.config.update("jax_platforms", "cpu")
@@ -31,8 +37,9 @@ def skip_absent_tpu() -> bool:
 
 
 def open_devices() -> None:
-    """Opens JAX's CPU devices now where it would look for an absent TPU (`skip_absent_tpu`); otherwise does nothing.
-    JAX's configuration does not change."""
+    """Opens JAX's CPU devices now where it would look for an absent TPU (`skip_absent_tpu`), without a change of JAX's
+    configuration."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # of 75% of a GPU, which torch may need here
     if skip_absent_tpu():
         jax.devices()
         jax.config.update("jax_platforms", None)

@@ -321,10 +321,10 @@ class DistributedConfig:
     """The processes of one worker. A TPU pod, GKE, Slurm and MPI provide the first three values."""
 
     coordinator: str | None = key(None, "host:port of process 0")
-    num_processes: int | None = key(None, "number of processes")
+    num_processes: int | None = key(None, "number of processes; 1 alone: join no others, e.g. of a Slurm step")
     process_id: int | None = key(None, "number of this process, from 0")
     join_timeout_s: int = key(300, "how long the first process waits for the others")
-    heartbeat_timeout_s: int = key(20, "how long a process may be silent before the others exit")
+    heartbeat_timeout_s: int = key(100, "how long a process may be silent before the others exit")
 
 
 @dataclass(frozen=True)

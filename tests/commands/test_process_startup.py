@@ -1,6 +1,7 @@
 """Signals before a job installs its handlers, and closed standard streams, in separate processes."""
 
 import json
+import os
 import random
 import shlex
 import signal
@@ -12,13 +13,15 @@ from collections.abc import Callable
 from itertools import cycle
 
 import jax
+import psutil
 import pytest
 
 from pipeline.cluster import devices, joining
 from pipeline.config.schema import DistributedConfig, RunOptions
 from pipeline.core.errors import ConfigError, PipelineError
+from pipeline.library.extractor import Extractor
 from tests.forking import Forked
-from tests.jobs import ROOT, command, committed, free_port, has_loaded, run, wait_until, write_text
+from tests.jobs import ROOT, command, committed, free_port, has_loaded, run, run_program, wait_until, write_text
 
 COMMANDS = ["run", "plan", "verify", "finalize", "merge", "inspect", "export", "delete"]
 # The process sends itself a signal before its first import outside this package and the standard library.
@@ -144,6 +147,70 @@ def test_a_signal_is_handled_while_other_processes_are_awaited(overrides, tmp_pa
     assert_interrupted(result, signal.SIGTERM)
 
 
+# As `srun --pty bash` in an allocation of two tasks, and Open MPI's and MPICH's mpirun -n 2, set them.
+SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
+SRUN = SALLOC | {"SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1276903424.0;tcp://127.0.0.1:59335"}
+MPICH = {"PMI_SIZE": "2", "PMI_RANK": "0"}
+JOIN = """
+import logging, sys
+from pipeline.cluster import joining, processes
+from pipeline.config.schema import DistributedConfig
+from pipeline.core.errors import ConfigError
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+try:
+    joining.initialise(DistributedConfig(num_processes=int(sys.argv[1]) or None, join_timeout_s=1))
+except ConfigError as error:
+    sys.exit(f"ConfigError: {error}")
+print(processes.count())
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "messages"),
+    [
+        (
+            SRUN,
+            [
+                "This is process 0 of a Slurm step of 2 processes (SLURM_NTASKS)",
+                "Joining",
+                "did not all join within 1 s",
+            ],
+        ),
+        (
+            OPEN_MPI_4,
+            ["did not all join within 1 s", "This is process 1 of an MPI job of 2 processes (OMPI_COMM_WORLD_SIZE)"],
+        ),
+        (
+            OPEN_MPI,
+            ["ConfigError: JAX does not detect", "process 1 of an MPI job of 2 processes (OMPI_COMM_WORLD_SIZE)"],
+        ),
+        (MPICH, ["ConfigError: JAX does not detect", "process 0 of an MPI job of 2 processes (PMI_SIZE)"]),
+        (SALLOC, []),
+        (SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, []),  # in the script of sbatch
+        ({"PMI_SIZE": "1", "PMI_RANK": "0"}, []),
+    ],
+)
+def test_a_process_of_a_step_says_so_and_can_run_alone(variables, messages):
+    """In an interactive shell it has no others, for which JAX would wait silently, or which it would not notice."""
+    result, alone = (run_program(JOIN, number, env=os.environ | variables, timeout_s=60) for number in ("0", "1"))
+    assert (alone.returncode, alone.stdout) == (0, "1\n"), alone.stderr
+    assert (result.returncode, result.stdout) == ((1, "") if messages else (0, "1\n")), result.stderr
+    for message in [
+        *messages,
+        *(["To run it without the others, set distributed.num_processes=1."] if messages else []),
+    ]:
+        assert message in result.stderr
+
+
+def test_an_extractor_in_a_step_does_not_wait(monkeypatch):
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    Extractor("${assets:tiny-qwen2}", layers=[1], progress=False)
+    assert not jax.distributed.is_initialized()
+
+
 def test_processes_that_do_not_all_join_are_reported(overrides, tmp_path):
     """JAX would abort the process with a stack trace of C++."""
     place = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
@@ -168,6 +235,35 @@ def test_processes_that_have_not_joined_are_reported(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)  # as on a slice whose cluster JAX does not detect
     with pytest.raises(ConfigError, match=r"belong to 2 processes, which have not joined. Set distributed.coordinator"):
         devices.topology(RunOptions())
+
+
+TPU_VARIABLES = """
+import os, sys, jax
+from pipeline.cluster import devices
+jax.config.update("jax_platforms", sys.argv[1])  # as JAX does on a TPU host
+devices.skip_absent_tpu()
+print(os.environ.get("JAX_COORDINATOR_PORT"), os.environ.get("TPU_PREMAPPED_BUFFER_SIZE"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("platforms", "variables", "expected"),
+    [
+        ("tpu,cpu", {}, ("8476", None)),
+        ("tpu", {"TPU_PREMAPPED_BUFFER_SIZE": "4096"}, ("8476", "4096")),
+        ("tpu", {"JAX_COORDINATOR_PORT": "9000"}, ("9000", None)),
+        ("cpu", {}, ("None", "None")),
+    ],
+)
+def test_a_tpu_host_gets_its_port_and_a_large_transfer_buffer(platforms, variables, expected):
+    """expected: the coordinator's port and the buffer's bytes; None: at most 16 GiB, or 1/8 of the memory."""
+    port, size = run_program(TPU_VARIABLES, platforms, env=os.environ | variables).stdout.split()
+    assert port == expected[0]
+    if expected[1] is None:
+        assert int(size) % 4096 == 0
+        assert 1 << 28 < int(size) <= min(16 << 30, psutil.virtual_memory().total / 8)
+    else:
+        assert size == expected[1]
 
 
 @pytest.mark.slow
