@@ -10,6 +10,7 @@ from functools import cache
 
 import jax
 
+from pipeline.cluster import processes
 from pipeline.cluster.startup import signals_handled_while_waiting
 from pipeline.config.schema import DistributedConfig
 from pipeline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, PipelineError
@@ -19,27 +20,55 @@ log = logging.getLogger("pipeline")
 _SHUTDOWN_TIMEOUT_S = 8  # how long a finished process waits for the others
 _EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must be shorter
 _NOT_A_CLUSTER = "coordinator_address should be defined"  # in JAX's message if it detects no cluster
+# The variables with the number of processes, and of this one, in JAX's order; it ignores the last.
+_LAUNCHERS = (
+    ("an MPI job", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("a Slurm step", "SLURM_NTASKS", "SLURM_PROCID"),
+    ("an MPI job", "PMI_SIZE", "PMI_RANK"),
+)
+
+
+def _step() -> str:
+    """Describes the Slurm step or MPI job of several processes that this one belongs to. Empty if a launcher started it
+    alone, or in the shell of salloc or sbatch, which is in no step."""
+    for kind, size, process in _LAUNCHERS:
+        is_set = size != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in os.environ
+        if is_set and os.environ.get(size, "1") != "1":
+            return (
+                f"This is process {os.environ.get(process)} of {kind} of {os.environ[size]} processes ({size}). To run "
+                f"it without the others, set distributed.num_processes=1."
+            )
+    return ""
 
 
 @cache  # a sweep runs several jobs in one process, but JAX can only join before its first computation
 def initialise(options: DistributedConfig) -> None:
     """Joins the processes of a TPU pod, GKE, Slurm or MPI job, or those described by `options`; once per process.
 
-    Without either, the job has one process. Raises ConfigError for options that contradict each other, and
-    PipelineError if the other processes do not join in time.
+    Without either, or with num_processes=1 alone, the job has one process. Raises ConfigError for options that
+    contradict each other, and PipelineError if the other processes do not join in time.
     """
-    if jax.distributed.is_initialized():
-        return
     settings = (options.coordinator, options.num_processes, options.process_id)
+    if jax.distributed.is_initialized() or settings == (None, 1, None):
+        return
     if any(value is not None for value in settings) and None in settings:
         raise ConfigError(
-            f"distributed.coordinator, num_processes and process_id are {settings}: expected all three, or none on a "
-            f"cluster that JAX detects. Set all or none."
+            f"distributed.coordinator, num_processes and process_id are {settings}: expected all three, none on a "
+            f"cluster that JAX detects, or num_processes=1 to run alone. Set all, none, or that."
         )
     if options.process_id == 0:
         _require_free_port(options.coordinator)
+    step = _step() if options.coordinator is None else ""
+    if step.startswith("This is process 0 "):
+        log.info("%s Joining the others, within %d s", step, options.join_timeout_s)
+    failure = (
+        f"the {options.num_processes or 'other'} processes did not all join within {options.join_timeout_s} s "
+        f"(distributed.join_timeout_s). Check that all were started and can reach "
+        f"{options.coordinator or 'process 0'}, and run the same command again. {step}"
+    ).rstrip()
     joined = threading.Event()
-    threading.Thread(target=_give_up_joining, args=(options, joined), name="join", daemon=True).start()
+    arguments = (options.join_timeout_s, failure, joined)
+    threading.Thread(target=_give_up_joining, args=arguments, name="join", daemon=True).start()
     try:
         with signals_handled_while_waiting():
             jax.distributed.initialize(
@@ -49,17 +78,18 @@ def initialise(options: DistributedConfig) -> None:
                 shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
             )
     except ValueError as error:
-        if options.coordinator is None and _NOT_A_CLUSTER in str(error):
-            return
-        raise ConfigError(f"distributed.* is invalid: {str(error).rstrip('.')}. Correct these settings.") from error
+        if options.coordinator is not None or _NOT_A_CLUSTER not in str(error):
+            raise ConfigError(f"distributed.* is invalid: {str(error).rstrip('.')}. Correct these settings.") from error
+        if step:
+            raise ConfigError(
+                f"JAX does not detect this job of several processes. Set distributed.coordinator, num_processes and "
+                f"process_id for each. {step}"
+            ) from error
     except RuntimeError as error:
-        raise PipelineError(
-            f"the {options.num_processes or ''} processes did not all join within {options.join_timeout_s} s: "
-            f"{error}. Check that all were started and can reach {options.coordinator or 'the coordinator'}."
-        ) from error
+        raise PipelineError(f"{failure} JAX reports: {error}") from error
     finally:
         joined.set()
-    if jax.process_count() > 1:
+    if processes.count() > 1:
         _name_process_in_logs()
 
 
@@ -75,15 +105,11 @@ def _require_free_port(coordinator: str) -> None:
             ) from error
 
 
-def _give_up_joining(options: DistributedConfig, joined: threading.Event) -> None:
+def _give_up_joining(timeout_s: float, failure: str, joined: threading.Event) -> None:
     """Ends the process with a message before JAX aborts it with a C++ stack trace."""
-    if joined.wait(options.join_timeout_s):
+    if joined.wait(timeout_s):
         return
-    log.error(
-        "PipelineError: the %s processes did not all join within %d s (distributed.join_timeout_s). Check that "
-        "all were started and can reach %s, and run the same command again.",
-        *(options.num_processes or "job's", options.join_timeout_s, options.coordinator or "the coordinator"),
-    )
+    log.error("PipelineError: %s", failure)
     logging.shutdown()
     os._exit(EXIT_FAILED)
 
@@ -104,7 +130,7 @@ def leave(code: int) -> None:
     The others notice, because the connection closes or the heartbeat stops. Returns if this is the only process, or if
     `code` is not a failure.
     """
-    if code in (EXIT_OK, EXIT_INTERRUPTED) or not jax.distributed.is_initialized() or jax.process_count() == 1:
+    if code in (EXIT_OK, EXIT_INTERRUPTED) or processes.count() == 1:
         return
     logging.shutdown()
     sys.stdout.flush()
