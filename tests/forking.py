@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAUNCHER = "launch/local.py"
 # Prefixes of variables that are read when they are needed, or that imports set. All others are read during imports.
 READ_LATE = (
-    *("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONUNBUFFERED", "PYTEST_", "HYDRA_FULL_ERROR"),
+    *("XLA_", "JAX_NUM_CPU_DEVICES", "PYTHONUNBUFFERED", "PYTEST_", "HYDRA_FULL_ERROR"),
     *("TENSORSTORE_", "AWS_", "TF_CPP_", "TPU_", "SLURM_", "OMPI_", "PMI_", "JAX_COORDINATOR_PORT"),
     "TORCHINDUCTOR_",  # torch sets it, and jobs do not use torch
 )
