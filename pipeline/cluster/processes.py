@@ -75,12 +75,11 @@ def largest_of_all(*values: int) -> tuple[int, ...]:
 
 
 def total_of_all(value: int) -> int:
-    """The sum of a value, below 2^55, over all processes. Waits for all of them."""
+    """The sum of a value over all processes. Waits for all of them."""
     if count() == 1:
         return value
-    parts = multihost_utils.process_allgather(np.array(divmod(value, 1 << 24), np.int32))  # JAX has no int64 here
-    high, low = np.asarray(parts, np.int64).sum(axis=0)
-    return int(high << 24) + int(low)
+    values = multihost_utils.process_allgather(np.array([value]).view(np.uint8))  # JAX has no int64 here
+    return int(np.asarray(values).view(np.int64).sum())
 
 
 def any_process(value: bool) -> bool:

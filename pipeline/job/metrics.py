@@ -42,13 +42,8 @@ class Stage(Enum):
     WRITER_STORE = "writer", "store"
     WRITER_METRICS = "writer", "metrics"
 
-    @property
-    def thread(self) -> str:
-        return self.value[0]
-
-    @property
-    def label(self) -> str:
-        return self.value[1]
+    def __init__(self, thread: str, label: str) -> None:
+        self.thread, self.label = thread, label
 
 
 BINDING = {
