@@ -61,6 +61,7 @@ def initialise(options: DistributedConfig) -> None:
     step = _step() if options.coordinator is None else ""
     if step.startswith("This is process 0 "):
         log.info("%s Joining the others, within %d s", step, options.join_timeout_s)
+        logging.getLogger("jax._src.distributed").setLevel(logging.INFO)  # says at which address
     failure = (
         f"the {options.num_processes or 'other'} processes did not all join within {options.join_timeout_s} s "
         f"(distributed.join_timeout_s). Check that all were started and can reach "

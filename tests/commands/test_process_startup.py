@@ -174,7 +174,7 @@ print(processes.count())
             SRUN,
             [
                 "This is process 0 of a Slurm step of 2 processes (SLURM_NTASKS)",
-                "Joining",
+                "Connecting to JAX distributed service on localhost:61447",
                 "did not all join within 1 s",
             ],
         ),
