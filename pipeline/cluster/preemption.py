@@ -23,22 +23,19 @@ class StopRequest:
     """A request to stop, by SIGTERM or SIGINT to any process of the worker. All processes stop before the same step.
 
     A second SIGINT raises KeyboardInterrupt as usual.
+
+    noticed: whether this process should stop. With several processes, true only after they have agreed on the step.
     """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self.noticed = False
         self._shared = processes.count() > 1
         self.signal_name = "SIGTERM"
-
-    @property
-    def noticed(self) -> bool:
-        """Whether this process should stop. With several processes, true only after they have agreed on the step."""
-        return self._event.is_set()
 
     def before_step(self) -> bool:
         """Whether to stop before the next step. Every process calls this exactly once per step."""
         if self._shared and not self.noticed and multihost_utils.reached_preemption_sync_point(next(_steps)):
-            self._event.set()
+            self.noticed = True
         return self.noticed
 
     def check(self) -> None:
@@ -54,7 +51,7 @@ class StopRequest:
             os.kill(os.getpid(), signal.SIGTERM)  # JAX's own handler notifies the other processes
         else:
             self.signal_name = name
-            self._event.set()
+            self.noticed = True
 
 
 @contextmanager
