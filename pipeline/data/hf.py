@@ -5,8 +5,7 @@ import hashlib
 import json
 import os
 import posixpath
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,8 +34,8 @@ class HfSource:
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
-    def __init__(self, config: HfData, stored: Mapping[str, object] | None = None) -> None:
-        """Finds the dataset's files. stored: as in `open_source`.
+    def __init__(self, config: HfData) -> None:
+        """Finds the dataset's files.
 
         Raises ConfigError for an invalid template or name, and InputError if there are no files.
         """
@@ -56,7 +55,7 @@ class HfSource:
             raise ConfigError("data.data_files has both local files and URLs, expected one kind. Move or copy some.")
         base = posixpath.commonpath([posixpath.dirname(file) for file in files])
         self._files = tuple(posixpath.relpath(file, base) for file in files)
-        self._files_sha256 = _files_sha256(files, self._files, (stored or {}).get("files_sha256"))
+        self._files_sha256 = _files_sha256(files, self._files)
         count = self._dataset.num_shards
         numbered = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
         self.shards = self._files if len(files) == count else numbered
@@ -169,16 +168,12 @@ def _require_objects(path: str) -> None:
         raise InputError(f"{path} begins with null, expected an object for each row. Repair or replace the file.")
 
 
-def _files_sha256(files: Sequence[str], names: Sequence[str], stored: object) -> str:
-    """The digest of the files' names and sizes in bytes. `stored` is returned instead if it is the digest of earlier
-    versions, in which the commit stood for the size of files on the Hub."""
-    sizes, commits = [], []
+def _files_sha256(files: Sequence[str], names: Sequence[str]) -> str:
+    """The digest of the files' names and sizes in bytes."""
+    sizes = []
     for file, name in zip(files, names, strict=True):
         with input_errors(file):
             filesystem, path = fsspec.core.url_to_fs(file)
             info = repeated(path, partial(filesystem.info, path))
             sizes.append(f"{name} {info['size']}")
-        commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", file)
-        commits.append(f"{name} {commit[1]}" if commit else sizes[-1])
-    by_size, by_commit = (hashlib.sha256("\n".join(lines).encode()).hexdigest() for lines in (sizes, commits))
-    return by_commit if by_commit == stored else by_size
+    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()

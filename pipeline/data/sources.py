@@ -4,7 +4,7 @@ Sources are imported when needed: importing `datasets`, and pandas with it, woul
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 
 from pipeline.config.choices import Template
@@ -23,15 +23,13 @@ from pipeline.data.text.tokenizer import TextTokenizer
 def open_source(
     config: DataConfig,
     tokenizer: TextTokenizer,
-    stored: Mapping[str, object] | None = None,
     manifest_of: Callable[[ParquetData], Manifest] = make_manifest,
 ) -> Source:
     """Opens a source: lists its shards, and checks what can be checked without reading all of them. For `data=generate`
     it is the source of the prompts.
 
-    tokenizer: renders chat templates. stored: the data's identity in the store, if there is one; earlier versions
-    identified data on the Hub by its commit. manifest_of: lists parquet files; in a job, only one process does.
-    Raises InputError or ConfigError.
+    tokenizer: renders chat templates. manifest_of: lists parquet files; in a job, only one process does. Raises
+    InputError or ConfigError.
     """
     match config:
         case ParquetData(source="parquet"):
@@ -39,14 +37,13 @@ def open_source(
         case ArcData(source="arc"):
             from pipeline.data.arc.source import ArcSource
 
-            return ArcSource(config, tokenizer, stored)
+            return ArcSource(config, tokenizer)
         case HfData(source="hf"):
             from pipeline.data.hf import HfSource
 
-            return HfSource(config, stored)
+            return HfSource(config)
         case GenerateData(source="generate"):
-            prompts = stored and stored.get("prompts")
-            return _open_prompts(config, tokenizer, prompts if isinstance(prompts, dict) else None, manifest_of)
+            return _open_prompts(config, tokenizer, manifest_of)
     raise ConfigError(
         f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data with data=fineweb, "
         "fineweb_edu, arc, ai2_arc, hf or generate, and do not set data.source."
@@ -84,10 +81,7 @@ def hub_repository(config: DataConfig) -> str | None:
 
 
 def _open_prompts(
-    config: GenerateData,
-    tokenizer: TextTokenizer,
-    stored: Mapping[str, object] | None,
-    manifest_of: Callable[[ParquetData], Manifest],
+    config: GenerateData, tokenizer: TextTokenizer, manifest_of: Callable[[ParquetData], Manifest]
 ) -> Source:
     prompts = config.prompts
     if isinstance(prompts, GenerateData):
@@ -108,5 +102,5 @@ def _open_prompts(
             )
         if prompts.template is Template.chat and config.template is Template.chat:
             raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
-    source = open_source(prompts, tokenizer, stored, manifest_of)
+    source = open_source(prompts, tokenizer, manifest_of)
     return ChatSource(source, tokenizer, config.on_error) if config.template is Template.chat else source

@@ -96,8 +96,6 @@ def open_store(job: Job) -> StoreWriter:
         raise StoreError(
             f"the store {path} was created while this job was being planned. Run the same command again."
         ) from error
-    if job.config.capture.encode_index and job.encoders and not store.metadata.indexed_features:
-        log.warning("%s was created without an index by feature, so this run writes none (capture.encode_index)", path)
     if not (store.complete and are_own_streams_done(job, store)):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:

@@ -83,7 +83,7 @@ class Job:
         work = (self.stream_work(stream, NO_BLOCKS) for stream in self.plan.streams.local)
         return [item for item in work if item is not None]
 
-    def stream_work(self, stream: int, blocks: StreamBlocks, target: Target | None = None) -> StreamWork | None:
+    def stream_work(self, stream: int, blocks: StreamBlocks, target: Target = 0) -> StreamWork | None:
         """The work that is left in one stream, whose committed blocks are `blocks`; None if there is none.
 
         target: the store's target. If another run has raised it above this run's target, this run does not truncate its
@@ -204,9 +204,9 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     model, tokenizer = open_model_and_tokenizer(config, revision)
     config = replace(config, data=with_commit(config.data, stored.config.get("data") if stored else None))
     manifest = JobManifest(storage)
-    source = open_source(config.data, tokenizer, stored.data if stored else None, manifest.agree)
+    source = open_source(config.data, tokenizer, manifest.agree)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
-    encoders = open_encoders(config.capture, model, stored)
+    encoders = open_encoders(config.capture, model)
     specs = tuple(encoder.spec for encoder in encoders)
     plan = make_plan(config, model, len(source.shards), devices or topology(config.run), geometry, specs)
     if plan.generation or plan.step.head_outputs:

@@ -15,7 +15,7 @@ from pipeline.data.sources import hub_repository
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.store.format.metadata import StoreMetadata
 
-_LOCAL, _UNKNOWN = "local", "unknown"  # used instead of a commit: not on the Hub; no revision recorded
+_LOCAL = "local"  # used instead of a commit: not on the Hub
 
 
 def model_revision(config: RunConfig, stored: StoreMetadata | None) -> str | None:
@@ -38,15 +38,14 @@ def _stored_commit(config: RunConfig, stored: StoreMetadata | None) -> str | Non
         return None
     if model.get("revision") != config.model.revision:
         return None
-    commit = model.get("commit") or stored.model.get("commit")
+    commit = model.get("commit")
     return commit if isinstance(commit, str) else None
 
 
 def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
     """The data with a commit as its revision if it is a Hub data set. Every process of the job must call this.
 
-    stored_data: `data` in the configuration that created the existing store, if any. A store created by an earlier
-    version may record no revision, and is then resumed without one.
+    stored_data: `data` in the configuration that created the existing store, if any.
     """
     stored = stored_data if isinstance(stored_data, dict) else {}
     if isinstance(data, GenerateData):
@@ -59,8 +58,6 @@ def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
             stored.get(name) == getattr(data, name, None) for name in ("source", "path", "repo")
         ):
             revision = stored.get("revision")
-            if not isinstance(revision, str):
-                return _UNKNOWN
         return dataset_commit(repo, revision)
 
     commit = _agreed("data.path", data.path, repo is not None, resolve)
@@ -68,7 +65,7 @@ def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
 
 
 def _agreed(key: str, path: str | None, is_hub: bool, resolve: Callable[[], str]) -> str | None:
-    """The commit that `resolve` returns on the first process; None if it is unknown or `path` is not on the Hub.
+    """The commit that `resolve` returns on the first process; None if `path` is not on the Hub.
 
     Whether `path` is on the Hub (`is_hub`) depends on the host's files, so every process takes part in the exchange.
     Raises ConfigError on every process if the hosts differ.
@@ -79,4 +76,4 @@ def _agreed(key: str, path: str | None, is_hub: bool, resolve: Callable[[], str]
             f"{key}={path} is a local directory on some hosts of this job; the others would read it from the Hub. Put "
             f"the directory on all hosts or on none, or give its absolute path."
         )
-    return None if commit in (_LOCAL, _UNKNOWN) else commit
+    return None if commit == _LOCAL else commit

@@ -20,7 +20,6 @@ from pipeline.planning.capture import captured_keys
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import EncoderSpec
 from pipeline.store.format.keys import ENCODER_NAME, MAX_ENCODER_NAME, features_name
-from pipeline.store.format.metadata import StoreMetadata
 
 log = logging.getLogger("pipeline")
 
@@ -57,11 +56,8 @@ class Encoder:
         }
 
 
-def open_encoders(
-    capture: CaptureConfig, model: ModelFacts, stored: StoreMetadata | None = None
-) -> tuple[Encoder, ...]:
+def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, ...]:
     """Opens the SAEs that `capture` names, in the order of the arrays that they encode, without reading weights.
-    `stored` is the metadata of the resumed store, which determines whether there is an index by feature.
 
     Raises ConfigError for an SAE that does not fit its array, and CheckpointError for one that cannot be read.
     """
@@ -112,7 +108,7 @@ def open_encoders(
             top=capture.encode_top,
             dtype=str(capture.encode_dtype),
             threshold=capture.encode_threshold,
-            indexed=capture.encode_index if stored is None else bool(stored.indexed_features),
+            indexed=capture.encode_index,
             decodes=decodes,
         )
         encoders.append(Encoder(spec, sae))

@@ -1,11 +1,9 @@
 """Data sets of the Hub: each start reads one commit, which the store records; content determines identity."""
 
-import hashlib
 import io
 import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,11 +71,9 @@ def job(store: Path, *overrides: str) -> Job:
     return open_job(composing.compose([f"store.path={store}", "capture.layers=[1]", *overrides]))
 
 
-def made(job: Job, path: Path, **changes: object) -> StoreMetadata:
+def made(job: Job, path: Path) -> StoreMetadata:
     """Creates the job's store, as a run does before its first step."""
-    metadata = replace(job.metadata, **changes)
-    StoreWriter.open(str(path), metadata, job.layout)
-    return metadata
+    return StoreWriter.open(str(path), job.metadata, job.layout).metadata
 
 
 def revision(metadata: StoreMetadata) -> str | None:
@@ -159,35 +155,5 @@ def test_the_cache_of_datasets_does_not_replace_the_hub(server: Hub, tmp_path: P
     assert caught.value.exit_code == 1
 
 
-EARLIER = {  # the identity in stores of earlier versions, by source
-    "hf": lambda commit: ("files_sha256", f"train.jsonl {commit}"),
-    "arc": lambda commit: ("tasks_sha256", f"train\nhf://datasets/owner/data@{commit}/train.jsonl"),
-    "generate": lambda commit: ("files_sha256", f"train.jsonl {commit}"),
-}
-
-
-@pytest.mark.parametrize("kind", EARLIER, indirect=True)
-def test_a_store_identified_by_commit_is_resumed_at_it(kind: str, server: Hub, tmp_path: Path) -> None:
-    options, files, edited = SOURCES[kind]
-    commit = server.push(REPO, files)
-    first = job(tmp_path / "store", *options)
-    key, text = EARLIER[kind](commit)
-    digest = {key: hashlib.sha256(text.encode()).hexdigest()}
-    identity = first.metadata.data
-    data = identity | ({"prompts": identity["prompts"] | digest} if "prompts" in identity else digest)
-    stored = made(first, tmp_path / "store", data=data, config=without_revision(first.metadata.config))
-    assert stored.differences(job(tmp_path / "store", *options).metadata) == []
-    server.push(REPO, edited)
-    assert stored.differences(job(tmp_path / "store", *options, data_revision(kind, commit)).metadata) == []
-    assert stored.differences(job(tmp_path / "store", *options).metadata)
-
-
 def data_revision(kind: str, value: str) -> str:
     return f"data.prompts.revision={value}" if kind == "generate" else f"data.revision={value}"
-
-
-def without_revision(config: Mapping[str, dict]) -> dict[str, object]:
-    data = config["data"]
-    if "prompts" in data:
-        return {**config, "data": data | {"prompts": data["prompts"] | {"revision": None}}}
-    return {**config, "data": data | {"revision": None}}

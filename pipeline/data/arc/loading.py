@@ -7,7 +7,7 @@ invalid task is noticed, or skipped, when it is loaded. A file with several task
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,8 @@ def hub_id(path: str) -> str | None:
     return hub and hub[1]
 
 
-def open_tasks(config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
-    """Opens the tasks at `data.path`. stored: the identity of the data in the store, if there is a store.
+def open_tasks(config: ArcData) -> TaskCollection:
+    """Opens the tasks at `data.path`.
 
     Raises InputError for missing or invalid files, and ConfigError for settings that contradict each other.
     """
@@ -49,7 +49,7 @@ def open_tasks(config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
     if config.solutions is not None and not config.path.endswith(".json"):
         raise ConfigError(f"data.solutions requires that data.path is a *_challenges.json file, got {config.path}.")
     if repo:
-        return _hub_tasks(repo, config, stored)
+        return _hub_tasks(repo, config)
     files = find_files(config.path, ".json")
     if len(files) == 1 and files[0].name.endswith(".jsonl"):
         return _json_lines(files[0])
@@ -119,7 +119,7 @@ def _json_lines(file: InputFile) -> TaskCollection:
     return TaskCollection(len(lines), load, {"num_tasks": len(lines), "tasks_sha256": hashlib.sha256(text).hexdigest()})
 
 
-def _hub_tasks(repo: str, config: ArcData, stored: Mapping[str, object]) -> TaskCollection:
+def _hub_tasks(repo: str, config: ArcData) -> TaskCollection:
     """A Hub dataset, downloaded and memory-mapped. Raises the same errors as `open_builder`.
 
     Its identity is a digest of the git blob ids of the split's files, which are digests of their content.
@@ -130,13 +130,10 @@ def _hub_tasks(repo: str, config: ArcData, stored: Mapping[str, object]) -> Task
     with dataset_errors(config.path):
         builder.download_and_prepare()
         rows = builder.as_dataset(split=config.split)
-    addresses = [config.split, *(str(file) for files in builder.config.data_files.values() for file in files)]
-    digest = _digest(addresses)  # in stores of earlier versions; the addresses contain the commit
-    if digest != stored.get("tasks_sha256"):
-        with input_errors(config.path):
-            paths = [fsspec.core.url_to_fs(str(file)) for file in builder.config.data_files[config.split]]
-            digest = _digest([filesystem.info(path)["blob_id"] for filesystem, path in paths])
-    return dataset_tasks(rows, config.path, digest)
+    with input_errors(config.path):
+        paths = [fsspec.core.url_to_fs(str(file)) for file in builder.config.data_files[config.split]]
+        blobs = [filesystem.info(path)["blob_id"] for filesystem, path in paths]
+    return dataset_tasks(rows, config.path, hashlib.sha256("\n".join(blobs).encode()).hexdigest())
 
 
 def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskCollection:
@@ -155,10 +152,6 @@ def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskColl
         return parse_task(_name(row, f"row-{number}"), f"{place} row {number}", row)
 
     return TaskCollection(len(rows), load, {"num_tasks": len(rows), "tasks_sha256": digest})
-
-
-def _digest(lines: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _name(value: Any, otherwise: str) -> str:

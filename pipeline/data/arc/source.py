@@ -1,6 +1,6 @@
 """ARC-AGI tasks as documents: one prompt per test input and augmentation."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import pyarrow as pa
 
@@ -43,8 +43,8 @@ class ArcSource:
         ]
     )
 
-    def __init__(self, config: ArcData, tokenizer: TextTokenizer, stored: Mapping[str, object] | None = None) -> None:
-        """Opens the tasks. stored: as in `open_source`.
+    def __init__(self, config: ArcData, tokenizer: TextTokenizer) -> None:
+        """Opens the tasks.
 
         Raises InputError, and ConfigError for an encoder or chat template that cannot be used.
         """
@@ -53,7 +53,7 @@ class ArcSource:
         self._config = config
         self._tokenizer = tokenizer
         self._encoder = grid_encoder(config)
-        self._tasks = open_tasks(config, stored or {})
+        self._tasks = open_tasks(config)
         self._starts = range(0, self._tasks.size, config.tasks_per_shard)
         self.shards = tuple(f"tasks-{first:06d}" for first in self._starts)
 
