@@ -29,9 +29,6 @@ def store_metadata(
     """The metadata of the job's store. data: the identity of the data. stored: the metadata of the existing store.
     reads_weights: if not, the weights of the model and of SAEs are taken to be those of `stored`, which is required.
 
-    A setting that stores of earlier versions lack is omitted while it has its default value, so that these can be
-    resumed.
-
     With `reads_weights`, downloads the weights of a Hub model first. Raises CheckpointError for damaged weights.
     """
     digests = {} if reads_weights else {sae["features"]: sae.get("sha256", "") for sae in stored.encoders}
@@ -75,7 +72,7 @@ def data_identity(data: DataConfig, source: Source, model: Model, tokenizer: Tex
         "sampling": asdict(sampling(data)),
         "group": data.group,
         "end_tokens": list(end_tokens(model, tokenizer, data.end_tokens)),
-        **({"cache_dtype": str(data.cache_dtype)} if data.has_int8_cache else {}),
+        "cache_dtype": str(data.cache_dtype),
     }
 
 
@@ -87,37 +84,30 @@ def sampling(data: GenerateData) -> Sampling:
 def _model_identity(
     config: RunConfig, model: Model, stored: StoreMetadata | None, reads_weights: bool
 ) -> dict[str, object]:
-    by_commit = stored is not None and "commit" in stored.model  # earlier versions store the commit, not the weights
-    identity = model.identity(by_commit or not reads_weights)
-    if not reads_weights:
-        identity.pop("commit", None)
-        identity |= {name: stored.model[name] for name in ("commit", "weights") if name in stored.model}
-    identity |= {"dtype": str(config.model.dtype), "vocab_size": model.vocab_size}
-    if config.model.has_int8_weights:
-        identity["weights_dtype"] = str(config.model.weights_dtype)
-    if config.model.has_int8_inputs:
-        identity["activations_dtype"] = str(config.model.activations_dtype)
-    return identity
+    identity = model.identity(reads_weights)
+    if not reads_weights and "weights" in stored.model:
+        identity["weights"] = stored.model["weights"]
+    dtypes = {name: str(getattr(config.model, name)) for name in ("dtype", "weights_dtype", "activations_dtype")}
+    return {**identity, **dtypes, "vocab_size": model.vocab_size}
 
 
 def _capture_identity(config: RunConfig, plan: Plan, model: Model, saes: Sequence[Json]) -> dict[str, object]:
     step = plan.step
-    identity: dict[str, object] = {"arrays": [key.name for key in step.keys], "dtype": step.dtype}
+    identity: dict[str, object] = {
+        "arrays": [key.name for key in step.keys],
+        "dtype": step.dtype,
+        "statistics": config.capture.statistics,
+        "when": str(config.capture.when),
+    }
     if step.int8_group is not None:
         identity["int8_group"] = step.int8_group
-    if not config.capture.statistics:
-        identity["statistics"] = False
-    if plan.keeps_activations:
-        identity["when"] = "decode"
     if step.head_outputs:
         identity["outputs"] = [name for name in OUTPUTS if name in config.capture.outputs]
         identity["head"] = asdict(model.head)
     if step.num_top:
         identity["top_logprobs"] = step.num_top
     if saes:
-        identity["encode"] = saes
-        if any(encoder.indexed for encoder in step.encoders):
-            identity["encode_index"] = True
+        identity |= {"encode": saes, "encode_index": config.capture.encode_index}
     return identity | selection_identity(config.capture, step.length)
 
 

@@ -77,10 +77,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class ScaledRope(Rope):
-    """Rotary embeddings that also scale queries and keys.
-
-    This and the classes below are subclasses, so that their fields do not change the identity of other models.
-    """
+    """Rotary embeddings that also scale queries and keys."""
 
     attention_factor: float = 1.0  # multiplies cosines and sines
 

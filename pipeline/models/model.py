@@ -1,7 +1,6 @@
 """A model as the rest of the pipeline sees it: its sites and sizes, its weights, and its forward pass."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -120,23 +119,20 @@ class Model:
         is_unrotated = self.arch.rope is None or (key.site.per_layer and not self.arch.is_rotated(key.layer))
         return key.hook_name(UNROTATED_HOOKS if is_unrotated else {})
 
-    def identity(self, by_commit: bool = False) -> dict[str, object]:
+    def identity(self, with_weights: bool = True) -> dict[str, object]:
         """What determines the activations, as plain JSON, wherever the checkpoint is stored.
 
-        It contains the whole architecture, so that a message can say how two models differ. The weights are identified
-        by a digest of samples, which downloads a checkpoint from the Hub. With `by_commit`, as in earlier versions, the
-        commit on the Hub identifies them instead.
+        It contains the whole architecture, so that a message can say how two models differ. With `with_weights`, a
+        digest of samples identifies the weights, which downloads a checkpoint from the Hub.
 
         Raises CheckpointError for missing or damaged weights.
         """
         biases = sorted(key for key in self._weight_keys if weight_spec(key).is_bias)
-        architecture = _spelled_out(self.arch) | {"biases": biases}
+        architecture = dataclasses.asdict(self.arch) | {"biases": biases}
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
-        if by_commit:
-            return identity | {"commit": self.checkpoint.commit}
-        return identity | {"weights": self.checkpoint.digest}
+        return identity | ({"weights": self.checkpoint.digest} if with_weights else {})
 
     def weight_bytes(
         self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False, with_head: bool = False
@@ -256,18 +252,3 @@ class Generation:
         model = self.model
         if model.random_seed is None and model.checkpoint.commit is None:
             check_tensors(model.checkpoint, model.arch, model.table, head_leaf(self.head, model.arch))
-
-
-def _spelled_out(arch: Architecture) -> dict[str, object]:
-    """The fields that differ from their defaults, so that a field added for one family does not change the identity
-    of other families.
-
-    `gated` is left out: it follows from the family, and earlier versions did not store it.
-    """
-    everything = json.loads(json.dumps(dataclasses.asdict(arch)))  # lists in place of tuples, as stores have them
-    return {
-        field.name: everything[field.name]
-        for field in dataclasses.fields(arch)
-        if field.default is dataclasses.MISSING or getattr(arch, field.name) != field.default
-        if field.name != "gated"
-    }

@@ -98,14 +98,6 @@ def test_a_layer_that_shares_the_keys_of_another_has_no_k_or_v(tmp_path) -> None
     assert widths == {Site.q: [32, 48], Site.k: [16, 24]}
 
 
-def test_an_mlp_without_gate_is_not_part_of_the_identity(tmp_path) -> None:
-    """Stores of earlier versions do not have the field."""
-    save_random("gpt2", tmp_path)
-    model = open_model(str(tmp_path))
-    assert not model.arch.gated
-    assert "gated" not in model.identity()["architecture"]
-
-
 HOOKS = [
     ("llama", "blocks.1.q", "blocks.1.attn.hook_rot_q"),
     ("gpt2", "blocks.1.q", "blocks.1.attn.hook_q"),

@@ -99,7 +99,7 @@ def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, 
     assert list(store.weights_error) == ["blocks.2.resid_post", "final_norm"]
     assert any(str(store.weights_error["final_norm"]) in line for line in summarise(store).lines())
 
-    with pytest.raises(StoreMismatch, match=r"model\.weights_dtype: the store has 'int8', this run asks for None"):
+    with pytest.raises(StoreMismatch, match=r"model\.weights_dtype: the store has 'int8', this run asks for 'same'"):
         run(job_config(text, tmp_path / "whole", *options, "model.weights_dtype=same"))
 
 
@@ -111,7 +111,7 @@ def test_the_error_includes_int8_activations_and_a_store_refuses_another_activat
     weights_only = direct_errors(job, job.first_rows(1024), "float32")
     assert store.weights_error == pytest.approx({key.name: error for key, error in exact.items()}, rel=0.02)
     assert all(exact[key] > 1.1 * error > 0 for key, error in weights_only.items())
-    with pytest.raises(StoreMismatch, match=r"model\.activations_dtype: the store has 'int8', this run asks for None"):
+    with pytest.raises(StoreMismatch, match="activations_dtype: the store has 'int8', this run asks for 'same'"):
         run(job_config(text, tmp_path / "both", "capture.layers=[2]"))
     with pytest.raises(ConfigError, match="int8 activations need int8 weights. Set model.weights_dtype=int8"):
         run(job_config(text, tmp_path / "c", "model.activations_dtype=int8", "model.weights_dtype=same"))
@@ -122,4 +122,4 @@ def test_float_weights_have_no_error(text, tmp_path) -> None:
     measure_int8(job, StoreWriter.open(job.storage, job.metadata, job.layout))
     store = ActivationStore.open(tmp_path)
     assert store.weights_error is None
-    assert "weights_dtype" not in store.metadata.model
+    assert store.metadata.model["weights_dtype"] == "same"
