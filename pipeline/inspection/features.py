@@ -109,7 +109,7 @@ def _sae_name(store: ActivationStore, given: str | None) -> str:
     if features_name(given or names[0]) not in store.metadata.indexed_features:
         raise ConfigError(
             f"inspect.features_html: {store.path} has no index by feature, which the page needs: it was made with "
-            f"capture.encode_index=false, or by an earlier version. Make the store again."
+            f"capture.encode_index=false. Make the store again."
         )
     return given or names[0]
 
@@ -191,9 +191,7 @@ def _values_of_row(
 
 def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
     """A line per SAE, under SUMMARY_HEADER; no lines for a store without statistics of features."""
-    capture = store.metadata.config.get("capture") or {}
-    has_statistics = "encode_index" in capture  # earlier versions did not store statistics of features
-    if not has_statistics or not len(store.blocks) or not store.blocks.has_statistics.all():
+    if not len(store.blocks) or not store.blocks.has_statistics.all():
         return []
     rows = []
     for sae in store.metadata.encoders:

@@ -83,7 +83,7 @@ def test_several_commands_may_run_at_once(tmp_path):
 
 
 def test_an_unfinished_stream_is_reported_unless_forced(tmp_path, capsys):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
+    writer = StoreWriter.open(str(tmp_path), metadata(config={"run": {"max_tokens": None}}), layout())
     write_blocks(writer, 0)
     first = next(blocks(1))
     commit_block(writer, first)

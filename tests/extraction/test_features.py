@@ -359,17 +359,6 @@ def test_an_index_that_is_a_directory_is_reported(alone, tmp_path) -> None:
     assert INDEX in {problem.where for problem in verify_store(str(copy))}
 
 
-def test_statistics_missing_from_the_root_are_not_read(alone, tmp_path) -> None:
-    """An earlier version that extends a store leaves such statistics."""
-    copy = shutil.copytree(alone[1], tmp_path / "store")
-    root = json.loads((copy / "zarr.json").read_text())
-    attributes = root["attributes"]["activation_store"]
-    del attributes["statistics_digests"][f"features.{ARRAY}"], attributes["sha256"]
-    (copy / "zarr.json").write_text(json.dumps(root))
-    with pytest.raises(StoreError, match="or by an earlier version"):
-        ActivationStore.open(str(copy)).feature_statistics(ARRAY)
-
-
 def test_a_reader_sees_firings_of_the_rows_that_it_opened(alone, tmp_path) -> None:
     features, _ = alone
     path = f"store.path={tmp_path}/store"

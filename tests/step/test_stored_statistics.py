@@ -1,6 +1,5 @@
 """The job's statistics describe the stored values: they equal numpy's in float64."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from pipeline.core.errors import StoreError
 from pipeline.extraction.job_run import run
 from pipeline.store.read.reader import ActivationStore
 from tests.jobs import write_text
+from tests.store.example_store import edit_root
 
 SITES = ("embed", "resid_post", "attn_z", "final_norm")
 KEYS = [(None, "embed"), (1, "resid_post"), (1, "attn_z"), (None, "final_norm")]
@@ -75,11 +75,7 @@ def test_an_unfinished_store_merges_its_blocks_and_zarr_reads_the_finished_ones(
     array = zarr.open(tmp_path / "store")["stats/blocks.1.resid_post"]
     np.testing.assert_array_equal(array[:], np.stack([merged.mean, merged.variance]))
     assert array.attrs["count"] == merged.count
-    root = tmp_path / "store" / "zarr.json"
-    content = json.loads(root.read_text())
-    content["attributes"]["activation_store"] |= {"complete": False}
-    del content["attributes"]["activation_store"]["sha256"]
-    root.write_text(json.dumps(content))
+    edit_root(tmp_path / "store", lambda root: root.update(complete=False))
     unfinished = ActivationStore.open(tmp_path / "store").statistics(1, "resid_post")
     np.testing.assert_array_equal(unfinished.mean, merged.mean)
     np.testing.assert_allclose(unfinished.m2, merged.m2, rtol=1e-12)

@@ -7,14 +7,9 @@
     nor to valid store shards that were swapped, replayed or re-encoded: a reader that does not check their digests
     accepts these.
 (c) Only PipelineErrors are raised, and reading changes nothing.
-
-A store without digests (`Specimen.has_digests`) can detect neither swapped valid store shards, nor edits of information
-such as attributes of arrays, nor changes of merged statistics within rounding: (a) does not apply to these. Its reader
-has only the checksums of chunks, records and tables: (b) does not apply to other metadata.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -34,7 +29,6 @@ from tests.store.damage_operators import Damage, kind_of
 from tests.store.damage_stores import Specimen, resume
 from tests.store.example_store import Image, in_memory, read_image
 
-_INFORMATION = ("zarr.json: config", "zarr.json: weights_error")  # not covered by any digest of an old store
 _METADATA = ("array metadata", "merged metadata")
 _FOR_JOBS = ("group", "kept")
 
@@ -42,7 +36,6 @@ _FOR_JOBS = ("group", "kept")
 class Outcome(StrEnum):
     caught = "caught"
     harmless = "harmless"
-    not_asked = "not asked"  # a store without digests cannot detect it
     missed = "MISSED"  # not (a), and perhaps not (b)
     misread = "MISREAD"  # not (b): verify reports it, but a reader does not notice
     crashed = "CRASHED"  # not (c)
@@ -160,27 +153,15 @@ class Oracle:
         different = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
         misread = [name for name in different if name in found and not isinstance(found[name], Failed)]
         if problems:
-            if misread and self._is_asked_of_readers(damage):
+            if misread and damage.is_visible:
                 return Verdict(Outcome.misread, f"the reader gives other {misread}; verify says {problems[0]}")
             return Verdict(Outcome.caught, problems[0])
         different += self.different_beside(image)
         if not different:
             return Verdict(Outcome.harmless, "the store's content has not changed")
-        if not self._is_asked_of_verify(damage):
-            return Verdict(Outcome.not_asked, str(different))
         return Verdict(
             Outcome.missed, f"verify finds nothing; different: {different}; the reader gives other {misread}"
         )
-
-    def _is_asked_of_verify(self, damage: Damage) -> bool:
-        if self._specimen.has_digests:
-            return True
-        is_rounding = "stats/" in damage.what and not re.search("deleted|exchanged|copied", damage.what)
-        return damage.is_visible and not damage.what.startswith(_INFORMATION) and not is_rounding
-
-    def _is_asked_of_readers(self, damage: Damage) -> bool:
-        is_metadata = "stats/" in damage.what or "zarr.json" in damage.what
-        return damage.is_visible and (self._specimen.has_digests or not is_metadata)
 
     def _expected(self, image: Image) -> Content:
         """The content of the sound store; for an unfinished one, up to the records that are left."""
@@ -207,16 +188,11 @@ class Oracle:
         return different
 
     def _is_same(self, left: bytes, right: bytes) -> bool:
-        """Whether two texts are the same metadata. Without digests, attributes of an array do not count."""
+        """Whether two texts are the same metadata."""
         try:
-            found = [json.loads(text) for text in (left, right)]
+            return json.loads(left) == json.loads(right)
         except (ValueError, RecursionError):
             return False
-        if not self._specimen.has_digests:
-            found = [
-                {**each, "attributes": None} if isinstance(each, dict) and "shape" in each else each for each in found
-            ]
-        return found[0] == found[1]
 
 
 def check_resumed(specimen: Specimen, image: Image, folder: Path) -> Verdict:

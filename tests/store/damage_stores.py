@@ -1,14 +1,12 @@
 """Stores of every kind for the damage fuzzer, as images.
 
-Real jobs with the bundled model make them, in a second or two each. `legacy` is a store that version 0.1.0 wrote, from
-a file next to this one: its records have no digests of their block's objects.
+Real jobs with the bundled model make them, in a second or two each.
 """
 
 import os
 import pydoc_data.topics
 import tempfile
 import uuid
-import zipfile
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -30,8 +28,6 @@ from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_model_of_zeros
 from tests.models.sae_files import write_saelens
 from tests.store.example_store import Image, in_memory, read_image
-
-LEGACY = Path(__file__).with_name("legacy_store.zip")
 
 _BASE = (
     *("data.num_streams=2", "batch.rows=2", "batch.length=32", "capture.layers=[1,3]", "store.shard_mib=0.07"),
@@ -65,9 +61,8 @@ _BEFORE = {
     "decode": "run.worker_count=2",
     "decode_unfinished": "run.worker_count=2",
 }
-LEGACY_KINDS = ("legacy",)
-KINDS = (*OVERRIDES, *LEGACY_KINDS)
-SAMPLED_KINDS = ("legacy", "int8", "decode_unfinished")  # together they have every kind of object
+KINDS = tuple(OVERRIDES)
+SAMPLED_KINDS = ("int8", "decode_unfinished")  # together they have every kind of object
 
 
 @dataclass(frozen=True)
@@ -81,19 +76,12 @@ class Specimen:
     command: tuple[str, ...] = ()
     finished: Image | None = None
 
-    @property
-    def has_digests(self) -> bool:
-        return self.kind not in LEGACY_KINDS
-
 
 def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specimen:
     """Makes a store of this kind in `folder`, which keeps its text.
 
     Without `is_resumable`, the finished form of an unfinished store of decoding is not made, which saves seconds.
     """
-    if kind in LEGACY_KINDS:
-        with zipfile.ZipFile(LEGACY) as archive:
-            return Specimen(kind, {name: archive.read(name) for name in archive.namelist()})
     text, path = folder / "text", folder / kind
     if not text.exists():
         _write_text(text)

@@ -5,7 +5,7 @@ Shapes: R rows of a block, T positions of a row.
 
 import json
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,10 +18,11 @@ import tensorstore as ts
 
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store import Batch
-from pipeline.store.format.commits import CommitRecord, parse_commit_key
+from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.statistics import BlockStatistics
+from pipeline.store.io.digests import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 
@@ -30,6 +31,7 @@ NUM_STREAMS = 2
 ROWS = 4  # per block
 LENGTH = 8
 WIDTHS = {"blocks.1.resid_post": 6, "blocks.3.resid_post": 6, "embed": 4}
+CAPTURE = {"arrays": list(WIDTHS), "dtype": "bfloat16", "statistics": False}
 
 Image = Mapping[str, bytes]
 """The objects of a store, by key."""
@@ -58,11 +60,11 @@ def metadata(**changes) -> StoreMetadata:
         tokenizer={"sha256": "abc"},
         data={"source": "parquet", "shards": ["a", "b"]},
         batch={"length": LENGTH, "packing": "pack"},
-        capture={"arrays": list(WIDTHS), "dtype": "bfloat16"},
+        capture=CAPTURE,
         store={"compression": "none", "path": "/somewhere", "shard_mib": 64.0},
         num_streams=NUM_STREAMS,
         rows_per_block=ROWS,
-        config={},
+        config={"run": {"max_tokens": 0}},
     )
     return replace(base, **changes)
 
@@ -130,7 +132,7 @@ def write_store(
     compression: str = "none",
     dtype: str = "bfloat16",
 ) -> StoreWriter:
-    capture = {"arrays": list(WIDTHS), "dtype": dtype}
+    capture = CAPTURE | {"dtype": dtype}
     writer = StoreWriter.open(
         place, metadata(store={"compression": compression}, capture=capture), layout(compression, dtype)
     )
@@ -197,12 +199,19 @@ def flip(place: StorageLike, key: str, offset: int = -1) -> None:
     storage.write(key, bytes(content))
 
 
-def remove_digests(path: str) -> None:
-    """Removes the keys that records of earlier versions lack."""
-    storage = Storage.open(path)
-    for key in filter(parse_commit_key, storage.list_keys("_commits/")):
-        record = CommitRecord.from_json(storage.read(key), key)
-        storage.write(key, replace(record, digests=None, blocks_before=None).to_json())
+def edit_root(place: StorageLike, edit: Callable[[dict], object]) -> None:
+    """Edits the attributes of the root and updates its checksum."""
+    storage = Storage.open(place)
+    storage.write("zarr.json", edited_root(storage.read("zarr.json"), edit))
+
+
+def edited_root(text: bytes, edit: Callable[[dict], object]) -> bytes:
+    root = json.loads(text)
+    attributes = root["attributes"]["activation_store"]
+    edit(attributes)
+    del attributes["sha256"]
+    attributes["sha256"] = json_digest(attributes)
+    return json.dumps(root).encode()
 
 
 def stored_tokens(max_rows: int | None = None) -> int:

@@ -20,7 +20,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
-from tests.store.example_store import NUM_STREAMS, WIDTHS, Block, blocks, commit_block, layout, metadata, remove_digests
+from tests.store.example_store import CAPTURE, NUM_STREAMS, Block, blocks, commit_block, layout, metadata
 from tests.store.test_object_storage import requests
 
 NAME, OTHER = "blocks.3.resid_post", "blocks.1.resid_post"
@@ -63,7 +63,7 @@ class Case:
         return (*self.layout.scales, *self.layout.outputs)
 
     def write(self, path: str, places: Sequence[tuple[int, int]], streams: Sequence[int] = range(NUM_STREAMS)) -> str:
-        capture = {"arrays": list(WIDTHS), "dtype": self.dtype, "outputs": list(self.outputs), "top_logprobs": 1}
+        capture = CAPTURE | {"dtype": self.dtype, "outputs": list(self.outputs), "top_logprobs": 1}
         writer = StoreWriter.open(path, metadata(store={"compression": self.compression}, capture=capture), self.layout)
         for block in self.blocks(places):
             if block.record.stream in streams:
@@ -203,20 +203,6 @@ def test_a_deleted_object_of_another_block_is_reported(store_path, case):
             with pytest.raises(StoreInvalid, match=f"{key} is missing, although the block is committed"):
                 read(ActivationStore.open(store_path))
         storage.write(key, content)
-
-
-def test_without_digests_every_object_must_exist(store_path):
-    case = CASES["activations"]
-    case.write(store_path, [])
-    remove_digests(store_path)
-    assert found(store_path) == []
-    assert_readers_give(store_path, in_one_order(np.concatenate(list(expected(case, []).values()))))
-    key = case.key(NAME, (0, 1))
-    Storage.open(store_path).write(key, None)
-    assert found(store_path) == [f"{key}: is missing, although the block is committed"]
-    for read in (by_rows, by_batches()):
-        with pytest.raises(StoreInvalid, match=f"{key} is missing, although the block is committed"):
-            read(ActivationStore.open(store_path))
 
 
 def test_an_object_instead_of_zeros_has_another_digest(store_path):

@@ -21,17 +21,14 @@ from pipeline.store.format.block_table import (
 from pipeline.store.format.commits import CommitRecord, read_stream_records
 from pipeline.store.format.statistics import (
     Statistics,
-    encode_statistics,
     merge,
     read_running,
-    statistics_key,
     token_statistics,
 )
-from pipeline.store.format.tables import table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import WIDTHS, Block, begin_block, blocks, commit_block, copy_store, layout, metadata
+from tests.store.example_store import WIDTHS, Block, blocks, commit_block, copy_store, layout, metadata
 
 CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
@@ -209,38 +206,20 @@ def statistics_of(block: Block) -> dict[str, Statistics]:
     return {name: token_statistics(block.arrays[name][valid].astype(np.float32)) for name in WIDTHS}
 
 
-@pytest.mark.parametrize("earlier", range(4))
-def test_running_statistics_cover_all_blocks(tmp_path, earlier):
-    """Whoever wrote the previous blocks: this writer, another, or an earlier version, which wrote the first `earlier`
-    blocks without running statistics."""
+def test_running_statistics_cover_all_blocks(tmp_path):
+    """Whoever wrote the previous blocks: this writer or another."""
     expected = list(blocks(0))
     statistics = list(map(statistics_of, expected))
     writer = StoreWriter.open(str(tmp_path), metadata(), layout())
     for index, block in enumerate(expected):
         if index % 2 == 0:
             writer = StoreWriter.open(str(tmp_path), metadata(), layout())
-        pending = begin_block(writer, block, statistics[index])
-        if index < earlier:
-            content = encode_statistics(statistics[index])
-            pending.wait()
-            writer.storage.write(statistics_key(0, index), content)
-            pending = replace(pending, statistics_sha256=table_digest(content))
-        writer.commit(pending, block.record)
+        commit_block(writer, block, statistics[index])
         running = read_running(writer.storage, writer.streams[0].last)
         for name in WIDTHS:
             total = merge(part[name] for part in statistics[: index + 1])
             assert all(np.array_equal(vars(running[name])[field], value) for field, value in vars(total).items())
     assert index == 3
-
-
-def test_a_block_without_statistics_ends_the_running_ones(tmp_path):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
-    for index, block in enumerate(blocks(0)):
-        own = None if index == 1 else statistics_of(block)
-        commit_block(writer, block, own)
-    last = writer.streams[0].last
-    assert last.statistics_sha256
-    assert read_running(writer.storage, last) is None
 
 
 def test_documents_that_span_blocks_are_looked_up_in_their_blocks(tmp_path):

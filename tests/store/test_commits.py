@@ -6,12 +6,9 @@ import pytest
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import (
-    CONSOLIDATED_KEY,
     CommitRecord,
     commit_key,
-    consolidated_digest,
     parse_commit_key,
-    read_consolidated,
     read_stream_records,
 )
 from pipeline.store.io.storage import Storage
@@ -38,8 +35,9 @@ def test_a_record_is_read_as_written():
 
 def test_the_keys_of_a_record_have_a_stable_order():
     counts = ["version", "stream", "block", "rows", "tokens", "documents", "tokens_cut"]
-    others = ["skipped", "start", "next", "exhausted", "truncated", "table_sha256", "statistics_sha256", "sha256"]
-    assert list(json.loads(RECORD.to_json())) == counts + others
+    others = ["skipped", "start", "next", "exhausted", "truncated", "table_sha256", "statistics_sha256"]
+    digests = ["digests", "blocks_before", "sha256"]
+    assert list(json.loads(RECORD.to_json())) == counts + others + digests
 
 
 def test_keys_of_records_are_parsed():
@@ -96,18 +94,6 @@ def test_a_record_under_another_name_is_refused(tmp_path):
         read_stream_records(storage, 0)
 
 
-def test_consolidated_records_are_read_as_written(tmp_path):
-    storage = Storage.open(str(tmp_path))
-    records = [replace(RECORD, stream=0, block=0), *(replace(RECORD, block=block) for block in range(3))]
-    text = b"".join(record.to_line() for record in records)
-    assert text.count(b"\n") == 4
-    storage.write(CONSOLIDATED_KEY, text)
-    assert read_consolidated(storage, consolidated_digest(text)) == records
-    assert read_consolidated(storage, "0" * 64) is None
-    assert read_consolidated(storage, None) is None
-    assert read_stream_records(storage, 3) == []
-
-
 def before_each_read(monkeypatch, act: Callable[[], None]) -> None:
     """Calls `act` after the records were listed and before they are read, in place of another worker."""
 
@@ -150,12 +136,9 @@ def test_records_that_keep_disappearing_end_the_reading(tmp_path, monkeypatch):
 
 
 def test_records_of_the_same_block_are_recognised():
-    """By the digests of values, not the bytes of parquet files. Records of earlier versions have only the latter."""
+    """By the digests of values, not the bytes of parquet files."""
     ours = replace(RECORD, digests={"tokens": "01"}, table_sha256="a")
     assert ours.is_same_block(replace(ours, table_sha256="b"))
     assert not ours.names_same_files(replace(ours, table_sha256="b"))
     assert not ours.is_same_block(replace(ours, digests={"tokens": "02"}))
-    earlier = replace(ours, digests=None)
-    assert ours.is_same_block(earlier)
-    assert not ours.is_same_block(replace(earlier, table_sha256="b"))
     assert not ours.is_same_block(replace(ours, tokens=ours.tokens + 1))

@@ -14,6 +14,7 @@ from pipeline.store.io.storage import Storage
 from pipeline.store.read.batches import Reading, reading_order
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
+    CAPTURE,
     NUM_STREAMS,
     Block,
     activation,
@@ -75,7 +76,7 @@ def write(path: str, keeps_activations: bool) -> str:
         {"features": f"features.{name}", "array": ENCODED, "width": WIDTH, "top": top, "dtype": dtype}
         for name, top, dtype in ENCODERS
     ]
-    capture = {"arrays": [spec.name for spec in kept], "dtype": "bfloat16", "encode": encode}
+    capture = CAPTURE | {"arrays": [spec.name for spec in kept], "encode": encode}
     writer = StoreWriter.open(path, metadata(capture=capture), shape)
     for stream in range(NUM_STREAMS):
         for block in blocks(stream):

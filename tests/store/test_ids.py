@@ -1,9 +1,7 @@
 """Documents by id: indexes of ids, lookup in them, and `pipeline.index`, which writes them."""
 
-import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -290,18 +288,6 @@ def test_verify_compares_an_index_with_the_tables(store_path, change, sample):
     storage.write(ids_key(0), IndexHeader.of(table, len(entries), ids_key(0)).encode(entries))
     problems = verify_store(store_path, scope=Scope(sample=sample))
     assert [str(problem) for problem in problems] == [f"{ids_key(0)}: does not agree with the document tables"]
-
-
-@pytest.mark.parametrize("name", ["finished", "int8"])
-def test_a_store_of_an_earlier_version_gets_an_index(name, tmp_path):
-    with zipfile.ZipFile(Path(__file__).with_name("stores_of_0_1_0.zip")) as archive:
-        archive.extractall(tmp_path)
-    path = tmp_path / name
-    numbers = dict(zip(*(ActivationStore.open(path).documents[c].to_pylist() for c in ("id", "document")), strict=True))
-    assert index([f"store.path={path}"]) == 0
-    assert verify_store(str(path)) == []
-    store = ActivationStore.open(path)
-    assert {id: store.document(id).document for id in numbers} == numbers
 
 
 def test_processes_share_the_streams(tmp_path, capsys):

@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.core.errors import StoreInvalid, StoreMismatch
 from pipeline.store.format.metadata import Difference, StoreRoot
-from tests.store.example_store import WIDTHS, metadata
+from tests.store.example_store import CAPTURE, WIDTHS, edited_root, metadata
 
 SAE = {"features": "features.blocks.2.resid_post", "width": 64, "top": 8, "dtype": "bfloat16", "sha256": "abc"}
 
@@ -13,16 +13,11 @@ SAE = {"features": "features.blocks.2.resid_post", "width": 64, "top": 8, "dtype
 def encoding(*saes: dict) -> dict:
     """The fields of metadata with these SAEs."""
     encode = {"encode": list(saes)} if saes else {}
-    return {"capture": {"arrays": ["blocks.2.resid_post"], "dtype": "bfloat16", **encode}}
+    return {"capture": CAPTURE | {"arrays": ["blocks.2.resid_post"], **encode}}
 
 
-def unsealed(text: bytes, **changes) -> bytes:
-    """The root without a checksum, as earlier versions wrote it."""
-    root = json.loads(text)
-    attributes = root["attributes"]["activation_store"]
-    del attributes["sha256"]
-    attributes |= changes
-    return json.dumps(root).encode()
+def resealed(text: bytes, **changes: object) -> bytes:
+    return edited_root(text, lambda root: root.update(changes))
 
 
 def test_the_fingerprint_covers_only_what_determines_the_content():
@@ -86,7 +81,7 @@ def test_differences_of_saes_are_listed_by_the_users_keys(stored, asked, expecte
 
 
 def test_a_root_is_read_as_written():
-    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00", complete=True, blocks=(3, 2))
+    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00", 7, complete=True, blocks=(3, 2))
     assert StoreRoot.from_json(root.to_json(), "it") == root
     attributes = json.loads(root.to_json())["attributes"]["activation_store"]
     assert attributes["version"] == 1
@@ -104,21 +99,21 @@ def test_a_root_is_read_as_written():
             lambda text: text.replace(b'"version": 1', b'"version": 2'),
             "format version 2, but this program reads version 1",
         ),
-        (lambda text: unsealed(text.replace(b'"length": 8', b'"length": 9')), "fingerprint does not match its content"),
-        (lambda text: unsealed(text.replace(b'"num_streams": 2', b'"num_streams": "2"')), "'num_streams' is '2'"),
-        (lambda text: unsealed(text.replace(b'"rows_per_block": 4', b'"rows_per_block": 0')), "'rows_per_block' is 0"),
-        (lambda text: unsealed(text.replace(b'"embed"', b'"../x"')), "'arrays' is"),
-        (lambda text: unsealed(text, arrays=["embed"]), r"arrays is \['embed'\], but capture.arrays"),
-        (lambda text: unsealed(text, arrays=["embed", "embed"]), "'arrays' is"),
-        (lambda text: unsealed(text, blocks=[1, -1]), "'blocks' is"),
-        (lambda text: unsealed(text, target="none"), "'target' is 'none'"),
+        (lambda text: resealed(text.replace(b'"length": 8', b'"length": 9')), "fingerprint does not match its content"),
+        (lambda text: resealed(text.replace(b'"num_streams": 2', b'"num_streams": "2"')), "'num_streams' is '2'"),
+        (lambda text: resealed(text.replace(b'"rows_per_block": 4', b'"rows_per_block": 0')), "'rows_per_block' is 0"),
+        (lambda text: resealed(text.replace(b'"embed"', b'"../x"')), "'arrays' is"),
+        (lambda text: resealed(text, arrays=["embed"]), r"arrays is \['embed'\], but capture.arrays"),
+        (lambda text: resealed(text, arrays=["embed", "embed"]), "'arrays' is"),
+        (lambda text: resealed(text, blocks=[1, -1]), "'blocks' is"),
+        (lambda text: resealed(text, target="none"), "'target' is 'none'"),
         (lambda text: b"[]", "not the JSON of a Zarr group"),
         (lambda text: b'{"attributes": {"activation_store": [1]}}', "is damaged"),
-        (lambda text: unsealed(text.replace(b'"capture"', b'"kapture"')), "'capture' is absent"),
+        (lambda text: resealed(text.replace(b'"capture"', b'"kapture"')), "'capture' is absent"),
     ],
 )
 def test_damaged_roots_are_refused(edit, message):
-    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00")
+    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00", "all")
     with pytest.raises(StoreInvalid, match=message) as caught:
         StoreRoot.from_json(edit(root.to_json()), "it")
     assert caught.value.exit_code == 2

@@ -5,10 +5,13 @@ import json
 
 import pytest
 
-from pipeline import delete, export, inspect
+from pipeline import delete, export, finalize, index, inspect, merge, push, verify
+from pipeline.config.composing import compose
 from pipeline.core.errors import StoreInvalid
+from pipeline.job.opening import open_job
 from pipeline.store import ActivationStore
-from tests.store.example_store import copy_store
+from pipeline.store.io.digests import json_digest
+from tests.store.example_store import copy_store, edited_root
 
 COVERED = ("model", "tokenizer", "data", "batch", "capture", "num_streams", "rows_per_block")
 WRONG = {
@@ -28,13 +31,13 @@ WRONG = {
     "complete": (1, "true", None, []),
     "created": (5, None, []),
     "blocks": (5, [1], [1, -1], ["1", 2], {"0": 1}, [1, 2, 3], [True, 1]),
-    "commits_sha256": (5, [], {}),
     "target": (-1, "some", 1.5, None),
     "array_digests": (5, {"embed": 5}, []),
     "statistics_digests": ("x", {"embed": None}),
     "may_be_not_finite": (1, "true"),
     **dict.fromkeys(("weights_error", "cache_error"), ([], 5, {"embed": "x"}, {"embed": []})),
     "capture.dtype": (5, [], "complex64"),
+    "capture.statistics": (None, 1, "true"),
     "batch.length": (0, "8", -8, 9, [8]),
     "store.compression": ("gzip", 5),
     "config.run": (None, 5, []),
@@ -53,19 +56,19 @@ def path(tmp_path_factory):
 
 
 def edited(text: str, key: str, value: object) -> str:
-    root = json.loads(text)
-    attributes = at = root["attributes"]["activation_store"]
-    *groups, last = key.split(".")
-    for group in groups:
-        at = at.setdefault(group, {})
-    at[last] = value
-    content = {name: attributes[name] for name in COVERED}
-    store = attributes["store"]
-    content["store"] = {"compression": store.get("compression", "none") if isinstance(store, dict) else "none"}
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    attributes.pop("sha256", None)  # as in the root of an earlier version
-    attributes["fingerprint"] = hashlib.sha256(canonical.encode()).hexdigest()
-    return json.dumps(root)
+    def edit(attributes: dict) -> None:
+        at = attributes
+        *groups, last = key.split(".")
+        for group in groups:
+            at = at.setdefault(group, {})
+        at[last] = value
+        content = {name: attributes[name] for name in COVERED}
+        store = attributes["store"]
+        content["store"] = {"compression": store.get("compression", "none") if isinstance(store, dict) else "none"}
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        attributes["fingerprint"] = hashlib.sha256(canonical.encode()).hexdigest()
+
+    return edited_root(text.encode(), edit).decode()
 
 
 @pytest.mark.parametrize("key", WRONG)
@@ -84,6 +87,28 @@ def test_wrong_values_are_refused(path, key, capsys):
     finally:
         (path / "zarr.json").write_text(sound)
     assert ActivationStore.open(path).complete
+
+
+@pytest.mark.parametrize("lost", ["sha256", "capture.statistics"])
+def test_a_store_of_a_development_version_is_refused_in_one_sentence(tmp_path, lost, capsys):
+    """These had roots without a checksum, and none that says whether there are statistics."""
+    store = tmp_path / "store"
+    copy_store(str(store))
+    root = json.loads((store / "zarr.json").read_text())
+    attributes = root["attributes"]["activation_store"]
+    del (attributes["capture"] if "." in lost else attributes)[lost.removeprefix("capture.")]
+    if lost != "sha256":
+        del attributes["sha256"]
+        attributes["sha256"] = json_digest(attributes)
+    (store / "zarr.json").write_text(json.dumps(root))
+    expected = f"the store {store} was made by a development version"
+    for open_store in (ActivationStore.open, lambda path: open_job(compose([f"store.path={path}"]))):
+        with pytest.raises(StoreInvalid, match=expected):
+            open_store(store)
+    more = {export: [f"export.path={tmp_path}/x"], merge: [f"from={store}"], push: ["repo=owner/name"]}
+    for command in (delete, export, finalize, index, inspect, merge, push, verify):
+        assert command.main([f"store.path={store}", *more.get(command, [])]) == 2, command
+        assert capsys.readouterr().err.count(expected) == 1, command
 
 
 @pytest.mark.parametrize("name", ["zarr.json", "embed/zarr.json", "_claims/stream-00000.json", "_metrics/a.jsonl"])

@@ -150,7 +150,6 @@ def test_a_block_of_fill_values_removes_a_killed_writers_lock_file(
 
 
 def test_tensorstore_and_shard_files_lock_each_other_out(tmp_path: Path) -> None:
-    """A worker of an earlier version may write the same objects."""
     storage, files = Storage.open(tmp_path), ShardFiles(tmp_path, ThreadPoolExecutor(4))
     values, longer = np.ones((4, 500_000), np.int32), b"x" * 9_000_000
     writes = []

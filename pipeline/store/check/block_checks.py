@@ -33,7 +33,7 @@ def check_chain(records: Iterable[CommitRecord]) -> Iterator[tuple[CommitRecord,
             yield record, f"the stream's first block starts at {dict(record.start)}, not at its first document"
         elif before is not None and before.next != record.start:
             yield record, f"starts at {dict(record.start)}, but the previous block ends at {dict(before.next)}"
-        if record.blocks_before not in (None, blocks_before.hexdigest()):
+        if record.blocks_before != blocks_before.hexdigest():
             yield record, "its blocks_before is not the digest of the stream's earlier blocks"
         if before is not None and (before.exhausted or before.truncated):
             end = "exhausted" if before.exhausted else "truncated"

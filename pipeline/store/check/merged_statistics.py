@@ -62,7 +62,7 @@ def merged(first: BlockStatistics | None, second: BlockStatistics | None) -> Blo
 def stored_total(storage: Storage, last: CommitRecord) -> BlockStatistics | None:
     """A stream's statistics, from the file of its last block; {} if a block has none, None if they cannot be read."""
     try:
-        return read_running(storage, last) or {}
+        return read_running(storage, last) if last.statistics_sha256 else {}
     except StoreError:
         return None
 
@@ -72,7 +72,7 @@ def check_merged(store: OpenStore, total: BlockStatistics | None) -> Iterator[Pr
     merged; None if they could not be read."""
     if not store.root.complete or total is None:
         return
-    digests = store.root.statistics_digests
+    digests = store.root.statistics_digests or {}
     keys = [MERGED_GROUP_KEY, *(key for name in store.layout.summarised for key in merged_keys(name))]
     wrong = [Problem(key, what, Remedy.merge_again) for key in keys if (what := store.storage.file_problem(key))]
     if wrong:
@@ -83,7 +83,7 @@ def check_merged(store: OpenStore, total: BlockStatistics | None) -> Iterator[Pr
         where = merged_keys(name)[0].removesuffix("zarr.json")
         if merged_digest(objects, name) is None:
             yield Problem(where, "is missing, although the store is complete", Remedy.merge_again)
-        elif digests is not None and digests.get(name) != merged_digest(objects, name):
+        elif digests.get(name) != merged_digest(objects, name):
             yield Problem(where, "does not match the digest in the root", Remedy.merge_again)
         else:
             try:

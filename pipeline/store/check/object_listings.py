@@ -16,7 +16,7 @@ from pipeline.store.features.index_file import index_key
 from pipeline.store.format.arrays import fill_digest
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.keys import index_prefix, stream_prefix
-from pipeline.store.format.layout import POSITIONS, SIDE_ARRAYS, ArraySpec, StoreLayout
+from pipeline.store.format.layout import SIDE_ARRAYS, ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import STATISTICS_PREFIX, statistics_key
@@ -92,10 +92,7 @@ def _missing(
     for record in read_again(store.storage, blocks, problems):
         index = np.searchsorted(shards, store.layout.shard_index(record.stream, record.block))
         names = [name for name, lacks in lacking.items() if lacks[index]]
-        if (digests := record.digests) is None:
-            names = [name for name in names if name != POSITIONS.name]  # may all be 0, in windows of one token
-        else:
-            names = [name for name in names if name in readable and digests.get(name) != fill_digests[name]]
+        names = [name for name in names if name in readable and record.digests.get(name) != fill_digests[name]]
         if names:
             yield (record.stream, record.block), names
 

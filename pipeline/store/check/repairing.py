@@ -21,7 +21,6 @@ _MOST_LINES = 20
 # For these, the objects that have the problem are deleted.
 _DELETED_REMEDIES = (
     Remedy.rewrite_array,
-    Remedy.consolidate,
     Remedy.tabulate,
     Remedy.index_again,
     Remedy.discard,

@@ -302,7 +302,7 @@ def _digest(store: OpenStore, name: str) -> ValuesDigest:
 
 
 def _compare_digest(record: CommitRecord, name: str, digest: ValuesDigest) -> Iterator[str]:
-    if record.digests is not None and record.digests.get(name) != digest.hexdigest():
+    if record.digests.get(name) != digest.hexdigest():
         yield (
             f"the digest of the values is {digest.hexdigest()}, but the block's record has "
             f"{record.digests.get(name)}: these are not the values that were written"

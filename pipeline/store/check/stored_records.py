@@ -1,4 +1,4 @@
-"""Checks a store's commit records, stream by stream, and what repeats them: block tables and consolidated records."""
+"""Checks a store's commit records, stream by stream, and the block tables, which repeat them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,14 +15,7 @@ from pipeline.store.check.block_checks import check_chain
 from pipeline.store.check.id_index import check_header
 from pipeline.store.check.scope import Scope
 from pipeline.store.format.block_table import TABLE_KEY, BlockTable, stream_table_key, table_sha256
-from pipeline.store.format.commits import (
-    COMMITS_PREFIX,
-    CONSOLIDATED_KEY,
-    CommitRecord,
-    commit_key,
-    consolidated_digest,
-    parse_commit_key,
-)
+from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, parse_commit_key
 from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
@@ -40,17 +33,13 @@ class StreamRecords:
 
     listed: the blocks that have a record, readable or not.
     table: the blocks with a readable record. last: the last of these records.
-    num_digests: the number of records with digests.
-    lines: the records as lines of the consolidated records, if the store has these.
     """
 
     stream: int
     listed: Int64[np.ndarray, " n"]
     table: BlockTable
     last: CommitRecord | None
-    num_digests: int
     problems: tuple[Problem, ...]
-    lines: bytes = b""
 
 
 def check_records(storage: Storage, root: StoreRoot, scope: Scope) -> tuple[dict[int, StreamRecords], list[Problem]]:
@@ -58,25 +47,18 @@ def check_records(storage: Storage, root: StoreRoot, scope: Scope) -> tuple[dict
     in_scope = scope.streams(root.metadata.num_streams)
     problems: list[Problem] = []
     whole, table_problems = _read_whole_table(storage, root)
-    consolidated = _Consolidated(storage, root) if scope.is_first and root.commits_sha256 is not None else None
-    streams_to_read = in_scope if consolidated is None else range(root.metadata.num_streams)
-    check = partial(_check_stream, storage, root, consolidated is not None)
+    check = partial(_check_stream, storage, root)
     streams: dict[int, StreamRecords] = {}
     agrees = True
-    for records in map_ahead(check, streams_to_read, _STREAMS_AT_ONCE):
-        if consolidated is not None:
-            consolidated.add(records.lines)
-        if records.stream in in_scope:
-            problems += records.problems
-            streams[records.stream] = records
-            if whole is not None:
-                stored = whole.values[whole.values["stream"] == records.stream]
-                agrees = agrees and np.array_equal(stored, records.table.values)
+    for records in map_ahead(check, in_scope, _STREAMS_AT_ONCE):
+        problems += records.problems
+        streams[records.stream] = records
+        if whole is not None:
+            stored = whole.values[whole.values["stream"] == records.stream]
+            agrees = agrees and np.array_equal(stored, records.table.values)
     if scope.is_first:
         problems += _check_root(root)
         problems += _check_others(storage, root)
-    if consolidated is not None:
-        problems += consolidated.problems()
     problems += table_problems
     if whole is not None and not (agrees and _is_in_order(whole, root.metadata.num_streams)):
         problems.append(Problem(TABLE_KEY, "does not agree with the commit records", Remedy.tabulate))
@@ -119,12 +101,12 @@ def _parse(key: str, text: bytes | None) -> CommitRecord | Problem | None:
     return record
 
 
-def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: int) -> StreamRecords:
+def _check_stream(storage: Storage, root: StoreRoot, stream: int) -> StreamRecords:
     listed = storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
     not_files = {key: what for key in listed if (what := storage.file_problem(key))}
     problems = [Problem(key, what) for key, what in not_files.items()]
     keys = sorted((key for key in listed if key not in not_files), key=lambda key: parse_commit_key(key) or ())
-    records = _RecordReader(storage, with_lines)
+    records = _RecordReader(storage)
     chain_problems = [Problem(record.key, what) for record, what in check_chain(records.read(keys))]
     problems += records.problems + chain_problems
     table = BlockTable.join(records.tables)
@@ -138,23 +120,18 @@ def _check_stream(storage: Storage, root: StoreRoot, with_lines: bool, stream: i
         listed=np.array(blocks, np.int64),
         table=table,
         last=records.last,
-        num_digests=records.num_digests,
         problems=tuple(problems),
-        lines=b"".join(records.lines),
     )
 
 
 class _RecordReader:
     """Reads a stream's records, a few at a time, and keeps a summary of them, see `StreamRecords`."""
 
-    def __init__(self, storage: Storage, with_lines: bool) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._with_lines = with_lines
         self.tables: list[BlockTable] = []
         self.last: CommitRecord | None = None
-        self.num_digests = 0
         self.problems: list[Problem] = []
-        self.lines: list[bytes] = []
 
     def read(self, keys: Sequence[str]) -> Iterator[CommitRecord]:
         """The readable records. Adds the problems of the others."""
@@ -164,9 +141,6 @@ class _RecordReader:
             self.problems += [result for result in parsed if isinstance(result, Problem)]
             records = [result for result in parsed if isinstance(result, CommitRecord)]
             self.tables.append(BlockTable.from_records(records))
-            self.num_digests += sum(record.digests is not None for record in records)
-            if self._with_lines:
-                self.lines += [record.to_line() for record in records]
             for self.last in records:
                 yield self.last
 
@@ -192,8 +166,6 @@ def _check_others(storage: Storage, root: StoreRoot) -> Iterator[Problem]:
     seen: set[int] = set()
     for key in keys_of_no_stream(storage, COMMITS_PREFIX, num_streams):
         parsed = parse_commit_key(key)
-        if key == CONSOLIDATED_KEY:
-            continue
         if parsed is None:
             yield Problem(key, storage.file_problem(key) or "is not a commit record")
         elif parsed[0] not in seen:
@@ -216,33 +188,8 @@ def _is_in_stream(prefix: str, key: str, num_streams: int) -> bool:
     return is_number and int(number) < num_streams and key.startswith(stream_prefix(prefix, int(number)))
 
 
-class _Consolidated:
-    """Compares the consolidated records, which only stores of earlier versions have, with those of each stream."""
-
-    def __init__(self, storage: Storage, root: StoreRoot) -> None:
-        self._problem: str | None = storage.file_problem(CONSOLIDATED_KEY)
-        text = None if self._problem else storage.read(CONSOLIDATED_KEY)
-        if text is None:
-            self._problem = self._problem or "is missing, although the store is complete"
-        elif consolidated_digest(text) != root.commits_sha256:
-            self._problem = f"does not match the sha256 in {ROOT_KEY}"
-        self._rest = memoryview(text or b"")
-        self._agrees = True
-
-    def add(self, lines: bytes) -> None:
-        """Compares the next stream's records."""
-        self._agrees = self._agrees and self._rest[: len(lines)] == lines
-        self._rest = self._rest[len(lines) :]
-
-    def problems(self) -> Iterator[Problem]:
-        agrees = self._agrees and not len(self._rest)
-        problem = self._problem or (None if agrees else "does not agree with the commit records")
-        if problem is not None:
-            yield Problem(CONSOLIDATED_KEY, problem, Remedy.consolidate)
-
-
 def _read_whole_table(storage: Storage, root: StoreRoot) -> tuple[BlockTable | None, list[Problem]]:
-    """The table of a complete store's blocks, and its problems. Earlier versions wrote no table."""
+    """The table of a complete store's blocks, and its problems."""
     if root.blocks_sha256 is None:
         return None, []
     what, table = storage.file_problem(TABLE_KEY), None

@@ -16,11 +16,11 @@ from pipeline.store.check.object_listings import MissingArrays, check_objects
 from pipeline.store.check.scope import EVERYTHING, Level, Scope
 from pipeline.store.check.stored_blocks import CheckedBlock, OpenStore, check_block
 from pipeline.store.check.stored_records import StreamRecords, check_records, read_again, read_last
-from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, refused_arrays, stored_layout
+from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, stored_layout
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS
-from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
+from pipeline.store.format.metadata import ROOT_KEY, StoreOutdated, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.format.statistics import BlockStatistics
 from pipeline.store.generated.group_files import check_groups
@@ -60,7 +60,6 @@ def verify_store(
         return [root]
     streams, problems = check_records(storage, root, scope)
     _note_scope(root, scope, note)
-    _note_missing_digests(root, streams, note)
     if scope.level == Level.records:
         return problems
     opened = _open(storage, root, problems)
@@ -80,7 +79,7 @@ def verify_store(
 
 
 def _read_root(storage: Storage) -> StoreRoot | Problem:
-    """The root, or its problem. Raises StoreInvalid if there is none."""
+    """The root, or its problem. Raises StoreInvalid if there is none, or one of a development version."""
     if what := storage.file_problem(ROOT_KEY):
         return Problem(ROOT_KEY, what, Remedy.restore)
     text = storage.read(ROOT_KEY)
@@ -88,6 +87,8 @@ def _read_root(storage: Storage) -> StoreRoot | Problem:
         raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
     try:
         return StoreRoot.from_json(text, storage.path)
+    except StoreOutdated:
+        raise
     except StoreError as error:
         return Problem(ROOT_KEY, str(error), Remedy.restore)
 
@@ -184,18 +185,6 @@ def _note_scope(root: StoreRoot, scope: Scope, note: Callable[[str], None]) -> N
         )
 
 
-def _note_missing_digests(root: StoreRoot, streams: Mapping[int, StreamRecords], note: Callable[[str], None]) -> None:
-    num_blocks = sum(len(records.table) for records in streams.values())
-    missing = num_blocks - sum(records.num_digests for records in streams.values())
-    if missing:
-        note(
-            f"{missing} of {num_blocks} blocks were written by an earlier version and have no digests: an object "
-            "replaced by another valid one is detected only if it contradicts the statistics"
-        )
-    if root.array_digests is None:
-        note("the root was written by an earlier version and has no digests: the next run adds them")
-
-
 def _last_records_of_others(storage: Storage, root: StoreRoot, scope: Scope) -> list[CommitRecord]:
     """The last records of the streams outside of the scope, for rank 0, which checks what is merged over all streams;
     [] for other ranks."""
@@ -246,12 +235,12 @@ def _check_arrays(store: OpenStore, scope: Scope, last: Iterable[CommitRecord]) 
 
 def _edited(store: OpenStore) -> dict[str, str]:
     """What is wrong with arrays whose metadata was edited, by name."""
-    if store.root.array_digests is not None:
-        if set(store.root.array_digests) != set(store.arrays):
-            return dict.fromkeys(store.arrays, "is not among the arrays for which the root has digests")
-        digests = store.root.array_digests
-        return dict.fromkeys(edited_arrays(store.storage, digests), "does not match the digest in the root")
-    return refused_arrays(store.storage, store.layout)
+    digests = store.root.array_digests
+    if digests is None:  # the creation of the store was interrupted: there is no block
+        return {}
+    if set(digests) != set(store.arrays):
+        return dict.fromkeys(store.arrays, "is not among the arrays for which the root has digests")
+    return dict.fromkeys(edited_arrays(store.storage, digests), "does not match the digest in the root")
 
 
 def _kept_token_bytes(store: OpenStore) -> dict[str, int]:

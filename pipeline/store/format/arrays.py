@@ -237,22 +237,6 @@ def edited_arrays(storage: Storage, digests: Mapping[str, str]) -> list[str]:
     return [name for name, digest in read_array_digests(storage, digests).items() if digest != digests[name]]
 
 
-def refused_arrays(storage: Storage, layout: StoreLayout) -> dict[str, str]:
-    """What is wrong with arrays' metadata, by array, as far as the layout and the array's name determine it."""
-    refused = {}
-    for spec in layout.all_arrays:
-        wanted = {**zarr_metadata(layout, spec), "attributes": {}}
-        try:
-            _open(storage, {spec.name: wanted})
-        except StoreInvalid as error:
-            refused[spec.name] = str(error)
-    for spec in layout.arrays:
-        attributes = read_zarr_jsons(storage, [spec.name])[spec.name].get("attributes", {})
-        if attributes.get("d", spec.width) != spec.width:
-            refused[spec.name] = f"has the attribute d={attributes['d']}, but {spec.width} features"
-    return refused
-
-
 def _open(
     storage: Storage,
     wanted: Mapping[str, dict[str, Any]],

@@ -224,7 +224,7 @@ def _agree(indexed: BlockTable, record: CommitRecord) -> bool:
         indexed[-1] == BlockTable.from_records([record])[0]
         and bool((indexed.values["stream"] == record.stream).all())
         and np.array_equal(indexed.values["block"], np.arange(len(indexed)))
-        and record.blocks_before in (None, before.digest())
+        and record.blocks_before == before.digest()
     )
 
 

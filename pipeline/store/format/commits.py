@@ -3,15 +3,13 @@
 A record is a small JSON object. It is written last, once the block's arrays and document table are durable. It has no
 value that differs from run to run, so a recomputed block gets a record with the same bytes.
 
-Most readers need only a record's counts, which the block table (`block_table.py`) repeats. In a complete store of an
-earlier version, the consolidated records repeat all records in one object.
+Most readers need only a record's counts, which the block table (`block_table.py`) repeats.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +21,6 @@ from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 COMMITS_PREFIX = "_commits/"
-CONSOLIDATED_KEY = COMMITS_PREFIX + "consolidated.jsonl"
 _KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
 _KEYS_IN_ORDER = 900_000  # from this block on, all keys are listed: those with seven digits sort before those with six
 _COUNTS = ("version", "stream", "block", "rows", "tokens", "documents")
@@ -49,7 +46,6 @@ class CommitRecord:
     table_sha256, statistics_sha256: of the document table's and the statistics' files ("" without statistics).
     digests: by array, the digest of its values in this block, see `ValuesDigest`.
     blocks_before: the digest of the block table of the stream's earlier blocks.
-    Records of earlier versions have neither `digests` nor `blocks_before`: None, absent in the JSON.
     """
 
     stream: int
@@ -66,8 +62,8 @@ class CommitRecord:
     selected: int | None = None
     table_sha256: str = ""
     statistics_sha256: str = ""
-    digests: Mapping[str, str] | None = None
-    blocks_before: str | None = None
+    digests: Mapping[str, str] = field(default_factory=dict)
+    blocks_before: str = ""
     version: int = 1
 
     @property
@@ -80,15 +76,9 @@ class CommitRecord:
         return self.tokens if self.selected is None else self.selected
 
     def is_same_block(self, other: "CommitRecord") -> bool:
-        """Whether both records describe the same rows and values.
-
-        If both have digests, these are compared and not the sha256 of parquet files, whose bytes depend on pyarrow's
-        version. Records of earlier versions have no digests.
-        """
-        optional = ("digests", "blocks_before")
-        ignored = {name: None for name in optional if None in (getattr(self, name), getattr(other, name))}
-        if "digests" not in ignored:
-            ignored |= {"table_sha256": "", "statistics_sha256": ""}
+        """Whether both records describe the same rows and values. The sha256 of parquet files are not compared, since
+        their bytes depend on pyarrow's version."""
+        ignored = {"table_sha256": "", "statistics_sha256": ""}
         return replace(self, **ignored) == replace(other, **ignored)
 
     def names_same_files(self, other: "CommitRecord") -> bool:
@@ -101,23 +91,18 @@ class CommitRecord:
         content = self._content()
         return (json.dumps(content | {"sha256": json_digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
 
-    def to_line(self) -> bytes:
-        """The record as one line of the consolidated records, whose sha256 replaces the record's own checksum."""
-        return (json.dumps(self._content(), separators=(",", ":"), ensure_ascii=False) + "\n").encode()
-
     def _content(self) -> dict[str, Any]:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
-        for name in ("selected", "digests", "blocks_before"):
-            if content[name] is None:
-                del content[name]
+        if self.selected is None:
+            del content["selected"]
         return content
 
     def _has_right_types(self) -> bool:
         counts = [getattr(self, name) for name in _COUNTS] + ([] if self.selected is None else [self.selected])
         cursors = [value for cursor in (self.start, self.next) for value in cursor.values()]
-        texts = [self.table_sha256, self.statistics_sha256, self.blocks_before or "", *(self.digests or {}).values()]
+        texts = [self.table_sha256, self.statistics_sha256, self.blocks_before, *self.digests.values()]
         return (
             all(type(count) is int and 0 <= count < _MAX_COUNT for count in counts)
             and all(type(value) is int and 0 <= value < _MAX_CURSOR for value in (*cursors, self.tokens_cut))
@@ -127,24 +112,16 @@ class CommitRecord:
         )
 
     @classmethod
-    def from_line(cls, line: bytes) -> "CommitRecord":
-        return cls._from_content(json.loads(line))
-
-    @classmethod
-    def _from_content(cls, content: dict[str, Any]) -> "CommitRecord":
-        return cls(**{**content, "skipped": tuple(content["skipped"])})
-
-    @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
         """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of a different version."""
         content = parse_store_json(text, subject, VERIFY_REMEDY)
         try:
             digest = content.pop("sha256")
-            record = cls._from_content(content)
-            has_right_types = record._has_right_types()
+            record = cls(**{**content, "skipped": tuple(content["skipped"])})
+            is_whole = content.keys() | {"selected"} == {f.name for f in fields(cls)} and record._has_right_types()
         except (KeyError, TypeError, AttributeError) as error:
             raise StoreInvalid(f"{subject} is not a commit record ({error}). {VERIFY_REMEDY}") from error
-        if not has_right_types or digest != json_digest(content):
+        if not is_whole or digest != json_digest(content):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {VERIFY_REMEDY}")
         if record.version != 1:
             raise StoreInvalid(
@@ -218,16 +195,3 @@ def parse_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord
     if record is not None and record.key != key:
         raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
     return record
-
-
-def consolidated_digest(text: bytes) -> str:
-    """The sha256 of the consolidated records, as hex, which the root of a complete store contains."""
-    return hashlib.sha256(text).hexdigest()
-
-
-def read_consolidated(storage: Storage, sha256: str | None) -> list[CommitRecord] | None:
-    """The consolidated records; None if there are none with this sha256. Raises StoreError."""
-    text = None if sha256 is None else storage.read(CONSOLIDATED_KEY)
-    if text is None or consolidated_digest(text) != sha256:
-        return None
-    return list(map(CommitRecord.from_line, text.splitlines()))

@@ -28,7 +28,7 @@ _WORKER_KEYS = (
 _FIXED = (
     *_WORKER_KEYS,
     r"zarr\.json",
-    r"_commits/(stream-\d{5,}/block-\d{6,}\.json|consolidated\.jsonl)",
+    r"_commits/stream-\d{5,}/block-\d{6,}\.json",
     r"_blocks/(stream-\d{5,}|all)\.npy",
     r"(_documents|_stats)/stream-\d{5,}/block-\d{6,}\.parquet",
     r"_generated/stream-\d{5,}/group-\d{6,}\.parquet",

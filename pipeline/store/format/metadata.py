@@ -29,7 +29,7 @@ ROOT_KEY = "zarr.json"
 _ATTEMPTS = 100  # to change a root that other processes are changing
 
 _OPTIONAL = (  # fields of StoreRoot that are absent in the JSON where they are None or False
-    *("target", "blocks", "blocks_sha256", "commits_sha256", "statistics_digests", "array_digests"),
+    *("blocks", "blocks_sha256", "statistics_digests", "array_digests"),
     *("may_be_not_finite", "weights_error", "cache_error"),
 )
 
@@ -37,6 +37,10 @@ _OPTIONAL = (  # fields of StoreRoot that are absent in the JSON where they are 
 _ENCODER_SETTINGS = {"top": None, "dtype": None, "threshold": 0.0, "error": False}
 
 Json = Mapping[str, Any]
+
+
+class StoreOutdated(StoreInvalid):
+    """The store was made by a development version, before the first release."""
 
 
 class _RootMissing(StoreInvalid):
@@ -108,8 +112,7 @@ class StoreMetadata:
 
     @property
     def indexed_features(self) -> tuple[str, ...]:
-        """The prefixes of the arrays' names of SAEs that have an index by feature; none in stores of earlier
-        versions."""
+        """The prefixes of the arrays' names of SAEs that have an index by feature."""
         return tuple(sae["features"] for sae in self.encoders) if self.capture.get("encode_index") is True else ()
 
     def content(self) -> dict[str, Any]:
@@ -154,27 +157,23 @@ class StoreRoot:
 
     arrays: names of the activation arrays.
     created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
-    complete: whether the store has all blocks.
     target: how many tokens the store is to hold; it only grows.
+    complete: whether the store has all blocks.
     blocks, blocks_sha256, statistics_digests: only in a complete store: the number of blocks of each stream, the sha256
     of the block table, and by array the digest of the merged statistics.
-    commits_sha256: the sha256 of the consolidated records, in a store that an earlier version completed.
-    array_digests: by array, the digest of its zarr.json.
+    array_digests: by array, the digest of its zarr.json; None until the arrays are created.
     may_be_not_finite: whether a run was allowed to store activations that are not finite.
     weights_error: by array, the relative error caused by int8 weights.
     cache_error: by array and for final_norm, the relative error caused by int8 keys and values (data=generate).
-
-    Stores of earlier versions have neither a target nor digests.
     """
 
     metadata: StoreMetadata
     arrays: tuple[str, ...]
     created: str
+    target: Target
     complete: bool = False
-    target: Target | None = None
     blocks: tuple[int, ...] | None = None
     blocks_sha256: str | None = None
-    commits_sha256: str | None = None
     statistics_digests: Mapping[str, str] | None = None
     array_digests: Mapping[str, str] | None = None
     may_be_not_finite: bool = False
@@ -198,9 +197,7 @@ class StoreRoot:
 
     def unfinished(self) -> "StoreRoot":
         """This root as it is while blocks may be missing."""
-        return replace(
-            self, complete=False, blocks=None, blocks_sha256=None, commits_sha256=None, statistics_digests=None
-        )
+        return replace(self, complete=False, blocks=None, blocks_sha256=None, statistics_digests=None)
 
     def to_json(self) -> bytes:
         """The text of zarr.json, with a checksum of the attributes that reveals edits."""
@@ -209,6 +206,7 @@ class StoreRoot:
             "version": FORMAT_VERSION,
             "complete": self.complete,
             "arrays": self.arrays,
+            "target": self.target,
             **{name: value for name, value in optional.items() if value is not None and value is not False},
             **{f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)},
             "fingerprint": self.metadata.fingerprint(),
@@ -221,7 +219,8 @@ class StoreRoot:
 
     @classmethod
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
-        """Raises StoreInvalid if the group at `path` is damaged, or not an activation store of this format version."""
+        """Raises StoreOutdated for a store of a development version, and StoreInvalid if the group at `path` is damaged
+        or not an activation store of this format version."""
         subject = f"{path}/{ROOT_KEY}"
         group = parse_store_json(text, subject)
         if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
@@ -236,9 +235,15 @@ class StoreRoot:
             raise StoreInvalid(
                 f"the store {path} has format version {version}, but this program reads version {FORMAT_VERSION}."
             )
-        digest = attributes.pop("sha256", None)  # absent in stores of earlier versions
-        if digest is not None and digest != json_digest(attributes):
+        digest = attributes.pop("sha256", None)
+        if digest not in (None, json_digest(attributes)):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
+        capture = attributes.get("capture")
+        if digest is None or (isinstance(capture, dict) and "statistics" not in capture):
+            raise StoreOutdated(
+                f"the store {path} was made by a development version: {subject} has no checksum, or capture.statistics "
+                "is absent in it. Make the store again, or read it with the commit that made it."
+            )
         require_root_types(attributes, subject)
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
@@ -250,7 +255,7 @@ class StoreRoot:
         optional = {name: attributes[name] for name in _OPTIONAL if name in attributes}
         if optional.get("blocks") is not None:
             optional["blocks"] = tuple(optional["blocks"])
-        return cls(metadata, arrays, attributes["created"], attributes["complete"], **optional)
+        return cls(metadata, arrays, attributes["created"], attributes["target"], attributes["complete"], **optional)
 
 
 def read_metadata(store: StorageLike) -> StoreMetadata | None:

@@ -19,10 +19,6 @@ class Remedy(StrEnum):
         "Delete an array's zarr.json (not the store's own) that is damaged or edited, and run the job again: it writes "
         "a new one."
     )
-    consolidate = (
-        "The consolidated records only repeat the commit records: delete _commits/consolidated.jsonl and run the job "
-        "again; it writes what it needs."
-    )
     tabulate = (
         "Block tables only repeat the commit records: delete the file. The next run of the job writes it again if it "
         "is needed."

@@ -66,8 +66,7 @@ _RULES = (
     _Rule("fingerprint", lambda v: isinstance(v, str), "a sha256", required=True),
     _Rule("blocks", lambda v: isinstance(v, list) and all(map(_is_count, v)), "a list of counts"),
     _Rule("blocks_sha256", lambda v: isinstance(v, str), "a sha256"),
-    _Rule("commits_sha256", lambda v: isinstance(v, str), "a sha256"),
-    _Rule("target", lambda v: v == ALL or _is_count(v, 0, 1 << 62), f"a number of tokens, or {ALL}", null=False),
+    _Rule("target", lambda v: v == ALL or _is_count(v, 0, 1 << 62), f"a number of tokens, or {ALL}", required=True),
     *(
         _Rule(key, lambda v: isinstance(v, dict) and all(isinstance(digest, str) for digest in v.values()), "digests")
         for key in ("statistics_digests", "array_digests")
@@ -79,14 +78,15 @@ _RULES = (
     ),
     _Rule("batch.length", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}"),
     _Rule("capture.dtype", lambda v: isinstance(v, str) and v in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
+    _Rule("capture.statistics", lambda v: isinstance(v, bool), "true or false", required=True),
     _Rule("capture.outputs", _are_outputs, f"names from {', '.join(OUTPUTS)}", null=False),
     _Rule("capture.encode", _are_encoders, "descriptions of SAEs", null=False),
     _Rule("capture.top_logprobs", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}", null=False),
     _Rule("store.compression", lambda v: v in ("none", "zstd"), "none or zstd"),
-    _Rule("config.run.max_tokens", lambda v: _is_count(v, 0, 1 << 62), "a count"),
+    _Rule("config.run.max_tokens", lambda v: v is None or _is_count(v, 0, 1 << 62), "a count", required=True),
     *(
         _Rule(f"config.{key}", lambda v: isinstance(v, str), "a string")
-        for key in ("model.path", "model.tokenizer", "data.path")
+        for key in ("model.path", "model.tokenizer", "data.path", "data.revision")
     ),
 )
 

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ import pyarrow as pa
 from jaxtyping import Bool, Float, Float32, Float64, Int64
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.commits import CommitRecord, read_stream_records
+from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.int8 import dequantised
 from pipeline.store.format.keys import block_key
 from pipeline.store.format.normalisation import Normalisation
@@ -230,8 +230,8 @@ def encode_statistics(statistics: BlockStatistics, block: int = 0, running: Bloc
     return encode_table(pa.Table.from_pylist(rows, schema=schema))
 
 
-def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[BlockStatistics, BlockStatistics | None]:
-    """A block's statistics, and the running statistics up to and including it (None in files of earlier versions).
+def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[BlockStatistics, BlockStatistics]:
+    """A block's statistics, and the running statistics up to and including it.
 
     Raises StoreInvalid if the file is missing (`content` is None) or damaged.
     """
@@ -249,48 +249,36 @@ def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[Bloc
         row = dict(zip(columns, values, strict=True))
         name = row.pop("array")
         parts.setdefault(first_block, {})[name] = Statistics(**row)
-    return parts[record.block], parts.get(0)
+    if not {record.block, 0} <= parts.keys():
+        raise StoreInvalid(f"{subject} lacks statistics of the block, or of the stream up to it. {DAMAGE_REMEDY}")
+    return parts[record.block], parts[0]
 
 
-def read_running(storage: Storage, last: CommitRecord) -> BlockStatistics | None:
-    """The statistics of a stream's blocks up to and including `last`, by array; None if a block has none.
-
-    If an earlier version wrote the block, its file has no running statistics and the files of all blocks are merged.
-    Raises StoreError.
-    """
-    if not last.statistics_sha256:
-        return None
+def read_running(storage: Storage, last: CommitRecord) -> BlockStatistics:
+    """The statistics of a stream's blocks up to and including `last`, by array. Raises StoreError."""
     key = statistics_key(last.stream, last.block)
     [(_, running)] = storage.read_checked([key], lambda _, content: decode_statistics(content, last))
-    if running is None:
-        records = read_stream_records(storage, last.stream)[: last.block + 1]
-        if not all(record.statistics_sha256 for record in records):
-            return None
-        by_key = {statistics_key(record.stream, record.block): record for record in records}
-        blocks = storage.read_checked(list(by_key), lambda key, content: decode_statistics(content, by_key[key])[0])
-        running = reduce(merge_arrays, blocks)
     return running
 
 
 def merge_arrays(first: BlockStatistics, second: BlockStatistics) -> dict[str, Statistics]:
-    """Merges the statistics of two sets of tokens, for the arrays in both: blocks of earlier versions have no
-    statistics of features."""
+    """Merges the statistics of two sets of tokens, for the arrays in both."""
     return {name: merge([statistics, second[name]]) for name, statistics in first.items() if name in second}
 
 
 def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, Statistics]:
-    """The statistics of all tokens of a store, by array; {} if a block has none. Raises StoreError.
+    """The statistics of all tokens of a store, by array; {} if it has none. Raises StoreError.
 
     last: the record of each stream's last block, in stream order, without streams that have no block.
     """
-    total: BlockStatistics | None = None
+    if not all(record.statistics_sha256 for record in last):
+        return {}
+    total: dict[str, Statistics] = {}
     with ThreadPoolExecutor(_STREAMS_AT_ONCE, "statistics") as pool:
         for start in range(0, len(last), _STREAMS_AT_ONCE):
             for stream in pool.map(partial(read_running, storage), last[start : start + _STREAMS_AT_ONCE]):
-                if stream is None:
-                    return {}
-                total = stream if total is None else merge_arrays(total, stream)
-    return dict(total or {})
+                total = merge_arrays(total, stream) if total else dict(stream)
+    return total
 
 
 def merged_keys(name: str) -> tuple[str, str]:
@@ -353,18 +341,18 @@ def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
     return objects
 
 
-def read_merged(storage: Storage, name: str, digest: str | None = None) -> Statistics | None:
-    """The merged statistics of an array; None if the store has none.
+def read_merged(storage: Storage, name: str, digest: str) -> Statistics:
+    """The merged statistics of an array, which have this digest in the root.
 
-    Raises StoreInvalid if they are damaged or do not have the `digest` in the root, and StoreError.
+    Raises StoreInvalid if they are missing or damaged, and StoreError.
     """
     keys = merged_keys(name)
 
-    def read() -> Statistics | None:
+    def read() -> Statistics:
         objects = dict(zip(keys, storage.read_many(list(keys)), strict=True))
-        if digest is not None and merged_digest(objects, name) != digest:
+        if merged_digest(objects, name) != digest:
             raise StoreInvalid(f"{keys[0]} and {keys[1]} do not match the digest in the root. {DAMAGE_REMEDY}")
-        return None if None in objects.values() else decode_merged(objects, name)
+        return decode_merged(objects, name)
 
     return storage.retry_read(read)
 

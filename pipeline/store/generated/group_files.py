@@ -51,8 +51,7 @@ def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Tabl
         state = group_state(table, key)
     except (pa.ArrowException, OSError) as error:
         raise StoreInvalid(f"{key} cannot be read: {error}. {_REMEDY}") from error
-    sha256 = state.pop("sha256", None)  # absent in groups of earlier versions
-    if sha256 is not None and sha256 != _digest(table, state, stream, index):
+    if state.pop("sha256", None) != _digest(table, state, stream, index):
         raise StoreInvalid(f"{key} does not match its own checksum: it was edited, damaged or replaced. {_REMEDY}")
     return table
 

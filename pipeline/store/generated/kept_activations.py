@@ -1,8 +1,8 @@
 """Activations captured during generation, kept with the groups until they are stored in blocks.
 
 A group has one object per array: the activations [n, D] of its documents' tokens, document after document, as
-little-endian values without a header, followed by the sha256 of the object's key and these values. Objects of earlier
-versions lack the sha256. They are written before the group's parquet file, and deleted when the store is complete.
+little-endian values without a header, followed by the sha256 of the object's key and these values. They are written
+before the group's parquet file, and deleted when the store is complete.
 """
 
 import hashlib
@@ -76,9 +76,9 @@ def _checksum(key: str, content: bytes) -> bytes:
 
 def _damage(key: str, content: bytes, num_bytes: int) -> Iterator[str]:
     values, checksum = content[:num_bytes], content[num_bytes:]
-    if len(values) < num_bytes or (checksum and len(checksum) != hashlib.sha256().digest_size):
+    if len(values) < num_bytes or len(checksum) != hashlib.sha256().digest_size:
         yield f"has {len(content)} bytes, expected {num_bytes} and a checksum"
-    elif checksum and checksum != _checksum(key, values):
+    elif checksum != _checksum(key, values):
         yield "does not match its own checksum"
 
 

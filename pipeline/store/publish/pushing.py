@@ -18,7 +18,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.format.block_table import PREFIX as TABLES_PREFIX
-from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
+from pipeline.store.format.commits import COMMITS_PREFIX
 from pipeline.store.format.keys import LOCK_SUFFIX, StoreKeys, is_worker_key
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
@@ -128,16 +128,12 @@ def _keys_to_push(storage: Storage, store_keys: StoreKeys) -> list[str]:
     keys = [key for key in storage.list_keys() if store_keys.is_own(key) and key != ROOT_KEY]
     keys = [key for key in keys if not key.endswith(LOCK_SUFFIX) and not is_worker_key(key)]
     require_no_links(storage.directory, [*keys, ROOT_KEY])
-    return sorted(keys, key=lambda key: (_is_table(key), key.startswith(COMMITS_PREFIX), not _is_metadata(key), key))
+    last = (TABLES_PREFIX, COMMITS_PREFIX)  # in reverse order
+    return sorted(keys, key=lambda key: (*(key.startswith(prefix) for prefix in last), not _is_metadata(key), key))
 
 
 def _is_metadata(key: str) -> bool:
     return key.endswith("/zarr.json")
-
-
-def _is_table(key: str) -> bool:
-    """Whether an object repeats the commit records of several blocks."""
-    return key.startswith(TABLES_PREFIX) or key == CONSOLIDATED_KEY
 
 
 def _stored_root(files: HubFiles, root: StoreRoot, repo: str) -> StoreRoot | None:

@@ -220,8 +220,6 @@ def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None
 
 
 def _have_same_digests(store: ActivationStore, ours: CommitRecord, theirs: CommitRecord) -> bool:
-    if ours.digests is None or theirs.digests is None:
-        return False
     names = [spec.name for spec in store._layout.side_arrays]
     return all(name in ours.digests and ours.digests[name] == theirs.digests.get(name) for name in names)
 

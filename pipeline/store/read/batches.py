@@ -23,7 +23,7 @@ from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.read.batch_options import Reading
 from pipeline.store.read.buffers import StoredBlocks
 from pipeline.store.read.gathering import Batch, Gatherer, Position, TokenMemory
-from pipeline.store.read.order import VERSION, Buffer, ReadingOrder
+from pipeline.store.read.order import Buffer, ReadingOrder
 from pipeline.store.read.stored_objects import StoredObjects
 
 log = logging.getLogger(__name__)
@@ -132,20 +132,17 @@ class _BatchSource:
         """A checksum of `order` and of everything else that the order of tokens depends on."""
         blocks = self._blocks.blocks.values[["stream", "block", "rows", "tokens"]].tolist()
         filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
-        version = () if self._reading.seed is None else (VERSION,)  # storage order has never changed
-        return zlib.crc32(repr((order, blocks, filtered, *version)).encode())
+        return zlib.crc32(repr((order, blocks, filtered)).encode())
 
     def restored(self, state: dict[str, int]) -> Position:
         """The position from an earlier reader's state. Raises ValueError if that reader had different options."""
-        # States of earlier versions have neither rank nor world.
-        rank, world = state.pop("rank", self._order.rank), state.pop("world", self._order.world)
+        rank, world = state.pop("rank", 0), state.pop("world", 1)
         order = replace(self._order, rank=rank, world=world)
         if state.pop("order", None) != self._checksum(order):
             raise ValueError(
                 "the state belongs to a different reader configuration: the order of tokens depends on the store's "
                 "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader "
-                "that the state came from. If it came from an earlier version of this program, which shuffled "
-                "differently, start again without a state."
+                "that the state came from, or start again without a state."
             )
         position = Position(**state)
         if order == self._order:

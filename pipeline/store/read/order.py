@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
-VERSION = 2  # of the random order; version 1 was numpy's Generator.permutation
 _PIECES, _TOKENS = 1, 2  # what is permuted
 
 

@@ -33,13 +33,12 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
 from pipeline.store.format.arrays import open_existing, require_layout
 from pipeline.store.format.block_table import BlockTable, join_streams, read_streams, read_table
-from pipeline.store.format.commits import CommitRecord, read_consolidated
+from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import features_name
 from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, TOKENS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics, merge_streams, read_merged
-from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, is_key, with_fields
 from pipeline.store.read.batches import BatchReader
@@ -105,7 +104,7 @@ class ActivationStore:
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
         self.arrays = arrays
         self.storage = storage
-        self._statistics_digests = root.statistics_digests
+        self._statistics_digests = root.statistics_digests or {}
         self._feature_widths = {sae["features"]: sae["width"] for sae in root.metadata.encoders}
         self._layout = require_layout(root, arrays, storage.path)
         self.layers: tuple[int, ...] = tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
@@ -189,21 +188,14 @@ class ActivationStore:
         return self._merged_statistics(self._key((layer, site)).name)
 
     def _merged_statistics(self, name: str) -> Statistics:
-        digests = self._statistics_digests
-        is_in_root = digests is None or name in digests  # else any stored statistics are of fewer blocks
-        if self.complete:
-            statistics = read_merged(self.storage, name, (digests or {}).get(name)) if is_in_root else None
-            if statistics is None and len(self.blocks) and self.blocks.has_statistics.all() and is_in_root:
-                raise StoreInvalid(
-                    f"{self.path} is complete, but its statistics of {name} are missing. {DAMAGE_REMEDY}"
-                )
-        else:
+        if not self.complete:
             statistics = merge_streams(self.storage, self._last).get(name)
+        elif digest := self._statistics_digests.get(name):
+            statistics = read_merged(self.storage, name, digest)
+        else:  # any stored statistics are of fewer blocks
+            statistics = None
         if statistics is None:
-            earlier = ", or by an earlier version" if name in self._feature_widths else ""
-            raise StoreError(
-                f"{self.path} has no statistics of {name}: it was made with capture.statistics=false{earlier}."
-            )
+            raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
         return statistics
 
     def feature_statistics(self, name: str) -> FeatureStatistics:
@@ -233,8 +225,8 @@ class ActivationStore:
             raise ValueError(f"top is {top}, must be at least 1, or None for all firings")
         if features not in self.metadata.indexed_features:
             raise StoreError(
-                f"the store {self.path} has no index by feature: it was made with capture.encode_index=false, or by an "
-                "earlier version. Read all features with batches(..., features=True)."
+                f"the store {self.path} has no index by feature: it was made with capture.encode_index=false. Read all "
+                "features with batches(..., features=True)."
             )
         value_type = self.arrays[f"{features}.value"].dtype.numpy_dtype
         indexes = FeatureIndexes(self.storage, features, width, value_type, self._layout, self.blocks)
@@ -399,14 +391,9 @@ class ActivationStore:
 
 
 def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:
-    """All blocks in row order, and the last record of each stream if the store is unfinished.
-
-    A complete store of an earlier version has its records in one object."""
+    """All blocks in row order, and the last record of each stream if the store is unfinished."""
     table = read_table(storage, root.blocks_sha256) if root.complete else None
     if table is not None:
         return table, []
-    records = read_consolidated(storage, root.commits_sha256) if root.complete else None
-    if records is not None:
-        return BlockTable.from_records(records).in_row_order(root.metadata.num_streams), []
     streams = read_streams(storage, range(root.metadata.num_streams))
     return join_streams(streams), [blocks.last for blocks in streams.values() if blocks.last is not None]

@@ -56,10 +56,7 @@ class StoredObjects:
 
     def require(self, name: str, rows: Int64[np.ndarray, " n"]) -> None:
         """Raises StoreInvalid if an object with some of these doubtful rows is missing, or was wrongly reported as
-        missing when it was read.
-
-        If a record has no digests, as in earlier versions, the object must exist. So do not pass rows whose values may
-        all be fill values.
+        missing when it was read. Do not pass rows whose values may all be fill values: their objects are read again.
         """
         shards = rows // self.layout.rows_per_block
         distinct = np.unique(shards).tolist()
@@ -78,7 +75,7 @@ class StoredObjects:
         """Raises StoreInvalid unless, according to the records, all values of these blocks are the fill value."""
         blocks = [self._block(shard) for shard in shards]
         for shard, record in zip(shards, read_commit_records(self.storage, blocks), strict=True):
-            if record.digests is None or record.digests.get(name) != fill_digest(self.arrays[name]):
+            if record.digests.get(name) != fill_digest(self.arrays[name]):
                 url = self.storage.url(self._key(name, shard))
                 raise StoreInvalid(f"{url} is missing, although the block is committed. {VERIFY_REMEDY}")
             self._all_fill[name].add(shard)

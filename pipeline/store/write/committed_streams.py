@@ -59,22 +59,18 @@ class CommittedStreams:
         """Drops the stream's last block, whose record has been deleted."""
         self._read[stream] = self[stream].without_last()
 
-    def add_statistics(self, stream: int, block: int, statistics: BlockStatistics) -> BlockStatistics | None:
-        """Merges a block's statistics into those of the blocks before it.
-
-        Returns the statistics of blocks 0..block, or None if an earlier block of the stream has none.
-        """
-        running: BlockStatistics | None = statistics
+    def add_statistics(self, stream: int, block: int, statistics: BlockStatistics) -> BlockStatistics:
+        """Merges a block's statistics into those of the blocks before it. Returns those of blocks 0..block."""
+        running = statistics
         if block:
             before = self._running.pop((stream, block - 1), None) or self._running_through(stream, block - 1)
-            running = before and merge_arrays(before, statistics)
-        if running is not None:
-            self._running[stream, block] = running
+            running = merge_arrays(before, statistics)
+        self._running[stream, block] = running
         while len(self._running) > RUNNING_KEPT:
             del self._running[next(iter(self._running))]
         return running
 
-    def _running_through(self, stream: int, block: int) -> BlockStatistics | None:
+    def _running_through(self, stream: int, block: int) -> BlockStatistics:
         record = self[stream].last
         if record is None or record.block != block:
             [record] = read_commit_records(self._storage, [(stream, block)])

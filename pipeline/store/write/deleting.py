@@ -10,7 +10,6 @@ from itertools import takewhile
 from threading import Event
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.format.commits import COMMITS_PREFIX, CONSOLIDATED_KEY
 from pipeline.store.format.keys import LOCK_SUFFIX, StoreKeys
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.io.directories import raise_unless_gone
@@ -49,7 +48,6 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
 
 def _delete_objects(storage: Storage, keys: StoreKeys) -> Iterator[str]:
     deleting = storage.with_own_requests(_DELETIONS_AT_ONCE)
-    storage.write(CONSOLIDATED_KEY, None)
     _delete_prefixes(partial(_delete_prefix, deleting, keys), keys.prefixes, _LISTINGS_AT_ONCE)
     storage.write(ROOT_KEY, None)
     return iter(storage.list_keys())
@@ -76,9 +74,6 @@ def _delete_prefix(storage: Storage, keys: StoreKeys, prefix: str, should_stop: 
 
 
 def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
-    with suppress(FileNotFoundError):
-        if not os.path.islink(folder + COMMITS_PREFIX.rstrip("/")):
-            os.unlink(folder + CONSOLIDATED_KEY)
     _delete_prefixes(partial(_delete_folder, folder, keys), keys.prefixes, _FOLDERS_AT_ONCE)
     for name in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX):
         with suppress(FileNotFoundError):

@@ -2,7 +2,7 @@
 
 from pipeline.core.counts import counted
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.target import has_share, stream_share, target_of
+from pipeline.store.format.target import has_share, stream_share
 from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -32,12 +32,7 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
 
 def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
     """Prints what a stream holds; returns whether it is at its end."""
-    target = store.target
-    if target is None:  # the store of an earlier version has none: use the config of the run that created it
-        share = stream_share(target_of(store.metadata.config), store.metadata.num_streams, stream)
-        end = _end_of_old_stream(blocks, share, store.layout.length)
-    else:
-        end = end_of(blocks, stream_share(target, store.metadata.num_streams, stream))
+    end = end_of(blocks, stream_share(store.target, store.metadata.num_streams, stream))
     print(f"stream {stream}: {counted(len(blocks), 'block')}, {blocks.total('tokens'):,} tokens, {end or 'UNFINISHED'}")
     return end is not None
 
@@ -47,11 +42,3 @@ def end_of(blocks: BlockTable, share: int | None) -> str | None:
     if not has_share(blocks, share):
         return None
     return "the end of its data" if len(blocks) and blocks[-1].exhausted else "the end of its share of run.max_tokens"
-
-
-def _end_of_old_stream(blocks: BlockTable, share: int | None, length: int) -> str | None:
-    """As `end_of`. If no block is truncated, the last row, of at most `length` tokens, reaches the share."""
-    if len(blocks) and blocks[-1].exhausted:
-        return "the end of its data"
-    reached = share is not None and 0 <= blocks.total("tokens") - share < length
-    return "the end of its share of run.max_tokens" if reached or (len(blocks) and blocks[-1].truncated) else None

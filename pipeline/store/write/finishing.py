@@ -19,7 +19,6 @@ from pipeline.store.format.block_table import (
     stream_table_key,
     table_sha256,
 )
-from pipeline.store.format.commits import CONSOLIDATED_KEY
 from pipeline.store.format.layout import MAX_ROWS, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_existing_root, read_root, read_root_generation
 from pipeline.store.format.statistics import MERGED_GROUP_KEY, encode_merged, merge_streams, merged_digest, merged_keys
@@ -79,7 +78,7 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
         tables = [stream.table for stream in streams.values()]
         blocks = tuple(map(len, tables))
         if root.complete:
-            before = blocks if root.blocks is None else root.blocks
+            before = root.blocks or ()
             is_whole = len(before) == len(blocks) and all(now >= then for now, then in zip(blocks, before, strict=True))
         else:
             is_whole = is_reached(tables, root.target)
@@ -99,7 +98,6 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
         complete=True,
         blocks=blocks,
         blocks_sha256=table_sha256(objects[TABLE_KEY]),
-        commits_sha256=None,
         statistics_digests=digests or None,
     )
     is_written = finished == root or storage.write_if_unchanged(ROOT_KEY, finished.to_json(), generation) is not None
@@ -109,8 +107,6 @@ def _try_to_finish(storage: Storage, layout: StoreLayout, read: Callable[[], Str
         delete_claims(storage, initial.claims)
     _settle_rows(storage, layout, read)
     write_many(storage, ((key, None) for key in initial.kept))
-    if root.commits_sha256 is not None:
-        storage.write(CONSOLIDATED_KEY, None)
     return finished
 
 

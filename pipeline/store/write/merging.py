@@ -241,8 +241,8 @@ def _start_block(
 
 
 def _is_fill(source: StoreWriter, record: CommitRecord, name: str) -> bool:
-    """Whether all of a block's values of an array may be the fill value; always true for a record without digests."""
-    return record.digests is None or record.digests.get(name) == fill_digest(source.arrays[name])
+    """Whether all of a block's values of an array are the fill value."""
+    return record.digests.get(name) == fill_digest(source.arrays[name])
 
 
 def _copy_metrics_and_groups(source: StoreWriter, target: StoreWriter) -> None:

@@ -25,7 +25,7 @@ from pipeline.store.format.arrays import (
     require_layout,
     set_rows,
 )
-from pipeline.store.format.commits import CONSOLIDATED_KEY, CommitRecord, commit_key, parse_record
+from pipeline.store.format.commits import CommitRecord, commit_key, parse_record
 from pipeline.store.format.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
 from pipeline.store.format.metadata import (
     ROOT_KEY,
@@ -153,8 +153,8 @@ class StoreWriter:
         return self.root.complete
 
     @property
-    def target(self) -> Target | None:
-        """How many tokens the store shall hold, according to the root as last read; None if the root does not say."""
+    def target(self) -> Target:
+        """How many tokens the store shall hold, according to the root as last read."""
         return self.root.target
 
     def record_weights_error(self, errors: Json) -> None:
@@ -239,7 +239,7 @@ class StoreWriter:
             record,
             table_sha256=pending.table_sha256,
             statistics_sha256=pending.statistics_sha256,
-            digests={name: digest.result() for name, digest in pending.digests.items()} or None,
+            digests={name: digest.result() for name, digest in pending.digests.items()},
             blocks_before=self.streams[record.stream].table.digest(),
         )
         self.commit_written(record, pending.is_committed)
@@ -257,8 +257,11 @@ class StoreWriter:
         self.streams.append(record)
 
     def _require_committed(self, record: CommitRecord) -> CommitRecord:
-        """The stored record, which another run wrote. Raises StoreError unless it equals `record`."""
+        """The stored record, which another run wrote. Raises StoreError unless it equals `record`, whose digests are
+        not known if nothing was written for it."""
         [stored] = self.storage.read_checked([record.key], partial(parse_record, self.storage))
+        if stored is not None and not record.digests:
+            record = replace(record, digests=stored.digests)
         if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
             raise StoreError(
                 f"another run on this store has written {self.path}/{record.key} with different content, which is "
@@ -273,14 +276,8 @@ class StoreWriter:
         set_rows(self.storage, self.root.array_names, MAX_ROWS)
 
         def reopened(root: StoreRoot) -> StoreRoot:
-            before = root.target
-            if before is None and not root.complete:  # written by an earlier version
-                before = target_of(root.metadata.config)
-            wanted = root.target if target is None else larger(before, target)
-            return replace(root.unfinished(), target=wanted)
+            return replace(root.unfinished(), target=larger(root.target, target or root.target))
 
-        if self.root.commits_sha256 is not None:
-            self.storage.write(CONSOLIDATED_KEY, None)
         self.root = change_root(self.storage, reopened)
         while any(array.shape[0] != MAX_ROWS for array in self.arrays.values()):
             # A process that was still finishing the store has trimmed them.
@@ -362,5 +359,5 @@ def create_root(storage: Storage, metadata: StoreMetadata, layout: StoreLayout) 
     if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
         return None
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target=target_of(metadata.config))
+    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target_of(metadata.config))
     return root if storage.write_if_absent(ROOT_KEY, root.to_json()) else None
