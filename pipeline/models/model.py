@@ -1,6 +1,7 @@
 """A model as the rest of the pipeline sees it: its sites and sizes, its weights, and its forward pass."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class Model:
         Raises CheckpointError for missing or damaged weights.
         """
         biases = sorted(key for key in self._weight_keys if weight_spec(key).is_bias)
-        architecture = dataclasses.asdict(self.arch) | {"biases": biases}
+        architecture = json.loads(json.dumps(dataclasses.asdict(self.arch))) | {"biases": biases}  # lists, not tuples
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}

@@ -50,9 +50,10 @@ def write_store(num_blocks: int) -> None:
     encoder = {"features": FEATURES, "array": ARRAY, "width": WIDTH, "top": TOP, "dtype": "bfloat16"}
     metadata = StoreMetadata(
         **{"model": {}, "tokenizer": {}, "data": {}, "batch": {"length": LENGTH}, "store": {"compression": "none"}},
-        capture={"arrays": [], "dtype": "bfloat16", "encode": [encoder], "encode_index": True},
+        capture={"arrays": [], "dtype": "bfloat16", "statistics": True, "encode": [encoder], "encode_index": True},
         num_streams=1,
         rows_per_block=ROWS,
+        config={"run": {"max_tokens": 0}},
     )
     layout = StoreLayout(1, ROWS, LENGTH, (), outputs=feature_specs(FEATURES, TOP, "bfloat16", "position"))
     writer = StoreWriter.open(str(PATH), metadata, layout)

@@ -48,7 +48,8 @@ def write_store(num_tokens: int, path: str = str(PATH), layers: Sequence[int] = 
     hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in layers}
     arrays = tuple(ArraySpec(name, "bfloat16", WIDTH, {"hook_name": hook, "d": WIDTH}) for name, hook in hooks.items())
     layout = StoreLayout(1, ROWS, LENGTH, arrays)
-    metadata = StoreMetadata({}, {}, {}, {}, {}, {}, num_streams=1, rows_per_block=ROWS)
+    capture, config = {"statistics": False}, {"run": {"max_tokens": 0}}
+    metadata = StoreMetadata({}, {}, {}, {}, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
     writer = StoreWriter.open(path, metadata, layout)
     rng = np.random.default_rng(0)
     valid = np.arange(LENGTH) < LENGTH * 97 // 100

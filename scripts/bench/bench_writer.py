@@ -55,7 +55,8 @@ def make_block() -> Arrays:
 
 def write_store(buffers: Sequence[Arrays], blocks: int) -> None:
     arrays = tuple(ArraySpec(name, "bfloat16", WIDTH) for name in buffers[0] if name.startswith("blocks."))
-    metadata = StoreMetadata({}, {}, {}, {}, {}, {}, num_streams=1, rows_per_block=ROWS)
+    capture, config = {"statistics": False}, {"run": {"max_tokens": 0}}
+    metadata = StoreMetadata({}, {}, {}, {}, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
     writer = StoreWriter.open(str(BUILD / "store"), metadata, StoreLayout(1, ROWS, LENGTH, arrays))
     start = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
     pending: deque = deque()

@@ -97,7 +97,7 @@ def documents(url: str) -> list[str]:
 
 READERS: dict[str, Callable[[str], object]] = {
     "parquet": documents,
-    "tasks": lambda url: open_tasks(ArcData(source="arc", path=f"{url}/task.json"), {}).load(0),
+    "tasks": lambda url: open_tasks(ArcData(source="arc", path=f"{url}/task.json")).load(0),
     "model": lambda url: open_model(url).identity(),
     "tokenizer": lambda url: load_tokenizer(url).identity(),
 }

@@ -18,6 +18,8 @@ from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.metadata import StoreRoot, change_root
+from pipeline.store.io.storage import Storage
 from tests.extraction.test_processes import chaos
 from tests.jobs import assert_same_store, committed, run_here, run_processes, write_text
 from tests.models import sae_files
@@ -270,12 +272,7 @@ def test_an_unfinished_store_has_an_index_by_feature(alone, tmp_path) -> None:
     copy = shutil.copytree(alone[1], tmp_path / "store")
     last = max((copy / "_commits/stream-00000").glob("*.json"))
     last.unlink()
-    root = json.loads((copy / "zarr.json").read_text())
-    attributes = root["attributes"]["activation_store"]
-    attributes["complete"] = False
-    for key in ("blocks", "blocks_sha256", "statistics_digests", "sha256"):
-        del attributes[key]
-    (copy / "zarr.json").write_text(json.dumps(root))
+    change_root(Storage.open(copy), StoreRoot.unfinished)
     store = ActivationStore.open(str(copy))
     assert 0 < len(store.blocks) < len(ActivationStore.open(str(alone[1])).blocks)
     assert_indexed(store, ARRAY)

@@ -119,7 +119,7 @@ def test_an_int8_cache_has_its_error_in_the_store_which_refuses_another_cache(ov
     assert any(str(store.cache_error["final_norm"]) in line for line in summarise(store).lines())
     assert ActivationStore.open(reference).cache_error is None
     root = (path / "zarr.json").read_text()
-    with pytest.raises(StoreMismatch, match=r"data\.cache_dtype: the store has 'int8', this run asks for None"):
+    with pytest.raises(StoreMismatch, match=r"data\.cache_dtype: the store has 'int8', this run asks for 'same'"):
         run_here(*int8, "data.cache_dtype=same")
     assert (path / "zarr.json").read_text() == root
 

@@ -211,7 +211,7 @@ def _open(storage: Storage, root: StoreRoot, problems: list[Problem]) -> OpenSto
         problems.append(Problem("zarr.json", str(error), Remedy.rewrite_array))
         return None
     num_rows = min(array.shape[0] for array in arrays.values())
-    vocab_size = root.metadata.model.get("vocab_size", root.metadata.tokenizer.get("vocab_size"))
+    vocab_size = root.metadata.model.get("vocab_size")
     return OpenStore(storage, root, layout, arrays, num_rows, vocab_size)
 
 

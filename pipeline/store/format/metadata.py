@@ -241,8 +241,8 @@ class StoreRoot:
         capture = attributes.get("capture")
         if digest is None or (isinstance(capture, dict) and "statistics" not in capture):
             raise StoreOutdated(
-                f"the store {path} was made by a development version: {subject} has no checksum, or capture.statistics "
-                "is absent in it. Make the store again, or read it with the commit that made it."
+                f"the store {path} was made by a development version of this program (its root has no checksum, or no "
+                "capture.statistics): make it again, or read it with the commit that made it."
             )
         require_root_types(attributes, subject)
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})

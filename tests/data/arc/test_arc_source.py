@@ -256,9 +256,9 @@ def test_a_data_set_of_the_hub_is_read(tmp_path, monkeypatch):
     rows = json.dumps(BARC | {"seeds": ["x"]}) + "\n" + json.dumps(BARC) + "\n"
     with hub_for_this_process(tmp_path, monkeypatch) as server:
         server.push("datasets/some/tasks", {"train.jsonl": rows.encode()})
-        tasks = open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks"), {})
+        tasks = open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks"))
         assert [tasks.load(number).name for number in range(tasks.size)] == ["row-0", "row-1"]
         with pytest.raises(
             ConfigError, match="data.split=test, but hf://datasets/some/tasks has the splits train. Set data.split"
         ):
-            open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks", split="test"), {})
+            open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks", split="test"))
