@@ -144,7 +144,7 @@ def test_a_feature_with_too_many_firings_has_no_histogram(encoded_store, tmp_pat
 
 def test_both_pages_report_a_missing_tokenizer_once(encoded_store, tmp_path, capsys):
     path = shutil.copytree(encoded_store, tmp_path / "store")
-    gone = {"config": {"model": {"path": str(tmp_path / "gone")}}}
+    gone = {"config": {"model": {"path": str(tmp_path / "gone")}, "run": {"max_tokens": None}}}
     change_root(Storage.open(str(path)), lambda root: replace(root, metadata=replace(root.metadata, **gone)))
     pages = [f"inspect.html={tmp_path / 'page.html'}", f"inspect.features_html={tmp_path / 'features.html'}"]
     assert main([f"store.path={path}", *pages, "inspect.features=12", "inspect.tokens=512"]) == 0

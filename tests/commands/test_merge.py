@@ -25,7 +25,9 @@ from tests.store.example_store import LENGTH, ROWS, blocks, layout, metadata, st
 
 
 def write_streams(path: Path | str, streams: Sequence[int], **changes) -> StoreWriter:
-    writer = StoreWriter.open(str(path), metadata(store={"compression": "none"}, **changes), layout())
+    """The store's target is all of the data."""
+    changes = {"store": {"compression": "none"}, "config": {"run": {"max_tokens": None}}} | changes
+    writer = StoreWriter.open(str(path), metadata(**changes), layout())
     for stream in streams:
         write_blocks(writer, stream)
     return writer
@@ -41,7 +43,7 @@ def halves(tmp_path) -> list[str]:
 
 @pytest.fixture
 def whole(tmp_path) -> Path:
-    write_store(str(tmp_path / "whole"))
+    write_streams(tmp_path / "whole", range(2)).finish()
     return tmp_path / "whole"
 
 
