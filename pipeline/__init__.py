@@ -9,7 +9,6 @@ The commands are modules of this package: `python -m pipeline.<command>`, with H
 | `verify` | checks every committed block of a store |
 | `inspect` | prints a summary of a store; writes an HTML page and charts |
 | `finalize` | marks a store as complete after several workers filled it |
-| `merge` | copies the blocks of several stores with the same configuration into one |
 | `index` | indexes a store's document ids, so that finding one takes few requests |
 | `export` | copies a store's activations to SAELens' cache, or its features to delphi's latents |
 | `push` | uploads a finished store to the Hugging Face Hub |

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pipeline import delete, export, finalize, inspect, merge, push, verify
+from pipeline import delete, export, finalize, inspect, push, verify
 from pipeline.config.composing import compose
 from pipeline.core.addresses import has_credentials, unusable_store_path, without_credentials
 from pipeline.core.errors import ConfigError, PipelineError, StoreInvalid
@@ -55,8 +55,6 @@ COMMANDS = {
     "finalize": lambda path: finalize.main([f"store.path={path}"]),
     "delete": lambda path: delete.main([f"store.path={path}", "confirm=true"]),
     "inspect": lambda path: inspect.main([f"store.path={path}"]),
-    "merge": lambda path: merge.main([f"from={path}", "store.path=target"]),
-    "merge into": lambda path: merge.main(["from=sound", f"store.path={path}"]),
     "export": lambda path: export.main([f"store.path={path}", "export.path=exported"]),
     "push": lambda path: push.main([f"store.path={path}", "repo=owner/name"]),
 }

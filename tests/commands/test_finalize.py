@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.config.composing import compose
+from pipeline.extraction.job_run import run
 from pipeline.finalize import main
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
@@ -18,6 +20,7 @@ from pipeline.store.generated.kept_activations import write_kept
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.claims import COMPLETION, Claims
 from pipeline.store.write.store_writer import StoreWriter
+from tests.jobs import assert_same_store, write_text
 from tests.store.example_store import (
     LENGTH,
     NUM_STREAMS,
@@ -43,6 +46,22 @@ def files(path: Path) -> dict[str, bytes]:
     del root["attributes"]["activation_store"]["created"]
     del root["attributes"]["activation_store"]["sha256"]
     return found | {"zarr.json": json.dumps(root).encode()}
+
+
+def test_files_of_two_workers_stores_together_are_the_store_of_one(tmp_path):
+    """The second worker's files are copied where the first has none, as by `cp -Rn`."""
+    text = write_text(tmp_path / "text", files=2, documents=25)
+    job = [f"data.path={text}", "data.num_streams=2", "batch.rows=4", "batch.length=128", "capture.layers=[1]"]
+    job += ["store.shard_mib=0.25", "run.progress=false", "capture.dtype=int8", "capture.positions=last"]
+    run(compose([*job, f"store.path={tmp_path / 'one'}"]))
+    for worker in range(2):
+        share = [f"run.worker_index={worker}", "run.worker_count=2", f"store.path={tmp_path / str(worker)}"]
+        run(compose([*job, *share]))
+        assert not is_complete(tmp_path / str(worker))
+    subprocess.run(["cp", "-Rn", f"{tmp_path}/1/.", f"{tmp_path}/0"], check=True)
+    assert main([f"store.path={tmp_path}/0"]) == 0
+    assert verify_store(str(tmp_path / "0")) == []
+    assert_same_store(tmp_path / "0", tmp_path / "one")
 
 
 def test_an_unfinished_store_is_completed_as_by_a_run(tmp_path):

@@ -23,7 +23,7 @@ from pipeline.library.extractor import Extractor
 from tests.forking import Forked
 from tests.jobs import ROOT, command, committed, free_port, has_loaded, run, run_program, wait_until, write_text
 
-COMMANDS = ["run", "plan", "verify", "finalize", "merge", "inspect", "export", "delete"]
+COMMANDS = ["run", "plan", "verify", "finalize", "inspect", "export", "delete"]
 # The process sends itself a signal before its first import outside this package and the standard library.
 SIGNAL_AT_FIRST_IMPORT = """
 import os, runpy, sys
@@ -117,7 +117,6 @@ def test_every_command_runs_without_standard_streams(overrides, tmp_path):
         "plan": [*overrides, store],
         "verify": [store],
         "finalize": [store],
-        "merge": [f"from={tmp_path}/store", copy],
         "inspect": [store, f"inspect.html={tmp_path}/STREAMS.html"],
         "export": [store, f"export.path={tmp_path}/STREAMS.arrow"],
         "delete": [copy, "confirm=true"],

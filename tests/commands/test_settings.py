@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from pipeline import delete, export, finalize, inspect, merge, push, verify
+from pipeline import delete, export, finalize, inspect, push, verify
 from pipeline.cli.settings import UsageError, flag, names, one_of, parse, setting, store_path, whole_number
 from pipeline.core.errors import ConfigError
 from tests.jobs import run
@@ -14,7 +14,6 @@ COMMANDS = {
     "export": export,
     "finalize": finalize,
     "inspect": inspect,
-    "merge": merge,
     "push": push,
     "verify": verify,
 }

@@ -27,7 +27,6 @@ from pipeline.store.format.statistics import token_statistics
 from pipeline.store.io.storage import KeyValueStore
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.finalizing import finalize
-from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import PendingBlock, StoreWriter
 
 # Where a job yields: before each request that reads, lists, writes or deletes, and before it writes a block's arrays
@@ -129,11 +128,6 @@ def open_store(job: Job) -> StoreWriter:
 def finalize_store(path: str, is_forced: bool = False) -> str | None:
     """Does what `pipeline.finalize` does."""
     return finalize(StoreWriter.open_existing(path), is_forced)
-
-
-def merge_into(path: str, *sources: str) -> str | None:
-    """Does what `pipeline.merge` does."""
-    return finalize(merge_stores(sources, path))
 
 
 @cache

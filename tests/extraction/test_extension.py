@@ -1,9 +1,8 @@
-"""A store is extended while older commands, `finalize`, `merge` and readers interfere: it ends as if nothing had
-interfered, and is never complete while it is half done."""
+"""A store is extended while older commands, `finalize` and readers interfere: it ends as if nothing had interfered, and
+is never complete while it is half done."""
 
 import json
 import random
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.io.storage import Storage
-from tests.extraction.extension_steps import Scheduler, finalize_store, merge_into, run_job
+from tests.extraction.extension_steps import Scheduler, finalize_store, run_job
 from tests.jobs import write_text
 from tests.store.damage_stores import make_specimen
 from tests.store.example_store import Image, in_memory, read_image
@@ -116,18 +115,14 @@ DISTURB: dict[str, Callable[..., object]] = {
     "middle command that claims": lambda path, command, old: run_job(path, *command, MIDDLE, "run.claim=true"),
     "finalize": lambda path, command, old: finalize_store(path),
     "forced finalize": lambda path, command, old: finalize_store(path, is_forced=True),
-    "merge": lambda path, command, old: merge_into(path, old),
 }
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", ["older command", "older command that claims", "finalize", "merge"])
+@pytest.mark.parametrize("name", ["older command", "older command that claims", "finalize"])
 def test_a_half_done_extension_is_not_completed(command, old, half_done, undisturbed, name, target):
     with in_memory(half_done[target]) as path, in_memory(old) as old_path:
-        try:
-            DISTURB[name](path, command, old_path)
-        except PipelineError:
-            assert name == "merge"  # a block that was truncated has changed since
+        DISTURB[name](path, command, old_path)
         assert not is_complete(path)
         run_job(path, *command, target)
         assert_undisturbed(read_image(path), undisturbed[target])
@@ -143,24 +138,11 @@ def test_a_half_done_extension_completed_by_force_can_be_continued(command, old,
         assert_undisturbed(read_image(path), undisturbed[target])
 
 
-@pytest.mark.parametrize("target", TARGETS)
-def test_a_half_done_extension_merged_into_a_new_store_is_not_complete(command, half_done, undisturbed, target):
-    with in_memory(half_done[target]) as source, in_memory({}) as path:
-        assert merge_into(path, source) is not None
-        assert not is_complete(path)
-        run_job(path, *command, target)
-        assert_undisturbed(read_image(path), undisturbed[target])
-
-
 @pytest.mark.parametrize("name", DISTURB)
 def test_an_extended_store_stays_unchanged(command, old, undisturbed, name):
-    """`merge` refuses a source whose truncated block has changed since."""
     for target in TARGETS:
         with in_memory(undisturbed[target]) as path, in_memory(old) as old_path:
-            try:
-                DISTURB[name](path, command, old_path)
-            except PipelineError:
-                assert name == "merge"
+            DISTURB[name](path, command, old_path)
             assert_undisturbed(read_image(path), undisturbed[target])
 
 
@@ -172,15 +154,14 @@ def test_a_smaller_target_does_not_shrink_a_larger_one(command, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["older command", "finalize", "merge"])
+@pytest.mark.parametrize("name", ["older command", "finalize"])
 def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
     """Real jobs run here. The activations kept during decoding are not deleted: the missing blocks are made of them."""
-    path, other, old = (tmp_path / name for name in ("store", "undisturbed", "old"))
+    path, other = (tmp_path / name for name in ("store", "undisturbed"))
     specimen = make_specimen("decode", tmp_path, is_resumable=False)
     command = specimen.command
     for store in (path, other):
         run(composing.compose([*command, f"store.path={store}", "run.max_tokens=200"]))
-    shutil.copytree(path, old)
     run(composing.compose([*command, f"store.path={other}"]))
     run(composing.compose([*command, f"store.path={path}", *HALF]))
     kept = {file: file.read_bytes() for file in path.glob("_generated/*/*.activations")}
@@ -188,7 +169,7 @@ def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
     if name == "older command":
         run(composing.compose([*command, f"store.path={path}", "run.max_tokens=200"]))
     else:
-        assert (finalize_store(str(path)) if name == "finalize" else merge_into(str(path), str(old))) is not None
+        assert finalize_store(str(path)) is not None
     assert not is_complete(str(path))
     assert {file: file.read_bytes() for file in path.glob("_generated/*/*.activations")} == kept
     run(composing.compose([*command, f"store.path={path}"]))
@@ -302,7 +283,7 @@ def interleave(case: Case, command: Sequence[str], stores: Stores) -> Readers:
                     readers.look(rng, may_be_forced)
         for name, error in scheduler.errors.items():
             assert isinstance(error, PipelineError), f"{name}: {error!r}"
-            assert error.exit_code == 1 or name == "merge", f"{name}: {error!r}"
+            assert error.exit_code == 1, f"{name}: {error!r}"
         if not jobs.keys().isdisjoint(scheduler.errors):  # exit code 1: the user runs the command again
             run_job(path, *command, case.target)
         readers.look(rng, may_be_forced=False)

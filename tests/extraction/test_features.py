@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from pipeline import Stream, delete, export, finalize, inspect, merge, verify
+from pipeline import Stream, delete, export, finalize, inspect, verify
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
 from pipeline.inspection.features import FeatureChoice, view_features
@@ -378,14 +378,11 @@ def test_an_index_without_a_block_is_reported(alone, tmp_path) -> None:
     assert {Path(problem.where).name for problem in problems} == {"block-000099.csc", "x"}
 
 
-@pytest.mark.parametrize(
-    "module", [inspect, verify, finalize, merge, delete, export], ids=lambda module: module.__name__
-)
+@pytest.mark.parametrize("module", [inspect, verify, finalize, delete, export], ids=lambda module: module.__name__)
 def test_commands_take_a_store_without_activations(alone, tmp_path, capsys, module) -> None:
     _, path = alone
     copy = shutil.copytree(path, tmp_path / "store")
     arguments = {
-        merge: [f"store.path={tmp_path}/merged", f"from={copy}"],
         delete: [f"store.path={copy}", "confirm=true"],
         inspect: [f"store.path={copy}", f"inspect.html={tmp_path}/page.html"],
         export: [f"store.path={copy}", f"export.path={tmp_path}/exported"],
@@ -393,8 +390,6 @@ def test_commands_take_a_store_without_activations(alone, tmp_path, capsys, modu
     code = module.main(arguments.get(module, [f"store.path={copy}"]))
     assert code == (2 if module is export else 0)
     assert module is not export or "has features, but no activations" in capsys.readouterr().err
-    if module is merge:
-        assert_same_store(tmp_path / "merged", path)
     if module is delete:
         assert not copy.exists() or not list(copy.iterdir())
 

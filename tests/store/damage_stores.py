@@ -7,7 +7,6 @@ import os
 import pydoc_data.topics
 import tempfile
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,6 @@ from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.indexing import index_ids
-from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_model_of_zeros
 from tests.models.sae_files import write_saelens
@@ -58,6 +56,7 @@ OVERRIDES = {
 _BEFORE = {
     "extended": "run.max_tokens=700",
     "int8_weights": "run.worker_count=2",
+    "unfinished": "run.worker_count=2",
     "decode": "run.worker_count=2",
     "decode_unfinished": "run.worker_count=2",
 }
@@ -104,8 +103,7 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
     if kind == "decode_unfinished":
         return Specimen(kind, _without_blocks(before[0], 1), (finished,), command, finished)
     if kind == "unfinished":
-        unfinished = _interrupted_merge(path, folder / "merged")
-        return Specimen(kind, unfinished, (_without_blocks(unfinished, 1),), command, finished)
+        return Specimen(kind, before[0], (_without_blocks(before[0], 1),), command, finished)
     return Specimen(kind, finished, before, command, finished)
 
 
@@ -142,22 +140,6 @@ def _run(*overrides: str) -> None:
     from pipeline.extraction.job_run import run
 
     run(composing.compose(list(overrides)))
-
-
-def _interrupted_merge(whole: Path, path: Path) -> Image:
-    """A store without its last two blocks, as left by a merge that was interrupted before it copied these."""
-
-    def interrupt(done: int, total: int) -> None:
-        if done == total - 2:
-            raise KeyboardInterrupt
-
-    with suppress(KeyboardInterrupt):
-        merge_stores([str(whole)], str(path), interrupt)
-    merged, source = read_image(str(path)), StoreWriter.open_existing(str(whole))
-    places = [(stream, block.block) for stream in range(2) for block in source.streams[stream].table]
-    under_way = [place for place in places if block_keys(source.layout, *place)[-1] not in merged]
-    others = {key for place in under_way for key in block_keys(source.layout, *place)}
-    return {key: content for key, content in merged.items() if key not in others}
 
 
 def _without_blocks(image: Image, first: int) -> Image:

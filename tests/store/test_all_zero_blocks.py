@@ -17,7 +17,6 @@ from pipeline.store.format.commits import commit_key
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import StoreLayout, output_specs, scale_spec
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
 from tests.store.example_store import CAPTURE, NUM_STREAMS, Block, blocks, commit_block, layout, metadata
@@ -251,20 +250,6 @@ def test_a_remote_reader_reads_the_record_of_a_block_without_object(gcs, monkeyp
     assert found(path, Level.objects) == [f"{key}: is missing, although the block is committed"]
     with pytest.raises(StoreInvalid, match=f"{key} is missing, although the block is committed"):
         list(store.batches(NAME, 64))
-
-
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_merging_keeps_zero_blocks(tmp_path, case):
-    """The target has objects of a killed job instead of zeros."""
-    sources = [case.write(str(tmp_path / str(stream)), ONE_BLOCK, [stream]) for stream in range(NUM_STREAMS)]
-    target = str(tmp_path / "merged")
-    merge_stores(sources[:1], target)
-    left = Storage.open(target)
-    for name in case.zeros:
-        left.write(case.key(name, ONE_BLOCK[0]), b"left by a killed job")
-    merge_stores(sources, target).finish(force=True)
-    assert found(target) == []
-    assert_readers_give(target, in_one_order(np.concatenate(list(expected(case, ONE_BLOCK).values()))))
 
 
 def test_zero_blocks_are_exported_and_inspected(tmp_path, capsys):

@@ -28,7 +28,6 @@ from pipeline.store.ids.index_file import (
 from pipeline.store.ids.lookup import StoredIds
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.indexing import index_ids
-from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
@@ -167,20 +166,16 @@ def test_only_the_documents_tables_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "max_rows"),
-    [("extended", ROWS), ("extended", ROWS + 2), ("merged", ROWS)],  # with ROWS + 2, the last blocks are truncated
+    ("is_finished", "max_rows"),
+    [(True, ROWS), (True, ROWS + 2), (False, ROWS)],  # with ROWS + 2, the last blocks are truncated
 )
-def test_documents_missing_from_an_index_are_read_from_the_tables(tmp_path, way, max_rows):
+def test_documents_missing_from_an_index_are_read_from_the_tables(tmp_path, is_finished, max_rows):
     path = tmp_path / "store"
-    write_store(str(path), finish=way == "extended", max_rows=max_rows)
+    write_store(str(path), finish=is_finished, max_rows=max_rows)
     index_ids(Storage.open(path), STREAMS)
     assert verify_store(str(path)) == []
     earlier = {key: Storage.open(path).read(key) for key in map(ids_key, STREAMS)}
-    if way == "extended":
-        write_store(str(path))
-    else:
-        copy_store(str(tmp_path / "whole"))
-        merge_stores([str(tmp_path / "whole")], str(path))
+    write_store(str(path))
     assert verify_store(str(path)) == []
     assert {key: Storage.open(path).read(key) for key in earlier} == earlier
     assert_all_found(str(path))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pipeline import delete, export, finalize, index, inspect, merge, push, verify
+from pipeline import delete, export, finalize, index, inspect, push, verify
 from pipeline.config.composing import compose
 from pipeline.core.errors import StoreInvalid
 from pipeline.job.opening import open_job
@@ -105,8 +105,8 @@ def test_a_store_of_a_development_version_is_refused_in_one_sentence(tmp_path, l
     for open_store in (ActivationStore.open, lambda path: open_job(compose([f"store.path={path}"]))):
         with pytest.raises(StoreInvalid, match=expected):
             open_store(store)
-    more = {export: [f"export.path={tmp_path}/x"], merge: [f"from={store}"], push: ["repo=owner/name"]}
-    for command in (delete, export, finalize, index, inspect, merge, push, verify):
+    more = {export: [f"export.path={tmp_path}/x"], push: ["repo=owner/name"]}
+    for command in (delete, export, finalize, index, inspect, push, verify):
         assert command.main([f"store.path={store}", *more.get(command, [])]) == 2, command
         assert capsys.readouterr().err.count(expected) == 1, command
 

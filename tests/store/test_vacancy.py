@@ -8,7 +8,6 @@ import pytest
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.merging import merge_stores
 from pipeline.store.write.store_writer import StoreWriter
 from pipeline.store.write.vacancy import require_vacant
 from tests.store.emulators import new_bucket
@@ -44,16 +43,12 @@ FOREIGN = (
 
 
 @pytest.mark.parametrize("names", FOREIGN, ids=lambda names: names[0])
-@pytest.mark.parametrize(
-    "create", [write_store, lambda path: merge_stores([path + "-source"], path)], ids=["run", "merge"]
-)
-def test_a_path_with_foreign_files_is_refused(tmp_path, names, create):
+def test_a_path_with_foreign_files_is_refused(tmp_path, names):
     path = tmp_path / "store"
-    copy_store(f"{path}-source")
     make(path, names)
     before = contents(path)
     with pytest.raises(StoreInvalid, match=r"is not empty and is not a store: .*Set store\.path to an empty") as e:
-        create(str(path))
+        write_store(str(path))
     assert any(name in str(e.value) for name in names)
     assert contents(path) == before
 
@@ -80,16 +75,6 @@ def test_remains_of_interruptions_and_file_systems_are_allowed(tmp_path, names):
     make(tmp_path / "store", names)
     write_store(str(tmp_path / "store"))
     assert verify_store(str(tmp_path / "store")) == []
-
-
-def test_a_merge_interrupted_before_the_root_resumes(tmp_path):
-    source, path = str(tmp_path / "source"), str(tmp_path / "store")
-    copy_store(source)
-    merge_stores([source], path)
-    for key in ("blocks.1.resid_post/zarr.json", "tokens/zarr.json", "embed/zarr.json"):
-        Storage.open(path + "2").write(key, Storage.open(path).read(key))
-    merge_stores([source], path + "2").finish()
-    assert verify_store(path + "2") == []
 
 
 def test_links_in_the_path_are_refused_and_a_link_to_it_is_not(tmp_path):

@@ -262,7 +262,7 @@ def read_metadata(store: StorageLike) -> StoreMetadata | None:
     """A store's metadata; None if there is no store. Raises StoreError.
 
     If there is an array but no root, reading the root is retried a few times, since a storage service may wrongly
-    report it as missing. An interrupted merge leaves arrays without a root.
+    report it as missing.
     """
     storage = Storage.open(store)
 

@@ -1,1 +1,1 @@
-"""Writes stores: blocks, claims on streams, completion, merging and deletion."""
+"""Writes stores: blocks, claims on streams, completion and deletion."""

@@ -50,7 +50,7 @@ def _may_stay(key: str) -> bool:
         return True
     if not rest:
         return key in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX)
-    # A merge writes these first.
+    # The creation of a store writes these before its root.
     return is_array_name(first) and "/".join(rest) in ("zarr.json", f"zarr.json{LOCK_SUFFIX}")
 
 
