@@ -2,6 +2,7 @@
 
     PipelineError            1   anything that a retry might fix, or a bug
     ├── ConfigError          2   a value of the configuration is wrong; do not retry
+    │   └── ArgumentError    2   an argument of a library call is wrong; also a ValueError
     ├── InputError           2   a document, task file, tokenizer or parquet file is wrong; do not retry
     ├── NotFiniteError       2   an activation does not fit into the stored dtype, or is NaN; do not retry
     ├── CheckpointError      2   the model's files are missing, damaged or of an unknown kind; do not retry
@@ -34,6 +35,10 @@ class ConfigError(PipelineError):
     """A configuration value is wrong. The message names the key, the value and the remedy."""
 
     exit_code = EXIT_INVALID
+
+
+class ArgumentError(ConfigError, ValueError):
+    """An argument of a library call is wrong. The message names the argument, the value and what is expected."""
 
 
 class InputError(PipelineError):

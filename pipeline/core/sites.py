@@ -84,6 +84,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
+
+from pipeline.core.arguments import integer, shown
+from pipeline.core.errors import ArgumentError
 
 
 class Site(StrEnum):
@@ -141,6 +145,7 @@ _HOOKS = {
     Site.mlp_post: "mlp.hook_post",
     Site.final_norm: "ln_final.hook_normalized",
 }
+_SITES = {hook: site for site, hook in _HOOKS.items()}  # attn.hook_pattern is attn_pattern, the later one
 UNROTATED_HOOKS = {
     Site.embed: "blocks.0.hook_resid_pre",
     Site.q: "attn.hook_q",
@@ -181,6 +186,58 @@ class ActivationKey:
         if len(parts) == 3 and parts[0] == "blocks":
             return cls(int(parts[1]), Site(parts[2]))
         return cls(-1, Site(name))
+
+
+def site_name(name: str) -> str:
+    """Our name of a site that may be given as TransformerLens' hook, such as hook_resid_post or attn.hook_z. Any other
+    name is returned unchanged, also a hook that is another place (hook_mlp_in)."""
+    plain = name.removeprefix("hook_")
+    return str(_SITES.get(name) or (plain if plain in list(Site) and Site(plain) not in _HOOKS else name))
+
+
+def spelled(given: object) -> str:
+    """The name of an array that a user gives as a name, an ActivationKey or a pair (layer, site). Raises ArgumentError
+    for anything else."""
+    if isinstance(given, ActivationKey):
+        return given.name
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], str):
+        layer = None if given[0] is None else integer("the layer", given[0], -1)
+        is_single = layer is None or (layer == -1 and given[1] in list(Site) and not Site(given[1]).per_layer)
+        return str(given[1]) if is_single else f"blocks.{layer}.{given[1]}"
+    if not isinstance(given, str):
+        raise ArgumentError(
+            f"expected a name such as 'blocks.2.resid_post', or a pair (layer, site), got {shown(given)}"
+        )
+    return given
+
+
+def find_array(name: str, hooks: Mapping[str, str]) -> str | None:
+    """The array that a user's name means: blocks.2.resid_post, 2.resid_post, TransformerLens' blocks.2.hook_resid_post,
+    or one of these without the layer. None if no array has it, or several do.
+
+    hooks: TransformerLens' name by array name.
+    """
+    if name in hooks:
+        return name
+    spellings = [(array, array) for array in hooks]
+    spellings += [pair for pair in hooks.items() if Site.attn_entropy not in pair[0]]  # its hook is the pattern
+    found = {array for array, spelling in spellings if name in _endings(spelling)}
+    return found.pop() if len(found) == 1 else None
+
+
+class ByName(dict):
+    """A dict by array name, which also finds an array by whatever else `find_array` takes."""
+
+    def __missing__(self, key: object) -> Any:
+        hooks = {name: ActivationKey.parse(name).hook_name() for name in self}
+        if (name := find_array(spelled(key), hooks)) is None:
+            raise KeyError(key)
+        return self[name]
+
+
+def _endings(name: str) -> list[str]:
+    """A name, and what is left of it without `blocks`, and without the layer."""
+    return [name, *name.split(".", 1)[1:], *name.split(".", 2)[2:]] if name.startswith("blocks.") else [name]
 
 
 FINAL_NORM = ActivationKey(-1, Site.final_norm)  # what the head reads

@@ -13,6 +13,8 @@ from tqdm import tqdm
 from pipeline.cluster import preemption, processes
 from pipeline.cluster.devices import open_devices, topology
 from pipeline.config.choices import Attention
+from pipeline.core import arguments
+from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.packing import windows
@@ -32,7 +34,7 @@ from pipeline.library.shapes import Shape, ladder, smallest
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import make_plan
 from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, make_partition
-from pipeline.store.read.frameworks import Framework
+from pipeline.store.read.frameworks import Dtype, converter, parsed_dtype, parsed_framework
 from pipeline.store.read.reader import ActivationStore
 
 log = logging.getLogger("pipeline")
@@ -69,21 +71,22 @@ class Extractor:
     def __init__(
         self,
         model: str,
-        layers: Sequence[int] | str,
+        layers: Sequence[int] | int | str,
         sites: Sequence[str] | str = ("resid_post",),
         *,
-        dtype: str = "bfloat16",
-        model_dtype: str = "bfloat16",
+        dtype: Dtype = "bfloat16",
+        model_dtype: Dtype = "bfloat16",
         length: int | None = None,
         progress: bool = True,
         **options: object,
     ) -> None:
         """Opens the model and its tokenizer, and loads the weights that the captured layers need.
 
-        model: a Hub name, a local folder or a gs:// address. layers: numbers from 0, or "all". sites: as in
-        `capture.sites`, or a single site. dtype: dtype of the activations. model_dtype: dtype that the model computes
-        in. length: tokens per row; by default 512, or the model's number of positions if that is smaller. Longer
-        documents are split. progress: show progress bars while loading, and for calls of several steps.
+        model: a Hub name, a local folder or a gs:// address. layers: a number from 0, a negative one from the last, a
+        list of these, or "all". sites: as in `capture.sites`, or TransformerLens' names; one or several. dtype: dtype
+        of the activations. model_dtype: dtype that the model computes in. length: tokens per row; by default 512, or
+        the model's number of positions if that is smaller. Longer documents are split. progress: show progress bars
+        while loading, and for calls of several steps.
 
         Every other option is the last part of a key of the command's configuration, with its default and its values:
         revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
@@ -97,6 +100,7 @@ class Extractor:
         given = dict(model=model, layers=layers, sites=sites, dtype=dtype, model_dtype=model_dtype, **options)
         self._settings = settings(given | ({} if length is None else {"length": length}))
         config = configuration(self._settings)
+        require_not_forked("JAX")
         open_devices()
         if processes.count() > 1:
             raise ConfigError(
@@ -136,22 +140,25 @@ class Extractor:
         documents: Iterable[DocumentInput],
         *,
         framework: str = "numpy",
+        dtype: Dtype = None,
         add_generation_prompt: bool = False,
     ) -> list[ExtractedDocument]:
         """Computes the activations of each document, in order, in memory.
 
         A document is a text, a list of token ids (used unchanged), or a chat, [{"role": ..., "content": ...}, ...],
         which the tokenizer's chat template renders. add_generation_prompt: append the beginning of an answer to chats.
-        framework: numpy, jax or torch, for the activations.
+        framework, dtype: of the returned activations, as in `ActivationStore.batches`: numpy's are float32 unless dtype
+        is "stored", for the Extractor's.
 
         A document longer than `length` is split into windows, and their activations are concatenated; a window does not
         attend to earlier windows. With `long_documents="cut"` only the first window is computed.
 
         Raises InputError for a document without tokens, or with tokens outside the model's vocabulary (with
         `on_error="skip"` its result is empty instead), NotFiniteError for activations that are not finite as `dtype`,
-        and ValueError for an unknown framework.
+        and ArgumentError for an unknown framework or dtype.
         """
-        array_framework = Framework(framework)
+        require_not_forked("JAX")
+        convert = converter(parsed_framework(framework), parsed_dtype(dtype))
         items = self._reader(add_generation_prompt).tokenised(as_list(documents))
         tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
         if len(tokenised) < len(items):
@@ -160,7 +167,7 @@ class Extractor:
         for step in self._steps(tokenised):
             check_finite(self.plan, step.block, np.asarray(step.outputs.counts)[1:].tolist())
             collector.add(step.block, step.first_row, step.outputs)
-        return collector.documents(items, array_framework)
+        return collector.documents(items, convert, parsed_framework(framework))
 
     def save(
         self,
@@ -184,7 +191,7 @@ class Extractor:
         texts = self._reader(add_generation_prompt).texts(as_list(documents), with_tokens=False)
         with tempfile.TemporaryDirectory() as folder:
             settings = {
-                "store.path": os.fspath(path),
+                "store.path": arguments.path("path", path),
                 "data.path": texts.write(folder, ids),
                 "run.max_tokens": max_tokens,
             }

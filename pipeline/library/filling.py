@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -76,9 +76,8 @@ class _Filled(NamedTuple):
 class Filler:
     """A thread that fills two memories alternately, each with the same number of steps, until the data ends.
 
-    The content and the order of the n-th filling depend only on the plan, the work and the seed. begins: the position
-    at which each yielded filling begins. With `tee`, the blocks that a store lacks are written to it, and it is
-    completed before the last filling is yielded.
+    The content and the order of the n-th filling depend only on the plan, the work, the seed and the epoch. With `tee`,
+    the blocks that a store lacks are written to it, and it is completed before the last filling is yielded.
     """
 
     def __init__(
@@ -87,15 +86,15 @@ class Filler:
         step: LoadedStep,
         memories: Sequence[TokenMemory],
         reading: Reading,
-        rank: int,
+        epoch: int,
         tee: StoreTee | None,
+        waits: Waits,
     ) -> None:
-        self.waits = Waits()
-        self.begins: dict[int, FeedPosition] = {}
+        self.waits = waits
         self._plan = plan
         self._step = step
         self._reading = reading
-        self._rank = rank
+        self._epoch = epoch
         self._tee = tee
         self._names = {number: array.name for number, array in enumerate(plan.step.stored_arrays)}
         self._copy_threads = CopyThreads(num_copy_threads())
@@ -123,9 +122,7 @@ class Filler:
             if isinstance(item, BaseException):
                 self._error = None
                 raise item
-            if item.begin is not None:
-                self.begins[item.index] = item.begin
-            yield Buffer(0, item.index, ()), item.memory, item.is_last
+            yield Buffer(self._epoch, item.index, begin=item.begin), item.memory, item.is_last
             if item.is_last:
                 return
             self._free.put(item.memory)
@@ -142,7 +139,8 @@ class Filler:
         """As `stop`, but waits for the threads; with `tee`, until its blocks are committed, or raises its error."""
         self.stop()
         if self._thread is not None:
-            self._thread.join(_JOIN_TIMEOUT_S if self._tee is None else None)
+            with suppress(RuntimeError):  # not started: Ctrl-C came first
+                self._thread.join(_JOIN_TIMEOUT_S if self._tee is None else None)
         if self._feed is not None:
             self._feed.close(_FEED_TIMEOUT_S)
         if self._tee is not None and self._error is not None:
@@ -213,9 +211,9 @@ class Filler:
             begin = begin or position
             self._drain(step, memory, row)
             row += step.num_rows
-        token_filter, seed = self._reading.options.token_filter, self._reading.seed
+        token_filter, rank, seed = self._reading.options.token_filter, self._reading.options.rank, self._reading.seed
         slots = memory.within_norms(token_filter, memory.chosen(token_filter, row))
-        memory.order = slots if seed is None else slots[permutation(len(slots), seed, self._rank, index)]
+        memory.order = slots if seed is None else slots[permutation(len(slots), seed, rank, index, self._epoch)]
         return _Filled(index, memory, begin, is_last=row < memory.rows)
 
     def _drain(self, step: StepInFlight, memory: TokenMemory, row: int) -> None:

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from pipeline.config.choices import OnError
 from pipeline.config.limits import shown
+from pipeline.core.arguments import flag, items
 from pipeline.core.errors import InputError
 from pipeline.data.documents import Cursor, Document, SkippedDocument
 from pipeline.data.text.templates import RenderError
@@ -35,6 +36,9 @@ class DocumentReader:
     vocab_size: int
     on_error: OnError
     add_generation_prompt: bool
+
+    def __post_init__(self) -> None:
+        flag("add_generation_prompt", self.add_generation_prompt)
 
     def texts(self, documents: Sequence[DocumentInput], *, with_tokens: bool) -> "Texts":
         """The texts and rendered chats among the documents. with_tokens: whether token lists are allowed, too.
@@ -124,7 +128,8 @@ class Texts:
 
         Raises InputError if the number of ids differs from the number of documents.
         """
-        names = [str(item.index) for item in self.items] if ids is None else [str(name) for name in ids]
+        given = [item.index for item in self.items] if ids is None else items("ids", ids, "a list of strings")
+        names = list(map(str, given))
         if len(names) != len(self.items):
             raise InputError(f"ids has {len(names)} entries for {len(self.items)} documents. Give one id per document.")
         texts = [item.text if isinstance(item, Document) else "" for item in self.items]  # the command skips empty ones

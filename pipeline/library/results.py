@@ -5,20 +5,21 @@ T positions of a row, S slots of a row for activations.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from pipeline.core.sites import ByName
 from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.step.compiled_step import StepOutputs
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.read.features import FeatureBatch, feature_batches
-from pipeline.store.read.frameworks import Framework, converter
+from pipeline.store.read.frameworks import Framework
 from pipeline.store.read.rows import at_selected
 
 _TOKENS, _IS_STORED = "tokens", "is_stored"
@@ -82,37 +83,41 @@ class Collector:
                 self._parts[number][name].append(values.take(places, axis=0))
 
     def documents(
-        self, items: Sequence[TokenisedDocument | SkippedDocument], framework: Framework
+        self,
+        items: Sequence[TokenisedDocument | SkippedDocument],
+        convert: Callable[[np.ndarray], Any],
+        framework: Framework,
     ) -> list[ExtractedDocument]:
-        """One result per item. Call it once, after all steps were added: it releases the gathered arrays."""
+        """One result per item, with arrays that `convert` makes arrays of the framework. Call it once, after all steps
+        were added: it releases the gathered arrays."""
         nothing = {_TOKENS: np.empty(0, np.int32), _IS_STORED: np.empty(0, bool)}
         nothing |= {array.name: np.empty((0, *array.token_shape), array.dtype) for array in self._spec.stored_arrays}
         parts, self._parts = iter(self._parts), []
         results = []
         for item in items:
             if isinstance(item, SkippedDocument):
-                results.append(self._result(nothing, framework, skipped=item.reason))
+                results.append(self._result(nothing, convert, framework, skipped=item.reason))
                 continue
             gathered = next(parts)
             joined = {name: _joined(gathered[name], empty) for name, empty in nothing.items()}
-            results.append(self._result(joined, framework, num_cut=len(item.tokens) - len(joined[_TOKENS])))
+            results.append(self._result(joined, convert, framework, num_cut=len(item.tokens) - len(joined[_TOKENS])))
         return results
 
     def _result(
         self,
         arrays: Mapping[str, np.ndarray],
+        convert: Callable[[np.ndarray], Any],
         framework: Framework,
         num_cut: int = 0,
         skipped: str | None = None,
     ) -> ExtractedDocument:
-        convert = converter(framework)
         names = [key.name for key in self._spec.keys]
         outputs = {spec.name: convert(arrays[spec.name]) for spec in self._spec.stored_arrays.outputs}
         widths = {encoder.name: encoder.sae.width for encoder in self._spec.encoders}
         return ExtractedDocument(
             tokens=arrays[_TOKENS],
             positions=np.flatnonzero(arrays[_IS_STORED]).astype(np.int32),
-            activations={name: convert(arrays[name]) for name in names},
+            activations=ByName((name, convert(arrays[name])) for name in names),
             scales={name: convert(arrays[scale_name(name)]) for name in names if scale_name(name) in arrays},
             outputs=outputs,
             features=feature_batches(widths, outputs, framework),

@@ -1,6 +1,7 @@
 """The options of an Extractor and of a Stream, as keys of the command's configuration."""
 
 import operator
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
@@ -9,7 +10,9 @@ from pipeline.config.keys import all_keys
 from pipeline.config.limits import shown
 from pipeline.config.schema import ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
+from pipeline.core.sites import site_name
 from pipeline.core.suggestions import did_you_mean
+from pipeline.store.read.frameworks import parsed_dtype
 
 _OPTIONS = {
     "model": ("revision", "tokenizer", "weights_dtype", "activations_dtype", "attention", "weights", "init", "seed"),
@@ -38,9 +41,17 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
         if name not in KEYS:
             hint = _hint(name, owner)
             raise ConfigError(f"{owner} has no option {shown(name)}.{hint} It has {', '.join(sorted(KEYS))}.")
-    values = {KEYS[name]: _plain(value) for name, value in options.items()}
-    if isinstance(sites := options.get("sites"), str):
-        values["capture.sites"] = [sites]
+    try:
+        values = {KEYS[name]: _plain(value) for name, value in options.items()}
+    except TypeError as error:
+        raise ConfigError(f"{owner} cannot take one of its options: {error}.") from error
+    sites = values.get("capture.sites")
+    sites = [sites] if isinstance(sites, str) else sites
+    if isinstance(sites, list):  # also as TransformerLens names them
+        values["capture.sites"] = [site_name(site) if isinstance(site, str) else site for site in sites]
+    for key in ("capture.dtype", "model.dtype"):  # also as numpy, torch and JAX name them
+        if key in values and not isinstance(values[key], str):
+            values[key] = parsed_dtype(values[key])
     return values
 
 
@@ -73,6 +84,8 @@ def _plain(value: object) -> object:
     """Converts ranges, tuples and arrays to lists, and numpy integers to Python's, for the configuration."""
     if isinstance(value, str | bool | int | float | None):
         return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, Iterable):

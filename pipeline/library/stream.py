@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 
@@ -13,21 +13,29 @@ from pipeline.cluster.topology import Topology
 from pipeline.config import composing
 from pipeline.config.limits import shown
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
+from pipeline.core.arguments import flag, integer, items, path
 from pipeline.core.counts import counted
-from pipeline.core.errors import ConfigError, StoreMismatch
+from pipeline.core.errors import ArgumentError, ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey
 from pipeline.data.files import NoSuchFiles
 from pipeline.extraction.job_run import load_step
 from pipeline.job.identity import weights_identity
 from pipeline.job.opening import Job, open_job, replanned
 from pipeline.library.settings import settings
-from pipeline.library.stream_reader import StreamReader, device_bytes, host_bytes
+from pipeline.library.stream_reader import (
+    StreamReader,
+    device_bytes,
+    host_bytes,
+    refuse_data_loader_workers,
+    refuse_to_pickle,
+)
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
-from pipeline.store.read.batch_options import BatchOptions, Key, Readable, is_key, with_fields
+from pipeline.store.read.batch_options import BatchOptions, Key, Readable, as_keys
 from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.frameworks import STORED, Dtype
 from pipeline.store.read.gathering import sample_statistics
 
 BUFFER_TOKENS = 1 << 18
@@ -53,8 +61,8 @@ class Stream:
     def __init__(
         self,
         model: str,
-        layers: Sequence[int] | str,
-        sites: Sequence[str] = ("resid_post",),
+        layers: Sequence[int] | int | str,
+        sites: Sequence[str] | str = ("resid_post",),
         *,
         data: str | Mapping[str, object],
         max_tokens: int | None = None,
@@ -72,7 +80,7 @@ class Stream:
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """
         named = dict(model=model, layers=layers, sites=sites, **options)
-        given = {"path": data} if isinstance(data, str) else dict(data)
+        given = dict(data) if isinstance(data, Mapping) else {"path": path("data", data)}
         if given.get("source", "parquet") != "parquet":
             raise ConfigError(
                 f"data has the source {shown(given['source'])}, but Stream(...) reads only parquet files. For other "
@@ -98,10 +106,14 @@ class Stream:
         `store.path` is not used: `batches(..., store=path)` fills a store. Raises as `Stream(...)`.
         """
         stream = cls.__new__(cls)
-        stream._open(composing.compose([*overrides, "store.path=none"]))
+        given = items("overrides", overrides, expected := "a list of strings such as 'data=demo'")
+        if not all(isinstance(override, str) for override in given):
+            raise ArgumentError(f"overrides is {shown(overrides)}, expected {expected}.")
+        stream._open(composing.compose([*given, "store.path=none"]))
         return stream
 
     def _open(self, config: RunConfig) -> None:
+        refuse_data_loader_workers()
         if isinstance(config.data, GenerateData):
             raise ConfigError("data=generate needs a store for its documents. Fill one, and read store.batches.")
         if config.run.claim:
@@ -112,7 +124,8 @@ class Stream:
         self._job = open_job(self.config, _own_devices(topology(config.run)))
         self.keys: tuple[ActivationKey, ...] = self._job.plan.step.keys
         widths = {encoder.spec.name: encoder.spec.sae.width for encoder in self._job.encoders}
-        self._readable = Readable("the stream", self._job.layout, widths, ConfigError)
+        hooks = {key.name: self._job.model.hook_name(key) for key in self.keys}
+        self._readable = Readable("the stream", self._job.layout, widths, ConfigError, hooks)
         self._step = load_step(self._job, jax.local_devices())
 
     def batches(
@@ -120,45 +133,59 @@ class Stream:
         batch_size: int,
         keys: Key | Sequence[Key] | None = None,
         *,
+        shuffle: bool = True,
+        seed: int = 0,
+        rank: int | None = None,
+        world: int | None = None,
+        token_filter: TokenFilter | None = None,
+        normalisation: Mapping[str, Normalisation] | None = None,
+        stack: bool = False,
+        dtype: Dtype = None,
+        framework: str = "numpy",
+        outputs: Sequence[str] = (),
+        features: bool = False,
+        drop_last: bool = False,
         shuffle_buffer_tokens: int = BUFFER_TOKENS,
         state: Mapping[str, Any] | None = None,
         store: str | os.PathLike[str] | None = None,
-        **fields: Any,
     ) -> StreamReader:
         """Iterates over the activations of this process's share of the data, each exactly once, in batches of
         `batch_size` tokens without padding.
 
         keys: as in `ActivationStore.batches`; None for all captured arrays: a single array if there is one, else all by
         name.
-        shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half is filled while the
-        other is read in random order; the first batch comes when the first half is full.
+        token_filter, normalisation, stack, dtype, framework, outputs, features, drop_last: as in
+        `ActivationStore.batches`.
+        shuffle, seed, shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half is
+        filled while the other is read in random order; the first batch comes when the first half is full.
+        rank, world: divide the streams of documents among readers, whose numbers of batches may differ; by default they
+        are the index and number of JAX's processes (of all workers: run.worker_index, run.worker_count), each of which
+        computes on its own devices.
         state: `StreamReader.state()` of a reader with the same arguments, to continue from there. Computes at most half
         a buffer again.
         store: local, gs:// or s3://. While the batches are read, this store is filled, as the command with the same
         configuration and this `store.path` fills it, and it is completed before the last batches. Blocks that it has
         are not written again; blocks before `state` that it lacks are computed first. Processes that have joined must
         call this together.
-        fields: of `BatchOptions`: shuffle (here true by default), seed, rank, world, token_filter, normalisation,
-        stack, dtype, framework, outputs, features and drop_last. rank and world divide the streams of documents among
-        readers, whose numbers of batches may differ; by default they are the index and number of JAX's processes (of
-        all workers: run.worker_index, run.worker_count), each of which computes on its own devices.
 
-        Raises ValueError for options that contradict each other and for the state of a different stream, ConfigError
-        for keys that are not captured, a rank without documents, or a buffer that is too small or exceeds the memory,
-        and StoreMismatch for a store of a different configuration.
+        Raises ArgumentError for arguments that are wrong or contradict each other and for the state of a different
+        stream, ConfigError for keys that are not captured, a rank without documents, or a buffer that is too small or
+        exceeds the memory, and StoreMismatch for a store of a different configuration.
         """
-        for name, remedy in (("epochs", "a stream reads the data once"), ("buffer_mib", "give shuffle_buffer_tokens")):
-            if name in fields:
-                raise ValueError(f"Stream.batches has no option {name}: {remedy}.")
+        refuse_data_loader_workers()
         devices = topology(self.config.run)
-        options = with_fields(BatchOptions(shuffle=True, rank=devices.index, world=devices.count), fields)
+        options = BatchOptions(
+            **dict(rank=devices.index if rank is None else rank, world=devices.count if world is None else world),
+            **dict(shuffle=shuffle, seed=seed, token_filter=token_filter, normalisation=normalisation, stack=stack),
+            **dict(dtype=dtype, framework=framework, outputs=outputs, features=features, drop_last=drop_last),
+        )
         if options.token_filter.part is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "TokenFilter(part=...) applies only to stores of data=generate: a stream's documents have no parts."
             )
         reading = self._readable.reading(self._keys(keys), batch_size, options)
-        job = self._share(options.rank, options.world, store)
-        half_steps = _half_steps(job, shuffle_buffer_tokens)
+        job = self._share(options.rank, options.world, None if store is None else path("store", store))
+        half_steps = _half_steps(job, integer("shuffle_buffer_tokens", shuffle_buffer_tokens, 1))
         _require_memory(host_bytes(job, reading, half_steps, store is not None), devices)
         _require_device_memory(device_bytes(job, self._step, reading), devices, job.plan.reserved_bytes)
         return StreamReader(job, self._step, reading, half_steps, state, fills_store=store is not None)
@@ -167,20 +194,20 @@ class Stream:
         self,
         keys: Key | Sequence[Key] | None = None,
         num_tokens: int = 65536,
-        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
+        token_filter: TokenFilter | None = None,
     ) -> dict[str, Statistics]:
         """Computes statistics of the activations of the data's first `num_tokens` tokens, by array name. The result is
         the same in every process and for every rank.
 
-        Raises ValueError if the filter leaves no token, and the errors of `batches`.
+        Raises ArgumentError if the filter leaves no token, and the errors of `batches`.
         """
         step_slots = self._job.plan.mesh.process_rows * self._job.layout.slots
-        chosen = self._keys(keys)
+        num_tokens = integer("num_tokens", num_tokens, 1)
         batches = self.batches(
             _SAMPLE_BATCH,
-            [chosen] if is_key(chosen) else chosen,
+            as_keys(self._keys(keys)),
             shuffle_buffer_tokens=max(2 * step_slots, min(num_tokens, BUFFER_TOKENS)),
-            **{"shuffle": False, "rank": 0, "world": 1, "token_filter": token_filter},
+            **{"shuffle": False, "rank": 0, "world": 1, "token_filter": token_filter, "dtype": STORED},
         )
         with closing(batches):
             return sample_statistics(batches, num_tokens)
@@ -189,20 +216,21 @@ class Stream:
         self, keys: Key | Sequence[Key] | None = None, per_feature: bool = False, num_tokens: int = 65536
     ) -> dict[str, Normalisation]:
         """The normalisation to zero mean and unit variance, by array name, from a `sample` of the data's beginning."""
-        sample = self.sample(keys, num_tokens)
+        sample, per_feature = self.sample(keys, num_tokens), flag("per_feature", per_feature)
         return {name: statistics.normalisation(per_feature) for name, statistics in sample.items()}
+
+    def __reduce__(self) -> NoReturn:
+        refuse_to_pickle(self)
 
     def _keys(self, keys: Key | Sequence[Key] | None) -> Key | Sequence[Key]:
         if keys is not None:
             return keys
         return self.keys[0] if len(self.keys) == 1 else self.keys
 
-    def _share(self, rank: int, world: int, store: str | os.PathLike[str] | None) -> Job:
+    def _share(self, rank: int, world: int, store: str | None) -> Job:
         """The job of reader `rank` of `world`: its streams of documents, and the store that it fills, if any."""
-        if not 0 <= rank < world:
-            raise ValueError(f"rank is {rank} with world={world}: expected a rank from 0 to world - 1")
         devices = _own_devices(replace(topology(self.config.run), workers=world, worker=rank))
-        job = replanned(self._job, devices) if store is None else self._storing(os.fspath(store), devices)
+        job = replanned(self._job, devices) if store is None else self._storing(store, devices)
         if not job.plan.streams.local:
             shards, streams = counted(len(job.source.shards), "source shard"), counted(job.plan.streams.count, "stream")
             raise ConfigError(

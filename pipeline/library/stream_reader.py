@@ -3,13 +3,16 @@
 import hashlib
 import json
 import logging
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, fields, replace
-from typing import Any, Self
+from dataclasses import asdict, replace
+from typing import Any, NoReturn
 
 import numpy as np
 
+from pipeline.core.arguments import require_not_forked
+from pipeline.core.errors import ArgumentError, ConfigError
 from pipeline.data.documents import Cursor
 from pipeline.data.feed import InTurn, StreamWork
 from pipeline.extraction.loaded_step import LoadedStep
@@ -18,18 +21,33 @@ from pipeline.library.filling import FeedPosition, Filler, Waits
 from pipeline.library.tee import StoreTee
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, ArraySpec
-from pipeline.store.read.frameworks import Framework
-from pipeline.store.read.gathering import AHEAD, Batch, Gatherer, Position, Reading, TokenMemory
+from pipeline.store.read.frameworks import STORED, Framework
+from pipeline.store.read.gathering import (
+    AHEAD,
+    Batch,
+    Gatherer,
+    Position,
+    Reader,
+    Reading,
+    TokenMemory,
+    sealed,
+    unsealed,
+)
 
 log = logging.getLogger("pipeline")
 
+_ONE_PROCESS = (
+    "a stream computes with a model that is on this process's devices. Use DataLoader(..., num_workers=0); threads "
+    "compute ahead of the training loop anyway."
+)
 _DIGEST = 16  # characters of a checksum in a state
 
 
-class StreamReader(Iterator[Batch]):
-    """Iterates over the batches of a stream, once over the data. One thread may use it at a time.
+class StreamReader(Reader[Batch]):
+    """Iterates over the batches of a stream. A pass goes once over the data; another pass computes everything again, in
+    another order.
 
-    `state()` contains a few numbers per stream of documents. A reader with this state continues after the last yielded
+    `state()` contains a few numbers per stream of documents. A reader with this state continues after the last returned
     batch. Dropping or closing the reader ends its threads.
 
     host_bytes: the peak host memory of activations: the buffer, steps in flight and batches gathered ahead.
@@ -37,6 +55,8 @@ class StreamReader(Iterator[Batch]):
     compiler, the activations of steps in flight, and with framework="jax" the batches.
     waits: the seconds that the training thread and the devices have waited for each other.
     """
+
+    library = "JAX"
 
     def __init__(
         self,
@@ -50,51 +70,55 @@ class StreamReader(Iterator[Batch]):
     ) -> None:
         """half_steps: steps per half of the buffer. fills_store: whether to fill the job's store, too.
 
-        Raises ValueError for the state of a different stream, and what opening the store raises.
+        Raises ArgumentError for the state of a different stream, and what opening the store raises.
         """
-        memories = [TokenMemory(job.layout, reading, half_steps * job.plan.mesh.process_rows) for _ in range(2)]
         self.host_bytes = host_bytes(job, reading, half_steps, fills_store)
         self.device_bytes = device_bytes(job, step, reading)
-        self.num_tokens = 0
+        self.waits = Waits()
+        self._job = job
+        self._model_step = step
+        self._reading = reading
+        self._memory_rows = half_steps * job.plan.mesh.process_rows
+        self._fills_store = fills_store
+        self._filler: Filler | None = None
         self._identity = _identity(job, reading, half_steps)
-        work = job.work()
-        begin, self._position = FeedPosition(InTurn(work)), Position()
-        if state is not None:
-            begin, self._position = _restored(state, self._identity, work)
-        tee = StoreTee(job, step) if fills_store else None
-        self._filler = Filler(job.plan, step, memories, reading, reading.options.rank, tee)
-        self._filler.begins[self._position.buffer] = begin
-        filled = self._filler.filled(begin, self._position.buffer)
-        self._batches = Gatherer(reading, reading.options.drop_last).batches(filled, self._position)
-        weakref.finalize(self, self._filler.stop).atexit = False  # the filler registers its own exit handler
+        position = Position() if state is None else _restored(unsealed(state), self._identity, job.work())
+        is_at_end = position.begin is not None and not position.begin.work.work
+        super().__init__(position, position.epoch + (not is_at_end), 1)
+        self._batches = self._start()
         log.info(
             "batches from a buffer of %d token slots: up to %.1f MiB of activations on the host, up to %.1f MiB on "
             "each device",
-            *(2 * memories[0].rows * job.layout.slots, self.host_bytes / MIB, self.device_bytes / MIB),
+            *(2 * self._memory_rows * job.layout.slots, self.host_bytes / MIB, self.device_bytes / MIB),
         )
 
-    @property
-    def waits(self) -> Waits:
-        return self._filler.waits
+    def _start(self) -> Iterator[tuple[Batch, Position]]:
+        refuse_data_loader_workers()
+        if self._filler is not None:  # one at a time computes, and fills a store
+            self._filler.close()
+            self._finalizer.detach()
+        memories = [TokenMemory(self._job.layout, self._reading, self._memory_rows) for _ in range(2)]
+        tee = StoreTee(self._job, self._model_step) if self._fills_store else None
+        begin, position = self._first_step(), self._position
+        filler = Filler(self._job.plan, self._model_step, memories, self._reading, position.epoch, tee, self.waits)
+        self._filler = filler
+        self._finalizer = weakref.finalize(self, filler.stop)
+        self._finalizer.atexit = False  # the filler registers its own exit handler
+        filled = filler.filled(begin, position.buffer)
+        return Gatherer(self._reading, self._reading.options.drop_last).batches(filled, position)
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Batch:
-        """The next batch. Re-raises errors of the computation: NotFiniteError, InputError or another PipelineError."""
-        batch, self._position = next(self._batches)
-        self.num_tokens += len(batch.tokens)
-        for index in [index for index in self._filler.begins if index < self._position.buffer]:
-            del self._filler.begins[index]
-        return batch
+    def _first_step(self) -> FeedPosition:
+        """Where the filling of the reader's position begins."""
+        if self._position.begin is not None:
+            return self._position.begin
+        return FeedPosition(InTurn(() if self._position.epoch == self._end else self._job.work()))
 
     def state(self) -> dict[str, Any]:
         """The position as JSON values: the batch, the filling and the token in it, where that filling begins in each
-        stream of documents, and the values that the order depends on, by name."""
-        work, row = self._filler.begins.get(self._position.buffer, FeedPosition(InTurn(())))
-        if self._position.epoch:  # the data has ended
-            work, row = InTurn(()), 0
-        return asdict(self._position) | {"row": row, "streams": list(map(_entry, work.work)), "of": self._identity}
+        stream of documents, the values that the order depends on, by name, and a checksum of all this."""
+        work, row = self._first_step()
+        streams = list(map(_entry, work.work))
+        return sealed(self._position.numbers | {"row": row, "streams": streams, "of": self._identity})
 
     def close(self) -> None:
         """Ends the reader's threads after the step in progress.
@@ -102,8 +126,12 @@ class StreamReader(Iterator[Batch]):
         If the stream fills a store, commits its complete blocks first. Re-raises errors of that unless a batch has
         raised them.
         """
-        self._batches.close()
-        self._filler.close()
+        super().close()
+        if self._filler is not None:
+            self._filler.close()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_to_pickle(self)
 
 
 def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool) -> int:
@@ -122,7 +150,8 @@ def device_bytes(job: Job, step: LoadedStep, reading: Reading) -> int:
     program = step.compiled.memory.resident_bytes(job.plan.memory.inflight_steps)
     if reading.options.framework is not Framework.jax:
         return program
-    widened = np.dtype(reading.options.dtype or "float32").itemsize  # int8 becomes float32
+    dtype = reading.options.dtype
+    widened = np.dtype("float32" if dtype in (None, STORED) else dtype).itemsize  # int8 becomes float32
     arrays = _read_arrays(job, reading)
     widths = {spec.name: spec.width for spec in arrays if spec.name in reading.names}
     token_bytes = sum(max(spec.position_bytes, widths.get(spec.name, 0) * widened) for spec in arrays)
@@ -164,29 +193,35 @@ def _entry(work: StreamWork) -> list[int | None]:
     return [work.stream.stream, work.index, start.shard, start.document, start.token, start.ordinal, work.wanted]
 
 
-def _restored(
-    state: Mapping[str, Any], identity: Mapping[str, object], work: Sequence[StreamWork]
-) -> tuple[FeedPosition, Position]:
-    """The position in an earlier reader's state. Raises ValueError for the state of a different stream."""
-    try:
-        stored_identity = dict(state["of"])
-        different = [
-            f"{name} ({stored_identity.get(name)!r} in the state, {value!r} here)"
-            for name, value in identity.items()
-            if stored_identity.get(name) != value
-        ]
-        position = Position(**{field.name: int(state[field.name]) for field in fields(Position)})
-        row, left, by_stream = int(state["row"]), [], {item.stream.stream: item for item in work}
-        for stream, index, shard, document, token, ordinal, wanted in state["streams"] if not different else ():
-            start = Cursor(shard, document, token, ordinal)
-            left.append(replace(by_stream[stream], start=start, index=index, token_budget=wanted, wanted=wanted))
-        if min(row, *asdict(position).values()) < 0:
-            raise ValueError("a negative position")
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"the state is not from a Stream ({error!r}). Start again without a state.") from error
+def _restored(state: Mapping[str, Any], identity: Mapping[str, object], work: Sequence[StreamWork]) -> Position:
+    """The position in an earlier reader's state. Raises ArgumentError for the state of a different stream."""
+    if "of" not in state:
+        raise ArgumentError("the state is not from a Stream, but from a store's reader. Start again without a state.")
+    different = [
+        f"{name} ({state['of'].get(name)!r} in the state, {value!r} here)"
+        for name, value in identity.items()
+        if state["of"].get(name) != value
+    ]
     if different:
-        raise ValueError(
+        raise ArgumentError(
             f"the state is from a stream that differs in {', '.join(different)}. Use the configuration and options of "
             "the reader that made the state, or start again without a state."
         )
-    return FeedPosition(InTurn(left), row), position
+    left, by_stream = [], {item.stream.stream: item for item in work}
+    for stream, index, shard, document, token, ordinal, wanted in state["streams"]:
+        start = Cursor(shard, document, token, ordinal)
+        left.append(replace(by_stream[stream], start=start, index=index, token_budget=wanted, wanted=wanted))
+    begin = FeedPosition(InTurn(left), state["row"])
+    return Position(*(state[name] for name in Position._fields[:-1]), begin=begin)
+
+
+def refuse_data_loader_workers() -> None:
+    """Raises ConfigError in a worker of torch's DataLoader, and in a process that was forked from one with JAX."""
+    require_not_forked("JAX")
+    torch_data = sys.modules.get("torch.utils.data")
+    if torch_data is not None and torch_data.get_worker_info() is not None:
+        raise ConfigError(f"this is a worker of a DataLoader: {_ONE_PROCESS}")
+
+
+def refuse_to_pickle(reader: object) -> NoReturn:
+    raise ConfigError(f"a {type(reader).__name__} cannot be given to another process: {_ONE_PROCESS}")

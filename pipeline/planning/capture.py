@@ -149,17 +149,21 @@ def captured_keys(capture: CaptureConfig, model: ModelFacts) -> tuple[Activation
 
 
 def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
-    """`capture.layers` as sorted layer numbers. Raises ConfigError unless it is "all" or a list of layers."""
+    """`capture.layers` as sorted layer numbers: "all", a layer or a list of them, negative ones from the end. Raises
+    ConfigError for anything else."""
     have = f"the model has layers 0..{num_layers - 1}"
     if layers == "all":
         return tuple(range(num_layers))
+    if isinstance(layers, int):
+        layers = [layers]
     if not isinstance(layers, Sequence) or isinstance(layers, str) or not layers:
         raise ConfigError(
             f"capture.layers is {shown(layers)}; {have}. Set it to a list such as [0,{num_layers - 1}], or to all."
         )
     for layer in layers:
-        if not isinstance(layer, int) or isinstance(layer, bool) or not 0 <= layer < num_layers:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not -num_layers <= layer < num_layers:
             raise ConfigError(f"capture.layers contains {shown(layer)}, but {have}. Set capture.layers to a subset.")
+    layers = [layer % num_layers for layer in layers]
     if repeated := _first_repeated(layers):
         raise ConfigError(f"capture.layers names layer {repeated} twice. Name each layer once.")
     return tuple(sorted(layers))

@@ -21,7 +21,6 @@ damaged, or not a store). `docs/reading.md` has examples; `docs/store-format.md`
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
 from pipeline.store.read.aligned import AlignedBatch, AlignedReader, AlignedStores, open_aligned
-from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.filters import TokenFilter
@@ -34,7 +33,6 @@ __all__ = [
     "AlignedReader",
     "AlignedStores",
     "Batch",
-    "BatchOptions",
     "BatchReader",
     "DocumentActivations",
     "FeatureBatch",

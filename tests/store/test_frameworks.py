@@ -5,8 +5,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pipeline.core.errors import ArgumentError
 from pipeline.core.memory import aligned_empty
-from pipeline.store.read.frameworks import Framework, converter
+from pipeline.store.read.frameworks import Framework, converter, parsed_dtype
 
 DTYPES = ["bfloat16", "float16", "float32", "int32", "int64"]
 
@@ -46,10 +47,44 @@ def test_jax_uses_the_memory_without_a_copy(dtype):
     np.testing.assert_array_equal(converted, array)
 
 
-def test_numpy_arrays_are_returned_unchanged():
-    array = example("bfloat16")
-    assert converter(Framework.numpy)(array) is array
-    assert array.dtype == ml_dtypes.bfloat16
+@pytest.mark.parametrize("dtype", [*DTYPES, "float8_e4m3fn", "float64"])
+def test_numpys_narrow_floats_become_float32_unless_the_stored_dtype_is_asked_for(dtype):
+    array = example(dtype)
+    converted = converter(Framework.numpy)(array)
+    assert converted.dtype == ("float32" if dtype in ("bfloat16", "float16", "float8_e4m3fn") else dtype)
+    np.testing.assert_array_equal(converted, array.astype(converted.dtype))
+    assert converter(Framework.numpy, "stored")(array) is array
+    assert converter(Framework.numpy, "float16")(array).dtype == (dtype if "int" in dtype else "float16")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        *((name, name) for name in ("float32", "bfloat16", "stored", None)),
+        *(
+            (np.float32, "float32"),
+            (np.dtype("float16"), "float16"),
+            (ml_dtypes.bfloat16, "bfloat16"),
+            ("f4", "float32"),
+        ),
+        *((jax.numpy.bfloat16, "bfloat16"), (jax.numpy.dtype("float32"), "float32"), (float, "float64")),
+    ],
+)
+def test_dtypes_of_all_libraries_are_accepted(given, name):
+    assert parsed_dtype(given) == name
+
+
+def test_torchs_dtypes_are_accepted():
+    torch = pytest.importorskip("torch")
+    assert parsed_dtype(torch.bfloat16) == "bfloat16"
+    with pytest.raises(ArgumentError, match=r"dtype is torch.int8. Choose one of bfloat16, "):
+        parsed_dtype(torch.int8)
+
+
+@pytest.mark.parametrize("given", [object, "int8", np.int32, bool, complex, "U4", 5, [], "nonsense", "", {}])
+def test_other_dtypes_are_refused(given):
+    with pytest.raises(ArgumentError, match="dtype is .*Choose one of bfloat16, .* or 'stored'"):
+        parsed_dtype(given)
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (5, 7), (0, 3)])

@@ -114,9 +114,3 @@ def test_a_million_blocks_are_divided_into_pieces_window_by_window(monkeypatch):
     many = order(block_rows=(10,) * 1_000_000, window_blocks=64, world=64, rank=63)
     assert next(many.pieces(0)).window == 0
     assert 2 * 64 < len(made) <= 3 * 64  # pieces of one window
-
-
-@pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])
-def test_ranks_outside_the_world_are_refused(rank, world):
-    with pytest.raises(ValueError, match="rank"):
-        order(rank=rank, world=world)

@@ -66,7 +66,8 @@ def test_rows_equal_those_of_the_arrays(store, rows):
         expected = expected[np.isin(expected, known)]
     read = store.read(3, "resid_post", rows)
     np.testing.assert_array_equal(read, everything[np.asarray(expected, int)])
-    assert read.dtype == "bfloat16"
+    assert read.dtype == "float32"
+    assert store.read(3, "resid_post", rows, dtype="stored").dtype == "bfloat16"
     side_arrays = store.read_tokens(rows)
     for name in ("tokens", "segments", "positions", "documents"):
         stored = store.arrays[name][...].read().result()

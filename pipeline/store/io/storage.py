@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import tensorstore as ts
 
 from pipeline.core.addresses import HUB_REMEDY, HUB_SCHEME, unusable_store_path
+from pipeline.core.arguments import require_not_forked
 from pipeline.core.cores import num_cores
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.io.directories import make_directories
@@ -104,6 +105,7 @@ class KeyValueStore:
     def read_many(self, keys: Sequence[str], ranges: Iterable[tuple[int, int]] | None = None) -> Iterator[bytes | None]:
         """The objects' bytes in order, None for one that does not exist; many are read concurrently. `ranges`: the
         bytes (start, stop) to read from each object. See `require_file`."""
+        require_not_forked("TensorStore")
         reads: deque[tuple[str, ts.Future]] = deque()
         slices = itertools.repeat(None) if ranges is None else itertools.starmap(slice, ranges)
         for key, byte_range in zip(keys, slices, strict=False):
@@ -310,6 +312,7 @@ class Storage(KeyValueStore):
 
     @classmethod
     def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
+        require_not_forked("TensorStore")
         spec = _kvstore_spec(path)
         if options.writes_per_s is not None:
             if spec["driver"] != "gcs":

@@ -13,21 +13,23 @@ The stores must be made with the same data, tokenizer and `batch` settings, and 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from pipeline.core.errors import StoreInvalid, StoreMismatch
+from pipeline.core.arguments import shown
+from pipeline.core.errors import ArgumentError, StoreInvalid, StoreMismatch
 from pipeline.store.format.block_table import Block
 from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.layout import SELECTED
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
-from pipeline.store.read.batch_options import BatchOptions, with_fields
+from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, reading_order
 from pipeline.store.read.features import FeatureBatch
-from pipeline.store.read.reader import ActivationStore, Key
+from pipeline.store.read.gathering import Batch, Position
+from pipeline.store.read.reader import ActivationStore, HasBatches, Key
 
 _GEOMETRY = ("num_streams", "rows_per_block", "length", "selected")
 _COUNTS = ("stream", "block", "rows", "tokens", "activations")
@@ -50,92 +52,79 @@ class AlignedBatch:
     features: tuple[Mapping[str, FeatureBatch], ...]
 
 
-class AlignedReader(Iterator[AlignedBatch]):
-    """An iterator over batches of several stores. Not thread-safe."""
+class AlignedReader(BatchReader):
+    """Iterates over batches of several stores, as `BatchReader` does over those of one."""
 
-    def __init__(self, readers: Sequence[BatchReader]) -> None:
-        """readers: one per store, all with the same order."""
-        self._readers = tuple(readers)
+    def _start(self) -> Iterator[tuple[AlignedBatch, Position]]:
+        return _aligned([source.read(self._position, self._end) for source in self._sources])
 
-    def __iter__(self) -> Self:
-        return self
 
-    def __next__(self) -> AlignedBatch:
-        """Raises StoreInvalid if the stores' tokens differ: a store has changed, or their completions differ."""
-        batches = [next(reader, None) for reader in self._readers]
-        if all(batch is None for batch in batches):
-            raise StopIteration
-        for before, batch in pairwise(batches):
-            if None in (before, batch) or not np.array_equal(before.documents, batch.documents):
-                raise StoreInvalid("the stores no longer hold the same tokens. Open them again with open_aligned.")
-        first = batches[0]
-        return AlignedBatch(
-            activations=tuple(batch.activations for batch in batches),
-            tokens=first.tokens,
-            segments=first.segments,
-            positions=first.positions,
-            documents=first.documents,
-            outputs=tuple(batch.outputs for batch in batches),
-            features=tuple(batch.features for batch in batches),
-        )
-
-    def state(self) -> dict[str, int]:
-        """The position in all stores, as in `BatchReader.state`."""
-        return self._readers[0].state()
-
-    def close(self) -> None:
-        """Ends the readers' threads after their current reads."""
-        for reader in self._readers:
+def _aligned(readers: Sequence[Iterator[tuple[Batch, Position]]]) -> Iterator[tuple[AlignedBatch, Position]]:
+    """Raises StoreInvalid if the stores' tokens differ: a store has changed, or their completions differ."""
+    try:
+        while True:
+            items = [next(reader, None) for reader in readers]
+            if not any(items):
+                return
+            for before, item in pairwise(items):
+                if None in (before, item) or not np.array_equal(before[0].documents, item[0].documents):
+                    raise StoreInvalid("the stores no longer hold the same tokens. Open them again with open_aligned.")
+            batches, (first, after) = [batch for batch, _ in items], items[0]
+            aligned = AlignedBatch(
+                activations=tuple(batch.activations for batch in batches),
+                tokens=first.tokens,
+                segments=first.segments,
+                positions=first.positions,
+                documents=first.documents,
+                outputs=tuple(batch.outputs for batch in batches),
+                features=tuple(batch.features for batch in batches),
+            )
+            yield aligned, after
+    finally:
+        for reader in readers:
             reader.close()
 
 
 @dataclass(frozen=True)
-class AlignedStores:
-    """Stores with the same tokens in the same rows. Use `open_aligned`."""
+class AlignedStores(HasBatches):
+    """Stores with the same tokens in the same rows. Use `open_aligned`.
+
+    `batches` is like that of an ActivationStore, for the same tokens of all stores: with one order, one filter, and
+    buffers that have `buffer_mib` together. Its `keys` are a list with one entry per store, and so is `normalisation`.
+    It also raises ArgumentError if these have other lengths, and for a filter by norms, which would leave out different
+    tokens in each store.
+    """
 
     stores: tuple[ActivationStore, ...]
 
-    def batches(
+    def _batches(
         self,
         keys: Sequence[Key | Sequence[Key]],
         batch_size: int,
-        options: BatchOptions = BatchOptions(),  # noqa: B008  frozen
-        *,
-        state: Mapping[str, int] | None = None,
-        normalisation: Sequence[Mapping[str, Normalisation] | None] | None = None,
-        **fields: Any,
+        normalisation: Sequence[Mapping[str, Normalisation] | None] | None,
+        options: BatchOptions,
+        state: Mapping[str, Any] | None,
     ) -> AlignedReader:
-        """Like `ActivationStore.batches`, for the same tokens of all stores: with one order, one filter, and buffers
-        that have `buffer_mib` together.
-
-        keys: one entry per store, as for its `batches`. normalisation: one entry per store, or None to use that of the
-        options for all. options, fields: apply to all stores.
-
-        Raises the same errors as `ActivationStore.batches`, and ValueError if the number of keys or normalisations is
-        not the number of stores, and for a filter by norms, which would leave out different tokens in each store.
-        """
-        options = with_fields(options, fields)
-        normalisations = [options.normalisation] * len(self.stores) if normalisation is None else normalisation
+        normalisations = [None] * len(self.stores) if normalisation is None else normalisation
         for values, what in ((keys, "keys"), (normalisations, "normalisation")):
-            if isinstance(values, str) or len(values) != len(self.stores):
-                raise ValueError(
-                    f"{what} is {values!r}, expected a list with one entry for each of {len(self.stores)} stores"
+            if not isinstance(values, list | tuple) or len(values) != len(self.stores):
+                raise ArgumentError(
+                    f"{what} is {shown(values)}, expected a list with one entry for each of {len(self.stores)} stores"
                 )
         if options.token_filter.norms:
-            raise ValueError(
+            raise ArgumentError(
                 "token_filter has norms, which would drop different tokens from each store. Remove them, and compare "
                 "norms in the batches."
             )
         readings = [
-            store._reading(key, batch_size, replace(options, normalisation=store_normalisation))
+            store._readable.reading(key, batch_size, replace(options, normalisation=store_normalisation))
             for store, key, store_normalisation in zip(self.stores, keys, normalisations, strict=True)
         ]
         layouts = [store._layout for store in self.stores]
         order = reading_order(self.stores[0].blocks, list(zip(layouts, readings, strict=True)))
-        pairs = zip(self.stores, readings, strict=True)
-        readers = [store._reader(reading, state, order) for store, reading in pairs]
-        readers[0].warn_of_few_places(sum(reader.piece_mib for reader in readers))
-        return AlignedReader(readers)
+        sources = [store._source(reading, order) for store, reading in zip(self.stores, readings, strict=True)]
+        sources[0].warn_of_few_places(sum(source.piece_mib for source in sources))
+        return AlignedReader(sources, state)
 
 
 def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStores:
@@ -144,10 +133,10 @@ def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStor
     Compares the digests in the blocks' records. Blocks whose digests differ or are absent are read and compared.
 
     Raises StoreMismatch, naming the first difference, if the stores have different tokens; StoreError if one cannot be
-    read; ValueError for fewer than two.
+    read; ArgumentError for fewer than two.
     """
-    if isinstance(stores, str) or len(stores) < 2:
-        raise ValueError(f"open_aligned takes a list of two or more stores, got {stores!r}")
+    if not isinstance(stores, list | tuple) or len(stores) < 2:
+        raise ArgumentError(f"open_aligned takes a list of two or more stores, got {shown(stores)}")
     opened = tuple(store if isinstance(store, ActivationStore) else ActivationStore.open(store) for store in stores)
     for other in opened[1:]:
         _require_same_geometry(opened[0], other)

@@ -1,47 +1,28 @@
-"""The options of `ActivationStore.batches`: which arrays to read, and the order, selection and form of batches."""
+"""The options of batches: which arrays to read, and the order, selection and form of batches."""
 
-import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, SupportsIndex
 
-from numpy.typing import DTypeLike
-
-from pipeline.core.errors import PipelineError
-from pipeline.core.sites import ActivationKey, Site
-from pipeline.core.suggestions import did_you_mean
+from pipeline.core.arguments import flag, integer, items, names, number, shown
+from pipeline.core.errors import ArgumentError, PipelineError
+from pipeline.core.sites import ActivationKey, Site, find_array, spelled
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.read.filters import TokenFilter
-from pipeline.store.read.frameworks import Framework
+from pipeline.store.read.frameworks import Dtype, Framework, parsed_dtype, parsed_framework
+
+_MAX_MIB = 1e9
 
 Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """How the activations of a store are read in batches.
+    """How activations are read in batches: the arguments of `ActivationStore.batches`, parsed.
 
-    shuffle: read blocks in random order; their pieces fill a buffer, from which tokens are taken in random order while
-        a second one is filled. Otherwise, tokens are in row order.
-    seed: the random order depends on the seed, the epoch and the other options, but not on timing.
-    epochs: passes over the store; None for endless reading. A batch never mixes epochs.
-    rank, world: this reader is number `rank` of `world` readers with disjoint shares of the store. All have the same
-        number of batches, all full. This requires reading the segments of the whole store first (4 bytes per token),
-        except with epochs=None, where readers never end.
-    token_filter: which tokens to leave out.
-    normalisation: by array name; gives float32.
-    stack: return activations of the same width as one array [n, K, D].
-    dtype: that of the activations; None for the store's (float32 if that is int8).
-    framework: numpy, jax or torch.
-    outputs: arrays of `capture.outputs` to read, too: loss, entropy, top_logprobs, top_ids. They take memory in
-        addition to `buffer_mib`. Different outputs change the order.
-    features: read the features of all SAEs of `capture.encode`, too, in the store's dtype. They count towards
-        `buffer_mib`, so they may change the order.
-    drop_last: drop the last batch of an epoch if it is not full.
-    buffer_mib: the size of a buffer for activations in MiB; there are two buffers.
-
-    Raises ValueError for options that contradict each other.
+    Raises ArgumentError for arguments of a wrong type or out of range, and those that contradict each other.
     """
 
     shuffle: bool = False
@@ -49,38 +30,40 @@ class BatchOptions:
     epochs: int | None = 1
     rank: int = 0
     world: int = 1
-    token_filter: TokenFilter = field(default_factory=TokenFilter)
+    token_filter: TokenFilter | None = None
     normalisation: Mapping[str, Normalisation] | None = None
     stack: bool = False
-    dtype: DTypeLike = None
+    dtype: Dtype = None
     framework: Framework | str = Framework.numpy
-    outputs: tuple[str, ...] = ()
+    outputs: Sequence[str] = ()
     features: bool = False
     drop_last: bool = False
     buffer_mib: float = 256.0
 
     def __post_init__(self) -> None:
-        if self.framework not in list(Framework):
-            raise ValueError(f"framework is {self.framework!r}. Choose one of {', '.join(Framework)}.")
-        object.__setattr__(self, "framework", Framework(self.framework))
-        if isinstance(self.outputs, str) or len(set(self.outputs)) < len(self.outputs):
-            raise ValueError(f"outputs is {self.outputs!r}. Name each array once, in a tuple such as ('loss',).")
-        object.__setattr__(self, "outputs", tuple(self.outputs))
-        if self.epochs is not None and self.epochs < 1:
-            raise ValueError(f"epochs is {self.epochs}, must be at least 1, or None for no end")
+        parsed: dict[str, Any] = {"framework": parsed_framework(self.framework), "dtype": parsed_dtype(self.dtype)}
+        parsed |= {name: flag(name, getattr(self, name)) for name in ("shuffle", "stack", "features", "drop_last")}
+        parsed |= {"seed": integer("seed", self.seed), "world": integer("world", self.world, 1)}
+        parsed |= {"rank": integer("rank", self.rank), "outputs": names("outputs", self.outputs)}
+        parsed["epochs"] = None if self.epochs is None else integer("epochs", self.epochs, 1)
+        parsed["token_filter"] = TokenFilter() if self.token_filter is None else self.token_filter
+        parsed["buffer_mib"] = number("buffer_mib", self.buffer_mib)
+        for name, value in parsed.items():
+            object.__setattr__(self, name, value)
+        if self.rank >= self.world:
+            raise ArgumentError(f"rank is {self.rank} with world={self.world}: expected a rank from 0 to world - 1")
+        if not 0 < self.buffer_mib <= _MAX_MIB:
+            raise ArgumentError(f"buffer_mib is {self.buffer_mib}, expected more than 0, and at most {_MAX_MIB:g}.")
+        if not isinstance(self.token_filter, TokenFilter):
+            raise ArgumentError(f"token_filter is {shown(self.token_filter)}, expected a TokenFilter or None.")
+        given = {} if self.normalisation is None else self.normalisation
+        if not isinstance(given, Mapping) or not all(isinstance(value, Normalisation) for value in given.values()):
+            raise ArgumentError(f"normalisation is {shown(given)}, expected a dict: a Normalisation by array name.")
         if self.world > 1 and self.epochs is not None and self.token_filter.norms:
-            raise ValueError(
+            raise ArgumentError(
                 f"the {self.world} readers could have different numbers of batches, since only reading tells how many "
                 "tokens pass a filter of norms. Use epochs=None, and stop after a number of steps."
             )
-
-
-def with_fields(options: BatchOptions, given: Mapping[str, Any]) -> BatchOptions:
-    """The options with some fields replaced. Raises TypeError for a field that they do not have."""
-    names = [field.name for field in fields(BatchOptions)]
-    for name in given.keys() - set(names):
-        raise TypeError(f"batches has no option {name!r}.{did_you_mean(name, names)} It has {', '.join(names)}.")
-    return replace(options, **given)
 
 
 @dataclass(frozen=True)
@@ -95,12 +78,11 @@ class Reading:
     features: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size is {self.batch_size}, must be at least 1")
+        object.__setattr__(self, "batch_size", integer("batch_size", self.batch_size, 1))
         for named, what in ((self.options.token_filter.norms, "norms"), (self.normalisation, "normalisation")):
             unknown = sorted(set(named) - set(self.names))
             if unknown:
-                raise ValueError(f"{what} names {unknown}, but the arrays to read are {list(self.names)}")
+                raise ArgumentError(f"{what} names {unknown}, but the arrays to read are {list(self.names)}")
 
     @property
     def normalisation(self) -> Mapping[str, Normalisation]:
@@ -131,58 +113,55 @@ class Readable:
     layout: StoreLayout
     features: Mapping[str, int]
     error: type[PipelineError]
+    hooks: Mapping[str, str]
 
-    @property
-    def keys(self) -> tuple[ActivationKey, ...]:
-        return tuple(ActivationKey.parse(spec.name) for spec in self.layout.arrays)
-
-    def reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
-        """The arrays named by `keys`, and how to read them. Raises `error` and ValueError."""
+    def reading(self, keys: Key | Iterable[Key], batch_size: int, options: BatchOptions) -> Reading:
+        """The arrays named by `keys`, and how to read them. Raises `error` and ArgumentError."""
         single = is_key(keys)
-        names = [self.key(key).name for key in ([keys] if single else keys)]
+        arrays = [self.key(key).name for key in as_keys(keys)]
         if options.features and not self.features:
             raise self.error(f"{self.subject} has no features (capture.encode). Remove features=True.")
-        if not names and not options.features:
-            raise self.error(f"keys is empty; {self.subject} has {self._key_names()}.")
-        forms = {spec.name: (spec.width, spec.dtype) for spec in self.layout.arrays if spec.name in names}
+        if not arrays and not options.features:
+            raise self.error(f"keys is empty; {self.subject} has {self._key_names}.")
+        forms = {spec.name: (spec.width, spec.dtype) for spec in self.layout.arrays if spec.name in arrays}
         if options.stack and len(set(forms.values())) != 1:
-            raise ValueError(f"stack=True needs equal widths and dtypes, got {forms}. Remove it to get arrays by name.")
-        if options.stack and len(forms) < len(names):
-            raise ValueError(f"stack=True needs each key once, got {names}. Remove the repeated ones.")
+            raise ArgumentError(
+                f"stack=True needs equal widths and dtypes, got {forms}. Remove it to get arrays by name."
+            )
+        if options.stack and len(forms) < len(arrays):
+            raise ArgumentError(f"stack=True needs each key once, got {arrays}. Remove the repeated ones.")
         outputs = [spec.name for spec in self.layout.outputs]
         if unknown := sorted(set(options.outputs) - set(outputs)):
             raise self.error(f"{self.subject} has no outputs {unknown}; it has {outputs} (capture.outputs).")
-        return Reading(tuple(names), batch_size, single, options, self.features if options.features else {})
+        return Reading(tuple(arrays), batch_size, single, options, self.features if options.features else {})
 
     def key(self, key: Key) -> ActivationKey:
-        """The parsed key. Raises `error` if there is no such activation array."""
+        """The activation that a user means. Raises `error` if there is no such array, or more than one."""
         try:
-            parsed = _parse_key(key)
-        except (TypeError, ValueError) as error:
+            name = spelled(key)
+            if (array := find_array(name, self.hooks)) is not None:
+                return ActivationKey.parse(array)
+            problem = f"no {ActivationKey.parse(name).name}"
+        except ValueError as error:
             raise self.error(
-                f"{key!r} is not the name of an activation ({error}); {self.subject} has {self._key_names()}."
+                f"{shown(key)} is not the name of an activation ({error}); {self.subject} has {self._key_names}."
             ) from error
-        if parsed not in self.keys:
-            raise self.error(f"{self.subject} has no {parsed.name}; it has {self._key_names()}.")
-        return parsed
+        raise self.error(f"{self.subject} has {problem}; it has {self._key_names}.")
 
+    @cached_property
     def _key_names(self) -> str:
-        names = ", ".join(spec.name for spec in self.layout.arrays)
-        return names or "features only: use batches([], ..., features=True)"
+        return ", ".join(self.hooks) or "features only: use batches([], ..., features=True)"
 
 
-def is_key(keys: Key | Sequence[Key]) -> bool:
+def is_key(keys: Key | Iterable[Key]) -> bool:
     """Whether this is one key, not several: a pair (layer, site) is a tuple too."""
     if isinstance(keys, tuple) and keys:
         return keys[0] is None or isinstance(keys[0], SupportsIndex)
     return isinstance(keys, (ActivationKey, str))
 
 
-def _parse_key(key: Key) -> ActivationKey:
-    """Raises TypeError or ValueError if this is not the key of an activation."""
-    if isinstance(key, ActivationKey):
-        return key
-    if isinstance(key, str):
-        return ActivationKey.parse(key)
-    layer, site = key
-    return ActivationKey(-1 if layer is None else operator.index(layer), Site(site))
+def as_keys(keys: Key | Iterable[Key]) -> list[Key]:
+    """The keys as a list. Raises ArgumentError if this is neither one nor several."""
+    if is_key(keys):
+        return [keys]
+    return items("keys", keys, "the name of an array, (layer, site), or a list of these")

@@ -9,20 +9,24 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import NoReturn, Self
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Int64
 
+from pipeline.core.arguments import integer
+from pipeline.core.errors import ArgumentError
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
-from pipeline.store.read.batch_options import Reading
+from pipeline.store.read.batch_options import BatchOptions, Reading
 from pipeline.store.read.buffers import StoredBlocks
-from pipeline.store.read.gathering import Batch, Gatherer, Position, TokenMemory
+from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.frameworks import Dtype, Framework
+from pipeline.store.read.gathering import Batch, Gatherer, Position, Reader, TokenMemory, sealed, unsealed
 from pipeline.store.read.order import Buffer, ReadingOrder
 from pipeline.store.read.stored_objects import StoredObjects
 
@@ -41,71 +45,147 @@ MIN_PLACES = 32
 BLOCKS_COUNTED_AT_ONCE = 64
 
 
-class BatchReader(Iterator[Batch]):
-    """An iterator over batches. Not thread-safe.
+_warned: set[tuple[str, str]] = set()  # the store and text of each warning that was logged
 
-    A new reader with this one's `state()` continues after the last batch that this one yielded.
+
+class BatchReader(Reader[Batch]):
+    """Iterates over the batches of a store.
+
+    A new reader with this one's `state()` continues after the last batch that this one returned.
     """
+
+    def __init__(self, sources: Sequence["BatchSource"], state: Mapping[str, Any] | None = None) -> None:
+        """sources: one, or those of several stores with the same order."""
+        # The generator refers to the sources and not to the reader, so that there is no reference cycle: dropping the
+        # reader ends its threads at once instead of at the next garbage collection.
+        self._sources = sources
+        self._fixed_state = sources[0].fixed_state | {"store": "+".join(source.store_id for source in sources)}
+        position, epochs = Position(), sources[0].epochs
+        if isinstance(state, Mapping) and list(state) == ["epoch"]:  # the beginning of an epoch, without a checksum
+            position = Position(integer("the state's epoch", state["epoch"]))
+        elif state is not None:
+            position = sources[0].restored(unsealed(state), self._fixed_state["store"])
+        end = None
+        if epochs is not None:  # at the end of a pass, nothing of it is left
+            at_begin = state is not None and "checksum" not in state
+            end = max(1, -(-(position.epoch + (at_begin or position.batch > 0)) // epochs)) * epochs
+        super().__init__(position, end, epochs)
+
+    def _start(self) -> Iterator[tuple[Batch, Position]]:
+        return self._sources[0].read(self._position, self._end)
+
+    def __len__(self) -> int:
+        """The number of batches in a pass. Raises TypeError where only reading tells: with a filter or epochs=None."""
+        if self._end is None:
+            raise TypeError("a reader with epochs=None has no length")
+        return self._sources[0].num_batches(range(self._end - self._epochs, self._end))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """The reader's position, as JSON values: epoch, batch, buffer, token, a checksum of everything that the order
+        depends on, rank, world, the store's identity and a checksum of all this. At the beginning and end of an epoch
+        it is valid for any rank and world. A state {"epoch": 3} is the beginning of that epoch."""
+        return sealed(self._position.numbers | self._fixed_state)
+
+    def close(self) -> None:
+        super().close()
+        for source in self._sources:
+            source.close()
+
+
+class HasBatches:
+    """What batches can be read from."""
+
+    def batches(
+        self,
+        keys: Any,
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        epochs: int | None = 1,
+        rank: int = 0,
+        world: int = 1,
+        token_filter: TokenFilter | None = None,
+        normalisation: Any = None,
+        stack: bool = False,
+        dtype: Dtype = None,
+        framework: Framework | str = "numpy",
+        outputs: Sequence[str] = (),
+        features: bool = False,
+        drop_last: bool = False,
+        buffer_mib: float = 256.0,
+        state: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Iterates over all stored tokens, each exactly once per epoch, in batches of `batch_size`, without padding.
+
+        keys: one activation, e.g. (5, "resid_post") or "blocks.5.resid_post", or a list of them for the same tokens
+        (see `Batch`). The list may be empty with `features=True`.
+        shuffle: read blocks in random order; their pieces fill a buffer, from which tokens are taken in random order
+        while a second one is filled. Otherwise, tokens are in row order.
+        seed: the random order depends on the seed, the epoch and the other arguments, but not on timing.
+        epochs: of a pass, i.e. of one `for`; None for endless reading. A batch never mixes epochs.
+        rank, world: this reader is number `rank` of `world` readers with disjoint shares of the store. All have the
+        same number of batches, all full. This requires reading the segments of the whole store first (4 bytes per
+        token), except with epochs=None, where readers never end.
+        token_filter: which tokens to leave out.
+        normalisation: by array name; gives float32.
+        stack: return activations of the same width as one array [n, K, D].
+        dtype: of the activations: of numpy, torch or JAX, or its name. None: the store's (float32 if that is int8),
+        but float32 for numpy instead of a narrower one, whose sums are wrong in numpy; "stored": always the store's.
+        framework: numpy, jax or torch.
+        outputs: arrays of `capture.outputs` to read, too: loss, entropy, top_logprobs, top_ids. They take memory in
+        addition to `buffer_mib`. Different outputs change the order.
+        features: read the features of all SAEs of `capture.encode`, too. They count towards `buffer_mib`, so they may
+        change the order.
+        drop_last: drop the last batch of an epoch if it is not full.
+        buffer_mib: the size of a buffer for activations in MiB; there are two buffers.
+        state: from `BatchReader.state()`, to resume. That reader must have had the same arguments; at the beginning or
+        end of an epoch its rank and world may differ. {"epoch": 3} is the beginning of an epoch.
+
+        Logs a warning if shuffling mixes tokens from only a few places in the store. Raises StoreError for a damaged
+        block, for activations, outputs or features that the store lacks, and if there is nothing to read; ArgumentError
+        for arguments that are wrong or contradict each other or the state; ImportError if the framework is not
+        installed.
+        """
+        options = BatchOptions(
+            **dict(shuffle=shuffle, seed=seed, epochs=epochs, rank=rank, world=world, token_filter=token_filter),
+            **dict(stack=stack, dtype=dtype, framework=framework, outputs=outputs, features=features),
+            **dict(drop_last=drop_last, buffer_mib=buffer_mib),
+        )
+        return self._batches(keys, batch_size, normalisation, options, state)
+
+
+class BatchSource:
+    """Makes a reader's batches, in threads. store_id: identifies the store's content."""
 
     def __init__(
         self,
         objects: StoredObjects,
         blocks: BlockTable,
         reading: Reading,
-        state: Mapping[str, int] | None = None,
+        store_id: str,
         order: ReadingOrder | None = None,
     ) -> None:
-        """order: shared by several readers that yield the same tokens; None for the reader's own."""
-        # The generator refers to the source and not to the reader, so that there is no reference cycle: dropping the
-        # reader ends its threads at once instead of at the next garbage collection.
-        self._source = _BatchSource(objects, blocks, reading, order)
-        self._position = Position() if state is None else self._source.restored(dict(state))
-        self._batches = self._source.read(self._position)
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Batch:
-        batch, self._position = next(self._batches)
-        return batch
-
-    def state(self) -> dict[str, int]:
-        """The reader's position, as JSON values: epoch, batch, buffer, token, a checksum of everything that the order
-        depends on, rank and world. At the beginning and end of an epoch it is valid for any rank and world."""
-        return asdict(self._position) | self._source.fixed_state
-
-    @property
-    def piece_mib(self) -> float:
-        """The size of one piece of all arrays that are read, in MiB."""
-        return self._source.piece_mib
-
-    def warn_of_few_places(self, piece_mib: float) -> None:
-        """Logs a warning if a buffer shuffles tokens from only a few places in the store. `piece_mib`: that of all
-        readers that share `buffer_mib`."""
-        self._source.warn_of_few_places(piece_mib)
-
-    def close(self) -> None:
-        """Ends the reader's threads after their current reads. Dropping the reader does the same."""
-        self._batches.close()
-        self._source.close()
-
-
-class _BatchSource:
-    """Makes a reader's batches, in threads."""
-
-    def __init__(
-        self, objects: StoredObjects, blocks: BlockTable, reading: Reading, order: ReadingOrder | None
-    ) -> None:
+        """order: shared by several readers of the same tokens; None for the reader's own."""
         blocks = blocks[blocks.column("rows") > 0]
+        self.store_id = store_id
+        self._path = objects.storage.path
         self._reading = reading
         self._options = reading.options
         self._blocks = StoredBlocks(objects, blocks)
         self._order = order or reading_order(blocks, [(objects.layout, reading)])
 
     @property
-    def fixed_state(self) -> dict[str, int]:
+    def epochs(self) -> int | None:
+        return self._options.epochs
+
+    @property
+    def fixed_state(self) -> dict[str, Any]:
         """The part of a reader's state that does not change."""
-        return {"order": self._order_checksum, "rank": self._order.rank, "world": self._order.world}
+        return {"order": self._checksum(self._order), "rank": self._order.rank, "world": self._order.world}
 
     @property
     def piece_mib(self) -> float:
@@ -115,18 +195,18 @@ class _BatchSource:
         places, options = self._order.pieces_per_buffer, self._options
         num_pieces = self._num_pieces() // options.world
         if options.shuffle and places < min(MIN_PLACES, num_pieces):
-            log.warning(
-                "a buffer of %g MiB shuffles tokens from only %d places in the store, %.0f MiB each, so a batch has "
-                "few documents. Use buffer_mib=%d for %d places (there are two buffers), or fewer keys.",
-                *(options.buffer_mib, places, piece_mib, math.ceil(MIN_PLACES * piece_mib), MIN_PLACES),
+            warning = (
+                f"a buffer of {options.buffer_mib:g} MiB shuffles tokens from only {places} places in the store, "
+                f"{piece_mib:.0f} MiB each, so a batch has few documents. Use "
+                f"buffer_mib={math.ceil(MIN_PLACES * piece_mib)} for {MIN_PLACES} places (there are two buffers), or "
+                "fewer keys."
             )
+            if (warned := (self._path, warning)) not in _warned:
+                _warned.add(warned)
+                log.warning(warning)
 
     def close(self) -> None:
         self._blocks.close()
-
-    @cached_property
-    def _order_checksum(self) -> int:
-        return self._checksum(self._order)
 
     def _checksum(self, order: ReadingOrder) -> int:
         """A checksum of `order` and of everything else that the order of tokens depends on."""
@@ -134,12 +214,14 @@ class _BatchSource:
         filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
         return zlib.crc32(repr((order, blocks, filtered)).encode())
 
-    def restored(self, state: dict[str, int]) -> Position:
-        """The position from an earlier reader's state. Raises ValueError if that reader had different options."""
-        rank, world = state.pop("rank", 0), state.pop("world", 1)
+    def restored(self, state: dict[str, Any], store_id: str) -> Position:
+        """The position from an earlier reader's state. Raises ArgumentError if that reader had different options."""
+        if state.pop("store", None) != store_id:
+            raise ArgumentError("the state is from a reader of a different store. Start again without a state.")
+        rank, world = state.pop("rank"), state.pop("world")
         order = replace(self._order, rank=rank, world=world)
-        if state.pop("order", None) != self._checksum(order):
-            raise ValueError(
+        if state.pop("order") != self._checksum(order):
+            raise ArgumentError(
                 "the state belongs to a different reader configuration: the order of tokens depends on the store's "
                 "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader "
                 "that the state came from, or start again without a state."
@@ -151,31 +233,33 @@ class _BatchSource:
             return Position(position.epoch)
         if self._ends_epoch(position, order):
             return Position(position.epoch + 1)
-        raise ValueError(
+        raise ArgumentError(
             f"the state is from rank {rank} of {world}, after {position.batch} batches of epoch {position.epoch}; "
             f"this reader is rank {self._order.rank} of {self._order.world}, which reads a different share of the "
-            "epoch. Finish the epoch with the old rank and world, or restart it: set the state's batch, buffer and "
-            "token to 0."
+            "epoch. Finish the epoch with the old rank and world, or restart it: "
+            f"state={{'epoch': {position.epoch}}}."
         )
 
-    def read(self, start: Position) -> Iterator[tuple[Batch, Position]]:
-        """The batches from position `start` on, each with the position after it."""
+    def read(self, start: Position, end: int | None) -> Iterator[tuple[Batch, Position]]:
+        """The batches from position `start` to epoch `end` (None: no end), each with the position after it."""
         gatherer = Gatherer(self._reading, self._drops_last(self._order), self._limit, self._refuse_endless)
         filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
         try:
-            yield from gatherer.batches(self._filled(filler, start), start)
+            yield from gatherer.batches(self._filled(filler, start, end), start)
         finally:
             # Without waiting, since a dropped reader may be garbage-collected in one of these threads. The threads of
             # `_blocks` are not shut down here: garbage collection may run in `filler` while it submits to them and
             # holds the lock that their shutdown needs. They end when nothing refers to them.
             filler.shutdown(wait=False, cancel_futures=True)
 
-    def _filled(self, filler: ThreadPoolExecutor, start: Position) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
+    def _filled(
+        self, filler: ThreadPoolExecutor, start: Position, end: int | None
+    ) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
         """Buffers, their filled memory, and whether each is the epoch's last. A memory is reused after the next buffer
         is requested."""
         free = [TokenMemory(self._blocks.layout, self._reading, self._memory_rows()) for _ in range(2)]
         filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
-        for buffer in self._buffers(start):
+        for buffer in self._buffers(start, end):
             memory = free.pop()
             done = filler.submit(self._blocks.fill, memory, buffer, self._order, self._options.token_filter)
             filling.append((buffer, memory, done))
@@ -188,14 +272,13 @@ class _BatchSource:
             done.result()
             yield buffer, memory, True
 
-    def _buffers(self, start: Position) -> Iterator[Buffer]:
-        """The buffers from position `start` on, epoch after epoch."""
-        epochs = self._options.epochs
+    def _buffers(self, start: Position, end: int | None) -> Iterator[Buffer]:
+        """The buffers from position `start` to epoch `end`, epoch after epoch."""
         if next(self._order.pieces(start.epoch), None) is None:
-            if epochs is None:
+            if end is None:
                 self._refuse(0)
             return
-        for epoch in count(start.epoch) if epochs is None else range(start.epoch, epochs):
+        for epoch in count(start.epoch) if end is None else range(start.epoch, end):
             yield from self._order.buffers(epoch, start.buffer if epoch == start.epoch else 0)
 
     def _memory_rows(self) -> int:
@@ -213,6 +296,15 @@ class _BatchSource:
             self._refuse(tokens)
         return tokens // self._reading.batch_size
 
+    def num_batches(self, epochs: range) -> int:
+        """How many batches the epochs have. Raises TypeError if only reading tells."""
+        if self._options.token_filter != TokenFilter():
+            raise TypeError("a reader with a token_filter has no length: only reading tells how many tokens pass it")
+        if self._options.world > 1:
+            return sum(self._num_tokens(epoch, self._order) // self._reading.batch_size for epoch in epochs)
+        tokens, size = int(self._block_tokens.sum()), self._reading.batch_size
+        return (tokens // size if self._options.drop_last else -(-tokens // size)) * len(epochs)
+
     def _num_tokens(self, epoch: int, order: ReadingOrder) -> int:
         """How many tokens of an epoch a reader with this `order` may yield: as many as the rank with the fewest has, or
         as many as it has itself if epochs is None. A filter by norms may leave out some of them."""
@@ -228,19 +320,19 @@ class _BatchSource:
         return self._options.drop_last or order.world > 1
 
     def _refuse_endless(self, tokens: int) -> None:
-        """Raises ValueError if epochs is None, since a reader without batches would then never end."""
+        """Raises ArgumentError if epochs is None, since a reader without batches would then never end."""
         if self._options.epochs is None:
             self._refuse(tokens)
 
     def _refuse(self, tokens: int) -> NoReturn:
         size, world = self._reading.batch_size, self._options.world
         if world > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"one of {world} readers has {tokens} tokens in an epoch, less than one batch of {size}. Use fewer "
                 "readers or a smaller batch_size."
             )
         remedy = "Use a smaller batch_size." if tokens else "The store is empty, or no token passes the filter."
-        raise ValueError(f"an epoch has {tokens} tokens, less than one batch of {size}. {remedy}")
+        raise ArgumentError(f"an epoch has {tokens} tokens, less than one batch of {size}. {remedy}")
 
     @cached_property
     def _block_tokens(self) -> Int64[np.ndarray, " blocks"]:

@@ -51,12 +51,12 @@ class StoredBlocks:
 
     def _fill(self, memory: TokenMemory, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter) -> None:
         row_numbers: list[np.ndarray] = []
-        row = 0
+        row, file_threads = 0, self._threads  # those of a reader that is closed meanwhile accept no more reads
         with ReadsAhead(self._storage.is_remote) as reads:
             for piece in buffer.pieces:
                 first = self._first_row(piece.block) + piece.first
                 for name, target in memory.targets.items():
-                    threads = self._threads if name in self._plain else None
+                    threads = file_threads if name in self._plain else None
                     reads.add(RowRead(self.arrays[name], first, target[row : row + piece.num_rows], threads))
                 row_numbers.append(np.arange(first, first + piece.num_rows))
                 row += piece.num_rows
@@ -76,7 +76,8 @@ class StoredBlocks:
     def close(self) -> None:
         """Ends the threads after their current reads."""
         if self._threads is not None:
-            self._threads.shutdown(wait=False)
+            threads, self._threads = self._threads, ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="read")
+            threads.shutdown(wait=False)
 
     def _first_row(self, block: int) -> int:
         return self.layout.first_row(*self.blocks[block][:2])
@@ -99,9 +100,11 @@ class StoredBlocks:
         kept = {b: (window, values) for b, (window, values) in self._side_arrays.items() if window >= oldest}
         missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in kept}
         read = self.read_side_arrays(list(missing), names)
-        self._side_arrays = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
+        # An interrupted reader starts again while its last buffer may still be read in another thread.
+        sides = kept | {b: (missing[b], values) for b, values in zip(missing, read, strict=True)}
+        self._side_arrays = sides
         return [
-            {name: side[p.first : p.first + p.num_rows] for name, side in self._side_arrays[p.block][1].items()}
+            {name: side[p.first : p.first + p.num_rows] for name, side in sides[p.block][1].items()}
             for p in buffer.pieces
         ]
 

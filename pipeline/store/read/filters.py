@@ -7,6 +7,8 @@ from enum import StrEnum
 import numpy as np
 from jaxtyping import Bool, Int, Shaped
 
+from pipeline.core.arguments import integer, items, number, shown
+from pipeline.core.errors import ArgumentError
 from pipeline.store.format.int8 import Dequantised
 from pipeline.store.format.layout import POSITIONS, TOKENS
 from pipeline.store.format.norms import l2_norms
@@ -14,6 +16,8 @@ from pipeline.store.format.norms import l2_norms
 Limits = Mapping[str, tuple[float, float]]
 
 _TOKENS_AT_A_TIME = 4096  # for computing norms: few enough for the processor's caches
+
+_MAX_TOKEN = (1 << 31) - 1
 
 COMPLETIONS = "completions"  # the name of an additional side array: whether a slot holds a completion's token
 
@@ -43,11 +47,21 @@ class TokenFilter:
     part: Part | str | None = None
 
     def __post_init__(self) -> None:
+        if self.part is not None and not (isinstance(self.part, str) and self.part in list(Part)):
+            raise ArgumentError(f"part is {shown(self.part)}. Choose one of {', '.join(Part)}, or None.")
         object.__setattr__(self, "part", None if self.part is None else Part(self.part))
         # Plain numbers in a fixed order: a reader's state has a checksum of the repr, so equal filters need equal ones.
-        object.__setattr__(self, "drop_tokens", tuple(map(int, self.drop_tokens)))
-        limits = {name: (float(least), float(greatest)) for name, (least, greatest) in sorted(self.norms.items())}
-        object.__setattr__(self, "norms", limits)
+        given = items("drop_tokens", self.drop_tokens, "a list of token ids")
+        tokens = tuple(integer("an entry of drop_tokens", token, most=_MAX_TOKEN) for token in given)
+        object.__setattr__(self, "drop_tokens", tokens)
+        object.__setattr__(self, "skip_first", integer("skip_first", self.skip_first, most=_MAX_TOKEN))
+        try:
+            limits = {str(name): (number(name, low), number(name, high)) for name, (low, high) in self.norms.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"norms is {shown(self.norms)}, expected a dict: (minimum, maximum) by array name."
+            ) from error
+        object.__setattr__(self, "norms", dict(sorted(limits.items())))
 
     @property
     def side_arrays(self) -> tuple[str, ...]:

@@ -4,12 +4,24 @@ Shapes: n tokens per batch, k stored features per token.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
+from numpy.typing import DTypeLike
 
+from pipeline.core.arguments import shown
+from pipeline.core.errors import ArgumentError
+
+Dtype = DTypeLike | str
+"""A dtype of numpy, torch or JAX, or its name; "stored": the store's; None: the store's, but float32 for numpy's arrays
+of narrower floats, whose sums numpy computes as narrowly."""
+
+STORED = "stored"
+_NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_FLOATS = (*_NARROW, "float32", "float64")
 _WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # not known to numpy's buffer protocol and DLPack
 
 
@@ -21,12 +33,50 @@ class Framework(StrEnum):
     torch = "torch"
 
 
-def converter(framework: Framework) -> Callable[[np.ndarray], Any]:
-    """A function that converts a numpy array to an array of the framework. Raises ImportError if that is not installed.
+def parsed_framework(given: object) -> Framework:
+    if not isinstance(given, str) or given not in list(Framework):
+        raise ArgumentError(f"framework is {shown(given)}. Choose one of {', '.join(Framework)}.")
+    return Framework(given)
+
+
+def parsed_dtype(given: object) -> str | None:
+    """The name of a `Dtype`. Raises ArgumentError unless it is a floating-point type that arrays may have."""
+    if given is None or (isinstance(given, str) and given == STORED):
+        return given
+    if type(given).__module__ == "torch":
+        name = str(given).removeprefix("torch.")
+    else:
+        try:
+            name = np.dtype(given).name  # type: ignore[call-overload]
+        except Exception:  # whatever numpy raises for an object that is no dtype
+            name = ""
+    if name not in _FLOATS:
+        raise ArgumentError(f"dtype is {shown(given)}. Choose one of {', '.join(_FLOATS)}, or {STORED!r}.")
+    return name
+
+
+def cast(values: np.ndarray, dtype: str | None, framework: Framework = Framework.numpy) -> np.ndarray:
+    """The values in a parsed `Dtype`. Integers stay as they are."""
+    if dtype is None and framework is Framework.numpy and values.dtype.name in _NARROW:
+        dtype = "float32"
+    if dtype in (None, STORED) or values.dtype.name not in _FLOATS:
+        return values
+    return values.astype(dtype, copy=False)
+
+
+def converter(framework: Framework, dtype: str | None = None) -> Callable[[np.ndarray], Any]:
+    """A function that converts a numpy array to an array of the framework, with `cast`. Raises ImportError if the
+    framework is not installed.
 
     torch shares the array's memory, and JAX on CPU does where it can. Without `jax_enable_x64` JAX has no int64, and
     int64 arrays (document numbers) stay numpy arrays.
     """
+    # In a thread, which Ctrl-C does not interrupt: an interrupted import of torch crashes the process at the next one.
+    convert = ThreadPoolExecutor(1, "import").submit(_converter, framework).result()
+    return lambda array: convert(cast(array, dtype, framework))
+
+
+def _converter(framework: Framework) -> Callable[[np.ndarray], Any]:
     match framework:
         case Framework.numpy:
             return lambda array: array

@@ -5,28 +5,39 @@ Shapes: n tokens per batch, K keys, D features per activation, k features stored
 per row times rows).
 """
 
+import json
+import operator
+import traceback
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
+from crc32c import crc32c
 from jaxtyping import Bool, Int32, Int64
 
+from pipeline.core.arguments import require_not_forked, shown
+from pipeline.core.errors import ArgumentError
 from pipeline.core.memory import aligned_empty
+from pipeline.core.sites import ByName
 from pipeline.store.format.int8 import Dequantised, dequantised, scale_name
 from pipeline.store.format.layout import SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.statistics import Statistics, merge, token_statistics
 from pipeline.store.read.batch_options import Reading
 from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.filters import TokenFilter
-from pipeline.store.read.frameworks import converter
+from pipeline.store.read.frameworks import STORED, converter
 from pipeline.store.read.order import Buffer
 
 AHEAD = 4  # how many batches are gathered ahead
 GATHERING_THREADS = 2
+
+B = TypeVar("B")
 
 STACKED = "stacked"  # the name of the memory [S, K, D] shared by arrays of the same width
 
@@ -38,8 +49,8 @@ class Batch:
     activations: [n, D] if `keys` was one activation; else by array name, or [n, K, D] if stacked.
     segments: the number of the token's document window in its row. positions: start at 0 in each window.
     documents: the document's number; with JAX this is a numpy array, since JAX has no int64 by default.
-    outputs: those requested by `BatchOptions.outputs`, [n] or [n, k] by array name.
-    features: with `BatchOptions.features`, by the SAE's name: "blocks.5.resid_post" if one SAE encodes that array.
+    outputs: those requested by the argument `outputs`, [n] or [n, k] by array name.
+    features: with `features=True`, by the SAE's name: "blocks.5.resid_post" if one SAE encodes that array.
     """
 
     activations: Any
@@ -51,14 +62,101 @@ class Batch:
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Position:
-    """A reader's position: after `batch` batches of epoch `epoch`; the next batch begins at `token` of `buffer`."""
+class Position(NamedTuple):
+    """A reader's position: after `batch` batches of epoch `epoch`; the next batch begins at `token` of `buffer`, which
+    has this `begin`."""
 
     epoch: int = 0
     batch: int = 0
     buffer: int = 0
     token: int = 0
+    begin: Any = None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The position without `begin`, as JSON values."""
+        return {name: getattr(self, name) for name in self._fields[:-1]}
+
+
+class Reader(Iterator[B], Generic[B]):
+    """Iterates over batches. One thread may use it at a time.
+
+    All that a reader keeps is its position: after the last batch that `__next__` returned. Every `for` goes on from
+    there, also after Ctrl-C, an error (which is raised again if it persists) or `close`. After a complete pass, the
+    next `for` begins another one.
+    """
+
+    library = "TensorStore"  # what does not survive a fork
+
+    def __init__(self, position: Position, end: int | None, epochs: int | None) -> None:
+        """end: the epoch before which the pass ends; None for no end. epochs: per pass."""
+        self._position = position
+        self._end = end
+        self._epochs = epochs
+        self._batches: Iterator[tuple[B, Position]] | None = None
+        self._is_complete = self._is_closed = False
+
+    @abstractmethod
+    def _start(self) -> Iterator[tuple[B, Position]]:
+        """The batches from the reader's position to the end of the pass, each with the position after it."""
+
+    def __iter__(self) -> Self:
+        if self._is_complete:
+            begin, end = Position(self._end), self._end + self._epochs
+            self._position, self._end, self._is_complete = begin, end, False
+        self._is_closed = False
+        return self
+
+    def __next__(self) -> B:
+        require_not_forked(self.library)
+        if self._is_complete or self._is_closed:
+            raise StopIteration
+        # A signal may raise an exception after any call. Then this iterator is not used again, and the next one begins
+        # at the position, which is set when nothing can keep the batch from being returned.
+        batches, self._batches = self._batches, None
+        try:
+            batches = self._start() if batches is None else batches
+            batch, after = next(batches, (None, None))
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the memory of buffers
+            raise
+        if after is None:
+            self._is_complete = True
+            raise StopIteration
+        self._batches, self._position = batches, after
+        return batch
+
+    def close(self) -> None:
+        """Ends the reader's threads after their current reads. Dropping the reader does the same."""
+        batches, self._batches = self._batches, None
+        self._is_closed = True
+        if batches is not None:
+            batches.close()
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A reader's state with a checksum, as JSON values."""
+    return {**state, "checksum": _checksum(state)}
+
+
+def unsealed(state: object) -> dict[str, Any]:
+    """The state that was sealed. Raises ArgumentError if it was changed, or is no state."""
+    content = dict(state) if isinstance(state, Mapping) else {}
+    try:
+        is_intact = content.pop("checksum", None) == _checksum(content)
+    except (TypeError, ValueError):  # not JSON
+        is_intact = False
+    if not is_intact:
+        raise ArgumentError(
+            f"state is {shown(state)}, not a state as a reader's state() returned it: it was changed or cut, or comes "
+            "from an earlier version. Use an unchanged one, or start again without a state."
+        )
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=operator.index)
+    return crc32c(canonical.encode())
 
 
 class TokenMemory:
@@ -104,7 +202,8 @@ class TokenMemory:
     def wait_for_users(self) -> None:
         """Waits until no task uses the memory, so that it can be filled again."""
         for user in self.users:
-            user.exception()  # waits; the error is raised with the task's result
+            with suppress(CancelledError):
+                user.exception()  # waits; the error is raised with the task's result
         self.users = []
 
     def chosen(
@@ -125,7 +224,10 @@ class TokenMemory:
     def like(self, num_tokens: int) -> dict[str, np.ndarray]:
         """New memory for a batch of `num_tokens` tokens, by name."""
         slots = self._slots.items()
-        return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
+        try:
+            return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
+        except (MemoryError, ValueError) as error:
+            raise ArgumentError(f"batch_size is {num_tokens}: a batch would not fit into memory. Lower it.") from error
 
     def gather(self, start: int, stop: int, out: Mapping[str, np.ndarray], at: int) -> None:
         """Copies the tokens `order[start:stop]` to `out[at:]`."""
@@ -193,7 +295,7 @@ class Gatherer:
                 num_tokens += stop - start
                 if num_tokens == size:
                     batch += 1
-                    after = Position(buffer.epoch, batch, buffer.index, stop)
+                    after = Position(buffer.epoch, batch, buffer.index, stop, buffer.begin)
                     yield gatherers.submit(finish, parts, out, num_tokens), after
                     parts, num_tokens, out = [], 0, {}
             start = 0
@@ -209,12 +311,14 @@ class Gatherer:
     def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
         """A function that turns gathered memory into a batch: normalises, casts, and converts to the framework."""
         reading, options = self._reading, self._reading.options
-        convert = converter(options.framework)
+        convert = converter(options.framework, options.dtype)
+        convert_side = converter(options.framework, STORED if options.dtype == STORED else None)
 
         def normalised(name: str, values: np.ndarray) -> np.ndarray:
-            if name in reading.normalisation:
-                return reading.normalisation[name].apply(values, options.dtype)
-            return values if options.dtype is None else values.astype(options.dtype, copy=False)
+            if name not in reading.normalisation:
+                return values
+            result = reading.normalisation[name].apply(values)
+            return result.astype(values.dtype) if options.dtype == STORED else result
 
         def finish(parts: Sequence[Future[None]], out: dict[str, np.ndarray], num_tokens: int) -> Batch:
             for part in parts:
@@ -222,19 +326,16 @@ class Gatherer:
             out = {name: values[:num_tokens] for name, values in out.items()}
             for name in [name for name in out if scale_name(name) in out]:
                 out[name] = dequantised(out[name], out.pop(scale_name(name)))
-            side_arrays = {spec.name: convert(out.pop(spec.name)) for spec in SIDE_ARRAYS}
-            more = {name: convert(out.pop(name)) for name in {*reading.sparse, *reading.outputs}}
+            side_arrays = {spec.name: convert_side(out.pop(spec.name)) for spec in SIDE_ARRAYS}
+            more = {name: convert_side(out.pop(name)) for name in {*reading.sparse, *reading.outputs}}
             side_arrays["outputs"] = {name: more[name] for name in options.outputs}
             side_arrays["features"] = feature_batches(reading.features, more, options.framework)
             if not options.stack:
-                activations = {name: convert(normalised(name, values)) for name, values in out.items()}
+                activations = ByName((name, convert(normalised(name, values))) for name, values in out.items())
                 return Batch(activations[reading.names[0]] if reading.single else activations, **side_arrays)
             stacked = out[STACKED]
             if reading.normalisation:
-                keys = [normalised(name, stacked[:, k]) for k, name in enumerate(reading.names)]
-                stacked = np.stack(keys, axis=1)
-            elif options.dtype is not None:
-                stacked = stacked.astype(options.dtype, copy=False)
+                stacked = np.stack([normalised(name, stacked[:, k]) for k, name in enumerate(reading.names)], axis=1)
             return Batch(convert(stacked), **side_arrays)
 
         return finish
@@ -250,7 +351,7 @@ def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, St
         parts.append({name: token_statistics(values[:num_tokens]) for name, values in batch.activations.items()})
         num_tokens -= len(batch.tokens)
     if not parts:
-        raise ValueError("no token passes the filter, so there is nothing to sample")
+        raise ArgumentError("no token passes the filter, so there is nothing to sample")
     return {name: merge(part[name] for part in parts) for name in parts[0]}
 
 

@@ -26,11 +26,13 @@ class Piece(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """Pieces whose tokens are shuffled together. `index`: the number of the buffer within its epoch and rank."""
+    """Pieces whose tokens are shuffled together. `index`: the number of the buffer within its epoch and rank. `begin`:
+    of a buffer that is computed, where its computation begins."""
 
     epoch: int
     index: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...] = ()
+    begin: object = None
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,6 @@ class ReadingOrder:
     seed: int | None = None
     rank: int = 0
     world: int = 1
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"rank is {self.rank} with world={self.world}: expected a rank from 0 to world - 1")
 
     def pieces(self, epoch: int) -> Iterator[Piece]:
         """This rank's pieces of an epoch."""

@@ -11,25 +11,25 @@ Shapes: T positions per row, S slots per row for activations (T, or fewer if `ca
 tokens' activations), D features per activation.
 """
 
-import operator
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, SupportsIndex
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorstore as ts
 from jaxtyping import Int32, Int64
-from numpy.typing import DTypeLike
 
+import numpy as np
+from pipeline.core import arguments
 from pipeline.core.addresses import HUB_SCHEME
+from pipeline.core.arguments import flag, integer, path
 from pipeline.core.counts import counted
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import ActivationKey, ByName, Site, find_array, spelled
 from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
 from pipeline.store.format.arrays import open_existing, require_layout
 from pipeline.store.format.block_table import BlockTable, join_streams, read_streams, read_table
@@ -40,11 +40,12 @@ from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_roo
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics, merge_streams, read_merged
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, is_key, with_fields
-from pipeline.store.read.batches import BatchReader
+from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, as_keys
+from pipeline.store.read.batches import BatchReader, BatchSource, HasBatches
 from pipeline.store.read.documents import DocumentActivations, StoredDocuments, document_slots
 from pipeline.store.read.features import feature_batches
 from pipeline.store.read.filters import TokenFilter
+from pipeline.store.read.frameworks import STORED, Dtype, cast, parsed_dtype
 from pipeline.store.read.gathering import sample_statistics
 from pipeline.store.read.order import ReadingOrder
 from pipeline.store.read.rows import slot_side_arrays
@@ -72,7 +73,7 @@ class TokenRows:
     documents: Int64[np.ndarray, "*n S"]
 
 
-class ActivationStore:
+class ActivationStore(HasBatches):
     """A store, open for reading. Use `ActivationStore.open`.
 
     path: as given; on the Hub, with the commit.
@@ -125,6 +126,7 @@ class ActivationStore:
         Raises StoreInvalid if there is no store, or if it is damaged or of a different format version, and StoreError
         if it cannot be reached.
         """
+        address = address if isinstance(address, Storage) else path("the address of the store", address)
         storage = Storage.open(address)
         if storage.is_remote and storage is not address:
             storage = storage.with_own_requests(REMOTE_REQUESTS)
@@ -180,12 +182,12 @@ class ActivationStore:
         """
         return self._documents.table
 
-    def statistics(self, layer: SupportsIndex | None, site: Site | str) -> Statistics:
+    def statistics(self, layer: Key | SupportsIndex | None, site: Site | str | None = None) -> Statistics:
         """Statistics of an array over all its stored tokens: each feature's mean and variance, and the norms.
 
-        Raises StoreError for a store made with capture.statistics=false.
+        layer, site: as in `read`. Raises StoreError for a store made with capture.statistics=false.
         """
-        return self._merged_statistics(self._key((layer, site)).name)
+        return self._merged_statistics(self._key(layer, site).name)
 
     def _merged_statistics(self, name: str) -> Statistics:
         if not self.complete:
@@ -198,7 +200,7 @@ class ActivationStore:
             raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
         return statistics
 
-    def feature_statistics(self, name: str) -> FeatureStatistics:
+    def feature_statistics(self, name: Key) -> FeatureStatistics:
         """How often and how strongly each feature of an SAE fires, over all tokens whose features are stored. With
         capture.encode_error, also how well the SAE reconstructs the activations.
 
@@ -210,7 +212,7 @@ class ActivationStore:
         statistics = self._merged_statistics(features)
         return FeatureStatistics.of(statistics, None if array is None else self._merged_statistics(array))
 
-    def feature(self, name: str, feature: SupportsIndex, top: int | None = None) -> Firings:
+    def feature(self, name: Key, feature: SupportsIndex, top: int | None = None) -> Firings:
         """The tokens for which one feature of an SAE fires, in storage order; with `top`, its `top` strongest firings.
 
         name: as in `feature_statistics`. Costs two small reads per block; with `top`, one per block and a second one
@@ -218,11 +220,10 @@ class ActivationStore:
         by feature.
         """
         features = self._features_name(name)
-        width, feature = self._feature_widths[features], operator.index(feature)
-        if not 0 <= feature < width:
+        width = self._feature_widths[features]
+        feature, top = integer("feature", feature), None if top is None else integer("top", top, 1)
+        if feature >= width:
             raise StoreError(f"feature {feature} of {name}: the SAE has features 0 to {width - 1}.")
-        if top is not None and top < 1:
-            raise ValueError(f"top is {top}, must be at least 1, or None for all firings")
         if features not in self.metadata.indexed_features:
             raise StoreError(
                 f"the store {self.path} has no index by feature: it was made with capture.encode_index=false. Read all "
@@ -232,13 +233,19 @@ class ActivationStore:
         indexes = FeatureIndexes(self.storage, features, width, value_type, self._layout, self.blocks)
         return self.storage.retry_read(lambda: indexes.read(feature, top))
 
-    def _features_name(self, name: str) -> str:
+    def _features_name(self, name: Key) -> str:
         """The prefix of the names of an SAE's arrays."""
-        features = features_name(name)
-        if features not in self._feature_widths:
-            stored = ", ".join(stored.removeprefix("features.") for stored in self._feature_widths) or "none"
-            raise StoreError(f"the store {self.path} has no features of {name!r}; it has: {stored}.")
-        return features
+        hooks = {}
+        for features in self._feature_widths:
+            parts = features.removeprefix("features.").split(".")
+            size = 3 if parts[0] == "blocks" else 1  # then the SAE's name, if several encode the array
+            hook = ActivationKey.parse(".".join(parts[:size])).hook_name()
+            hooks[".".join(parts)] = ".".join([hook, *parts[size:]])
+        if (found := find_array(spelled(name), hooks)) is None:
+            raise StoreError(
+                f"the store {self.path} has no features of {name!r}; it has: {', '.join(hooks) or 'none'}."
+            )
+        return features_name(found)
 
     def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
         """The normalisation to zero mean and unit variance, by array name, from the stored statistics.
@@ -246,19 +253,28 @@ class ActivationStore:
         See `Statistics.normalisation`. Raises StoreError for a store made with capture.statistics=false; use the
         statistics from `sample` there.
         """
-        parsed = (self._key(key) for key in ([keys] if is_key(keys) else keys))
-        return {key.name: self.statistics(key.layer, key.site).normalisation(per_feature) for key in parsed}
+        parsed, per_feature = [self._key(key) for key in as_keys(keys)], flag("per_feature", per_feature)
+        return {key.name: self.statistics(key).normalisation(per_feature) for key in parsed}
 
-    def read(self, layer: SupportsIndex | None, site: Site | str, rows: Rows, dtype: DTypeLike = None) -> np.ndarray:
+    def read(
+        self,
+        layer: Key | SupportsIndex | None,
+        site: Site | str | Rows | None = None,
+        rows: Rows | None = None,
+        dtype: Dtype = None,
+    ) -> np.ndarray:
         """Activations [n, S, D] of n rows ([S, D] for one), zeros where there is no token.
 
-        layer: None for sites that exist once. rows: row numbers, as in `store.rows`, or a mask of these; a slice
-        selects the stored rows in its range. dtype: None for the store's (float32, dequantised, if that is int8).
-        Raises StoreError for a row that is not stored or damaged.
+        layer, site: the array; layer is None for sites that exist once. Or one key, as in `batches`:
+        read("blocks.2.resid_post", rows).
+        rows: row numbers, as in `store.rows`, or a mask of these; a slice selects the stored rows in its range.
+        dtype: None for the store's, but float32 if that is narrower; "stored"; or another floating-point dtype. Raises
+        StoreError for a row that is not stored or damaged.
         """
-        [(_, values)] = self._rows.activations([self._key((layer, site)).name], self._rows.chosen(rows))
-        values = values if dtype is None else values.astype(dtype, copy=False)
-        return values[0] if is_one_row(rows) else values
+        site, rows = (None, site) if rows is None else (site, rows)
+        dtype = parsed_dtype(dtype)
+        [(_, values)] = self._rows.activations([self._key(layer, site).name], self._rows.chosen(rows))
+        return cast(values[0] if is_one_row(rows) else values, dtype)
 
     def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
         """Tokens, segments, positions and documents of some rows, in the same slots as their activations.
@@ -280,30 +296,37 @@ class ActivationStore:
             selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
         return selected[0] if is_one_row(rows) else selected
 
-    def read_outputs(self, rows: Rows, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    def read_outputs(
+        self, rows: Rows, names: Collection[str] | None = None, dtype: Dtype = None
+    ) -> dict[str, np.ndarray]:
         """The arrays of `capture.outputs` and of SAEs for some rows, by array name; {} for a store without these.
 
-        rows: as in `read`. names: the arrays to read; None for all.
+        rows, dtype: as in `read`. names: the arrays to read; None for all.
         Shapes: [n, S], or [n, S, k] for the k likeliest next tokens or k features; [S] or [S, k] for one row. Values
         are 0 where there is no token, and a feature's index is -1. Raises StoreError for an unknown name.
         """
-        stored = [spec.name for spec in self._layout.outputs]
-        if unknown := sorted(set(names or ()) - set(stored)):
+        stored, dtype = [spec.name for spec in self._layout.outputs], parsed_dtype(dtype)
+        wanted = stored if names is None else arguments.names("names", names)
+        if unknown := sorted(set(wanted) - set(stored)):
             raise StoreError(f"{self.path} has no outputs {unknown}; it has {stored} (capture.outputs).")
-        chosen = [name for name in stored if names is None or name in names]
-        outputs = self._rows.reads(chosen, self._rows.chosen(rows))
-        return {name: values[0] if is_one_row(rows) else values for name, values in outputs}
+        outputs = self._rows.reads([name for name in stored if name in wanted], self._rows.chosen(rows))
+        return {name: cast(values[0] if is_one_row(rows) else values, dtype) for name, values in outputs}
 
-    def document(self, id: str | SupportsIndex, keys: Sequence[Key] | None = None) -> DocumentActivations:
+    def document(
+        self, id: str | SupportsIndex, keys: Key | Sequence[Key] | None = None, dtype: Dtype = None
+    ) -> DocumentActivations:
         """One document, given its id (str) or number (int), with the activations of `keys` (default: all).
+
+        dtype: as in `read`.
 
         A document longer than a row consists of several windows, each computed separately; they are concatenated.
         Raises StoreError for an unknown id or number, or an id that several documents have.
         """
-        names = [key.name for key in (self.keys if keys is None else map(self._key, keys))]
+        names = [key.name for key in (self.keys if keys is None else map(self._key, as_keys(keys)))]
+        number, dtype = None if isinstance(id, str) else integer("id", id), parsed_dtype(dtype)
         documents = self._documents
         by_id = documents.with_id(id) if isinstance(id, str) else None
-        number = operator.index(id) if by_id is None else by_id["document"][0].as_py()
+        number = number if by_id is None else by_id["document"][0].as_py()
         blocks = documents.blocks_with(number)
         selects = self._layout.selected is not None
         sides = [TOKENS.name, POSITIONS.name, DOCUMENTS.name, *([SELECTED.name] if selects else [])]
@@ -314,8 +337,9 @@ class ActivationStore:
         if len(slots.text) != expected:
             raise StoreError(f"{self.path} has {len(slots.text)} tokens of document {number}, expected {expected}.")
         output_reads = self._rows.reads([spec.name for spec in self._layout.outputs], slots.rows)
-        activations = {name: values[slots.in_document] for name, values in self._rows.activations(names, slots.rows)}
-        outputs = {name: values[slots.in_document] for name, values in output_reads}
+        reads = self._rows.activations(names, slots.rows)
+        activations = ByName((name, cast(values[slots.in_document], dtype)) for name, values in reads)
+        outputs = {name: cast(values[slots.in_document], dtype) for name, values in output_reads}
         return DocumentActivations(
             document=number,
             id=entries["id"][0].as_py(),
@@ -329,65 +353,71 @@ class ActivationStore:
             places=slots.places,
         )
 
-    def batches(
+    def __getitem__(self, key: Key) -> "StoredArray":
+        """One array, whose rows are read when it is indexed: store["blocks.2.resid_post"][5]."""
+        return StoredArray(self, self._key(key))
+
+    def _batches(
         self,
         keys: Key | Sequence[Key],
         batch_size: int,
-        options: BatchOptions = BatchOptions(),  # noqa: B008  frozen
-        *,
-        state: Mapping[str, int] | None = None,
-        **fields: Any,
+        normalisation: Mapping[str, Normalisation] | None,
+        options: BatchOptions,
+        state: Mapping[str, Any] | None,
     ) -> BatchReader:
-        """Iterates over all stored tokens, each exactly once per epoch, in batches of `batch_size`, without padding.
+        options = replace(options, normalisation=normalisation)
+        source = self._source(self._readable.reading(keys, batch_size, options))
+        source.warn_of_few_places(source.piece_mib)
+        return BatchReader([source], state)
 
-        keys: one activation, e.g. (5, "resid_post"), or a list of them for the same tokens (see `Batch`). The list may
-        be empty with `features=True`.
-        options, fields: see `BatchOptions`; its fields can also be keyword arguments, as in `shuffle=True, seed=1`.
-        state: from `BatchReader.state()`, to resume. That reader must have had the same options; at the beginning or
-        end of an epoch its rank and world may differ.
-
-        Logs a warning if shuffling mixes tokens from only a few places in the store. Raises StoreError for a damaged
-        block, for outputs or features that the store lacks, and if there is nothing to read; ValueError for options
-        that contradict each other or the state; TypeError for an unknown field; ImportError if the framework is not
-        installed.
-        """
-        reader = self._reader(self._reading(keys, batch_size, with_fields(options, fields)), state)
-        reader.warn_of_few_places(reader.piece_mib)
-        return reader
-
-    def _reading(self, keys: Key | Sequence[Key], batch_size: int, options: BatchOptions) -> Reading:
-        """The arrays named by `keys`, and how to read them. Raises StoreError and ValueError."""
-        return self._readable.reading(keys, batch_size, options)
-
-    def _reader(
-        self, reading: Reading, state: Mapping[str, int] | None = None, order: ReadingOrder | None = None
-    ) -> BatchReader:
-        return BatchReader(self._objects, self.blocks, reading, state, order)
+    def _source(self, reading: Reading, order: ReadingOrder | None = None) -> BatchSource:
+        return BatchSource(self._objects, self.blocks, reading, self.metadata.fingerprint(), order)
 
     def sample(
         self,
         keys: Key | Sequence[Key],
         num_tokens: int = 65536,
         seed: int = 0,
-        token_filter: TokenFilter = TokenFilter(),  # noqa: B008  frozen
+        token_filter: TokenFilter | None = None,
     ) -> dict[str, Statistics]:
         """Statistics of the activations `keys`, by array name, from the first `num_tokens` tokens in random order.
 
-        The same arguments give the same sample. Raises ValueError if no token passes the filter.
+        The same arguments give the same sample. Raises ArgumentError if no token passes the filter.
         """
-        keys = [keys] if is_key(keys) else keys
-        names = [self._key(key).name for key in keys]
-        options = BatchOptions(shuffle=True, seed=seed, token_filter=token_filter, buffer_mib=SAMPLE_BUFFER_MIB)
-        batches = self._reader(self._reading(names, 4096, options))
+        arrays = [self._key(key).name for key in as_keys(keys)]
+        options = BatchOptions(
+            shuffle=True, seed=seed, token_filter=token_filter, dtype=STORED, buffer_mib=SAMPLE_BUFFER_MIB
+        )
+        batches = BatchReader([self._source(self._readable.reading(arrays, 4096, options))])
         with closing(batches):
-            return sample_statistics(batches, num_tokens)
+            return sample_statistics(batches, integer("num_tokens", num_tokens, 1))
 
-    def _key(self, key: Key) -> ActivationKey:
-        return self._readable.key(key)
+    def _key(self, layer: object, site: object = None) -> ActivationKey:
+        return self._readable.key(layer if site is None else (layer, site))
 
     @cached_property
     def _readable(self) -> Readable:
-        return Readable(f"the store {self.path}", self._layout, self._feature_widths, StoreError)
+        hooks = {key.name: key.hook_name() for key in self.keys}
+        for name in hooks:
+            attributes = self.arrays[name].spec().to_json()["metadata"].get("attributes", {})
+            hooks[name] = str(attributes.get("hook_name", hooks[name]))
+        return Readable(f"the store {self.path}", self._layout, self._feature_widths, StoreError, hooks)
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of activations in a store. Indexing reads its rows, as `ActivationStore.read` does."""
+
+    store: ActivationStore
+    key: ActivationKey
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[rows, S, D]. Only the rows in `store.rows` are stored."""
+        return self.store.arrays[self.key.name].shape
+
+    def __getitem__(self, rows: Rows) -> np.ndarray:
+        return self.store.read(self.key, rows=rows)
 
 
 def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:

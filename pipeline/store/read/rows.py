@@ -12,6 +12,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, Int32, Int64, Shaped
 
+from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import Block
 from pipeline.store.format.layout import MIB, SELECTED, SIDE_ARRAYS
@@ -63,6 +64,7 @@ class RowRead:
     """
 
     def __init__(self, array: ts.TensorStore, first_row: int, out: np.ndarray, threads: Executor | None = None) -> None:
+        require_not_forked("TensorStore")
         self._objects = KeyValueStore(array.kvstore)
         rows_per_shard = array.chunk_layout.write_chunk.shape[0]
         for shard in range(first_row // rows_per_shard, -(-(first_row + len(out)) // rows_per_shard)):

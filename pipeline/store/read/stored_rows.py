@@ -8,7 +8,8 @@ from typing import SupportsIndex
 import numpy as np
 from jaxtyping import Bool, Int64, Shaped
 
-from pipeline.core.errors import StoreError
+from pipeline.core.arguments import shown
+from pipeline.core.errors import ArgumentError, StoreError
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
@@ -59,9 +60,15 @@ class StoredRows:
         """The row numbers selected by an index. Raises StoreError for rows that are not stored."""
         if isinstance(rows, slice):
             end = int((self._first_rows + self._num_rows).max(initial=0))
-            numbers = np.arange(*rows.indices(end), dtype=np.int64)
+            try:
+                numbers = np.arange(*rows.indices(end), dtype=np.int64)
+            except (TypeError, ValueError) as error:
+                raise ArgumentError(f"rows is {shown(rows)}, expected a slice of integers.") from error
             return numbers[self._are_stored(numbers)]
-        index = np.asarray(rows)
+        try:
+            index = np.asarray(rows)
+        except Exception as error:  # whatever a wrong object's conversion raises
+            raise ArgumentError(f"rows is {shown(rows)}, expected row numbers.") from error
         if index.dtype == bool and index.shape == (self._num_rows.sum(),):
             return self.numbers[index]
         if index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
@@ -69,8 +76,8 @@ class StoredRows:
                 f"rows have the shape {list(index.shape)} and dtype {index.dtype}; expected a row number, a list of "
                 f"them, a slice, or a mask of the {self._num_rows.sum()} rows of the store {self._storage.path}."
             )
-        numbers = np.atleast_1d(index).astype(np.int64)
-        absent = numbers[~self._are_stored(numbers)][:8].tolist()
+        given, numbers = np.atleast_1d(index), np.atleast_1d(index).astype(np.int64)
+        absent = given[(numbers != given) | ~self._are_stored(numbers)][:8].tolist()
         if absent:
             raise StoreError(f"rows {absent} are not in the store {self._storage.path}; `rows` lists those that are.")
         return numbers

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from pipeline.core.errors import ConfigError, StoreInvalid
 from pipeline.core.file_errors import named_writing_errors
-from pipeline.core.sites import Site
+from pipeline.core.sites import Site, find_array
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB
 from pipeline.store.io.failures import DAMAGE_REMEDY
@@ -38,9 +38,10 @@ def write_cached_activations(
     """
     with named_writing_errors(f"export.path={path}"):
         left_over = _unfinished_files(path)
-    known = [key.name for key in store.keys]
+    known = {key.name: key.hook_name() for key in store.keys}
+    names = [find_array(name, known) or name for name in names]
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"export.arrays: the store has no {unknown}; it has {known}.")
+        raise ConfigError(f"export.arrays: the store has no {unknown}; it has {list(known)}.")
     if store.num_activations < context:
         raise ConfigError(
             f"{store.path} has activations of {store.num_activations} tokens, less than one context of {context}. "
