@@ -20,7 +20,7 @@ damaged, or not a store). `docs/reading.md` has examples; `docs/store-format.md`
 
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
-from pipeline.store.read.aligned import AlignedBatch, AlignedReader, AlignedStores, open_aligned
+from pipeline.store.read.aligned import AlignedReader, AlignedStores, open_aligned
 from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.filters import TokenFilter
@@ -29,7 +29,6 @@ from pipeline.store.read.reader import ActivationStore, DocumentActivations, Tok
 
 __all__ = [
     "ActivationStore",
-    "AlignedBatch",
     "AlignedReader",
     "AlignedStores",
     "Batch",

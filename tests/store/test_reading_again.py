@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 
-import numpy as np
 from pipeline.core.errors import ArgumentError, StoreError
 from pipeline.store import ActivationStore, Batch, BatchReader, TokenFilter, open_aligned
 from tests.interrupting import read_with_interruptions
@@ -149,6 +149,9 @@ def test_an_array_has_the_same_names_everywhere(store, name):
     for values in (store.read(name, [0, 1]), store.read(name, rows=[0, 1]), store[name][[0, 1]], store[name][:2]):
         equal(values, expected)
     equal(store.read(name, 0), expected[0])
+    equal(store[name][0, 3], expected[0, 3])
+    equal(store[name][[0, 1], 2:4], expected[:, 2:4])
+    equal(np.asarray(store[name]), store.read(name, slice(None)))
     equal(next(store.batches(name, 5)).activations, batch.activations[NAME])
     equal(batch.activations[name], batch.activations[NAME])
     equal(document.activations[name], document.activations[NAME])

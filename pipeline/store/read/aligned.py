@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64
 
 from pipeline.core.arguments import shown
 from pipeline.core.errors import ArgumentError, StoreInvalid, StoreMismatch
@@ -27,7 +27,6 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
 from pipeline.store.read.batch_options import BatchOptions
 from pipeline.store.read.batches import BatchReader, reading_order
-from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.gathering import Batch, Position
 from pipeline.store.read.reader import ActivationStore, HasBatches, Key
 
@@ -35,31 +34,15 @@ _GEOMETRY = ("num_streams", "rows_per_block", "length", "selected")
 _COUNTS = ("stream", "block", "rows", "tokens", "activations")
 
 
-@dataclass(frozen=True)
-class AlignedBatch:
-    """n tokens, with the activations from each store.
-
-    activations, outputs, features: one entry per store, as in `Batch`. The other arrays, which are the same for all
-    stores, are as in `Batch`.
-    """
-
-    activations: tuple[Any, ...]
-    tokens: Int32[np.ndarray, " n"]
-    segments: Int32[np.ndarray, " n"]
-    positions: Int32[np.ndarray, " n"]
-    documents: Int64[np.ndarray, " n"]
-    outputs: tuple[Mapping[str, Any], ...]
-    features: tuple[Mapping[str, FeatureBatch], ...]
-
-
 class AlignedReader(BatchReader):
-    """Iterates over batches of several stores, as `BatchReader` does over those of one."""
+    """Iterates over batches of several stores, as `BatchReader` does over those of one. `activations`, `outputs` and
+    `features` of a batch are tuples with one entry per store."""
 
-    def _start(self) -> Iterator[tuple[AlignedBatch, Position]]:
+    def _start(self) -> Iterator[tuple[Batch, Position]]:
         return _aligned([source.read(self._position, self._end) for source in self._sources])
 
 
-def _aligned(readers: Sequence[Iterator[tuple[Batch, Position]]]) -> Iterator[tuple[AlignedBatch, Position]]:
+def _aligned(readers: Sequence[Iterator[tuple[Batch, Position]]]) -> Iterator[tuple[Batch, Position]]:
     """Raises StoreInvalid if the stores' tokens differ: a store has changed, or their completions differ."""
     try:
         while True:
@@ -69,17 +52,10 @@ def _aligned(readers: Sequence[Iterator[tuple[Batch, Position]]]) -> Iterator[tu
             for before, item in pairwise(items):
                 if None in (before, item) or not np.array_equal(before[0].documents, item[0].documents):
                     raise StoreInvalid("the stores no longer hold the same tokens. Open them again with open_aligned.")
-            batches, (first, after) = [batch for batch, _ in items], items[0]
-            aligned = AlignedBatch(
-                activations=tuple(batch.activations for batch in batches),
-                tokens=first.tokens,
-                segments=first.segments,
-                positions=first.positions,
-                documents=first.documents,
-                outputs=tuple(batch.outputs for batch in batches),
-                features=tuple(batch.features for batch in batches),
-            )
-            yield aligned, after
+            parts = ("activations", "outputs", "features")
+            tuples = {part: tuple(getattr(batch, part) for batch, _ in items) for part in parts}
+            first, after = items[0]
+            yield replace(first, **tuples), after
     finally:
         for reader in readers:
             reader.close()

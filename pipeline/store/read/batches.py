@@ -59,12 +59,12 @@ class BatchReader(Reader[Batch]):
         # The generator refers to the sources and not to the reader, so that there is no reference cycle: dropping the
         # reader ends its threads at once instead of at the next garbage collection.
         self._sources = sources
-        self._fixed_state = sources[0].fixed_state | {"store": "+".join(source.store_id for source in sources)}
+        self._store_id = "+".join(source.store_id for source in sources)
         position, epochs = Position(), sources[0].epochs
         if isinstance(state, Mapping) and list(state) == ["epoch"]:  # the beginning of an epoch, without a checksum
             position = Position(integer("the state's epoch", state["epoch"]))
         elif state is not None:
-            position = sources[0].restored(unsealed(state), self._fixed_state["store"])
+            position = sources[0].restored(unsealed(state), self._store_id)
         end = None
         if epochs is not None:  # at the end of a pass, nothing of it is left
             at_begin = state is not None and "checksum" not in state
@@ -87,7 +87,7 @@ class BatchReader(Reader[Batch]):
         """The reader's position, as JSON values: epoch, batch, buffer, token, a checksum of everything that the order
         depends on, rank, world, the store's identity and a checksum of all this. At the beginning and end of an epoch
         it is valid for any rank and world. A state {"epoch": 3} is the beginning of that epoch."""
-        return sealed(self._position.numbers | self._fixed_state)
+        return sealed(self._position.numbers | self._sources[0].fixed_state | {"store": self._store_id})
 
     def close(self) -> None:
         super().close()
@@ -182,7 +182,7 @@ class BatchSource:
     def epochs(self) -> int | None:
         return self._options.epochs
 
-    @property
+    @cached_property
     def fixed_state(self) -> dict[str, Any]:
         """The part of a reader's state that does not change."""
         return {"order": self._checksum(self._order), "rank": self._order.rank, "world": self._order.world}

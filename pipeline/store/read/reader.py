@@ -18,17 +18,17 @@ from functools import cached_property
 from typing import Any, SupportsIndex
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorstore as ts
 from jaxtyping import Int32, Int64
 
-import numpy as np
 from pipeline.core import arguments
 from pipeline.core.addresses import HUB_SCHEME
-from pipeline.core.arguments import flag, integer, path
+from pipeline.core.arguments import flag, integer, path, shown
 from pipeline.core.counts import counted
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, ByName, Site, find_array, spelled
 from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
 from pipeline.store.format.arrays import open_existing, require_layout
@@ -416,8 +416,16 @@ class StoredArray:
         """[rows, S, D]. Only the rows in `store.rows` are stored."""
         return self.store.arrays[self.key.name].shape
 
-    def __getitem__(self, rows: Rows) -> np.ndarray:
-        return self.store.read(self.key, rows=rows)
+    def __getitem__(self, index: Rows | tuple[Any, ...]) -> np.ndarray:
+        rows, *rest = index if isinstance(index, tuple) and index else (index,)
+        values = self.store.read(self.key, rows=rows)
+        try:
+            return values[tuple(rest)] if is_one_row(rows) else values[(slice(None), *rest)]
+        except (IndexError, TypeError, ValueError) as error:
+            raise ArgumentError(f"the index {shown(index)} does not fit {self.key.name}: {error}.") from error
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self[:], dtype)
 
 
 def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:
