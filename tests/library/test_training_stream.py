@@ -2,6 +2,7 @@
 configuration and seed. A Stream resumes bit for bit wherever it was stopped."""
 
 import gc
+import itertools
 import json
 import re
 import threading
@@ -20,8 +21,14 @@ from pipeline.core.errors import ConfigError, InputError
 from pipeline.library import StreamReader
 from pipeline.store import ActivationStore, Batch, TokenFilter
 from pipeline.store.read.gathering import sealed
+from tests.interrupting import read_with_interruptions
 from tests.jobs import run_here, write_text
 from tests.token_batches import assert_all_same, tokens_of
+
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None
 
 KEYS = ["blocks.0.resid_post", "blocks.1.resid_post"]
 SMALL = ["batch.rows=4", "batch.length=128", "store.shard_mib=0.25", "run.progress=false"]
@@ -112,6 +119,60 @@ def test_a_state_at_the_end_yields_nothing(stream, ended):
     _, batches = ended
     assert next(batches, None) is None
     assert next(batches_of(stream, state=batches.state()), None) is None
+
+
+def test_a_loop_interrupted_at_random_moments_yields_every_token_once(stream, whole, tmp_path):
+    for seed in range(4):
+        fills_store = {"store": str(tmp_path / "store")} if seed == 3 else {}
+        batches = batches_of(stream, framework="torch" if seed == 1 else "numpy", dtype="float32", **fills_store)
+        received, interruptions = read_with_interruptions(batches, 4, 0.4, seed)
+        assert_all_same(received, whole)
+        assert interruptions
+    assert ActivationStore.open(str(tmp_path / "store")).complete
+
+
+def test_the_next_loop_is_another_pass_in_another_order(stream, whole):
+    batches = batches_of(stream)
+    first, state = list(batches), batches.state()
+    second = list(batches)
+    assert_all_same(first, whole)
+    assert tokens_of(second) == tokens_of(whole)
+    assert any(a.tokens.tobytes() != b.tokens.tobytes() for a, b in zip(second[:5], whole[:5], strict=True))
+    resumed = batches_of(stream, state=state)
+    assert list(resumed) == []  # of the first pass
+    partly = [next(iter(resumed)), *itertools.islice(resumed, 40)]
+    assert_all_same([*partly, *batches_of(stream, state=json.loads(json.dumps(resumed.state())))], second)
+
+
+def test_a_changed_state_is_refused(stream):
+    batches = batches_of(stream)
+    next(batches)
+    state = json.loads(json.dumps(batches.state()))
+    for changes in ({"row": 1}, {"token": 0}, {"streams": state["streams"][:1]}, {"of": {}}, {"checksum": 1}):
+        with pytest.raises(ValueError, match=r"not a state as a reader's state\(\) returned it"):
+            batches_of(stream, state=state | changes)
+
+
+class StreamDataset(torch.utils.data.IterableDataset if torch else object):
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    def __iter__(self) -> Iterator[dict]:
+        return (vars(batch) for batch in batches_of(self.stream, framework="torch"))
+
+
+@pytest.mark.skipif(torch is None, reason="needs torch")
+@pytest.mark.parametrize(
+    ("context", "message"), [("fork", "forked from one that has used JAX"), ("spawn", "num_workers=0")]
+)
+def test_workers_of_a_data_loader_are_refused_at_once(stream, context, message):
+    loader = torch.utils.data.DataLoader(
+        StreamDataset(stream), batch_size=None, num_workers=1, multiprocessing_context=context
+    )
+    with pytest.raises(ConfigError, match=message):
+        next(iter(loader))
+    alone = torch.utils.data.DataLoader(StreamDataset(stream), batch_size=None)
+    assert next(iter(alone))["activations"][KEYS[0]].dtype == torch.bfloat16
 
 
 def test_at_most_half_a_buffer_is_computed_again(stream, whole):
@@ -352,3 +413,5 @@ def test_a_bad_document_is_raised_at_its_place_in_the_data(tmp_path):
         for number, _ in enumerate(batches):  # noqa: B007
             pass
     assert number > 50
+    with pytest.raises(InputError, match="row 55"):  # and again
+        list(batches)
