@@ -164,7 +164,7 @@ def test_framework_jax_returns_jax_arrays(extractor):
     assert isinstance(jax_result.activations[KEY], jax.Array)
     np.testing.assert_array_equal(np.asarray(jax_result.activations[KEY]), numpy_result.activations[KEY])
     assert isinstance(jax_result.tokens, np.ndarray)
-    with pytest.raises(ValueError, match="'tensorflow' is not a valid Framework"):
+    with pytest.raises(ValueError, match="framework is 'tensorflow'. Choose one of numpy"):
         extractor(["a list"], framework="tensorflow")
 
 
@@ -226,9 +226,9 @@ def test_two_extractors_in_one_process(extractor, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"layers": [-1]}, ConfigError, "capture.layers contains -1, but the model has layers 0..5"),
+        ({"layers": [-7]}, ConfigError, "capture.layers contains -7, but the model has layers 0..5"),
         ({"layers": [6]}, ConfigError, "capture.layers contains 6"),
-        ({"layers": 2}, ConfigError, "capture.layers is 2"),
+        ({"layers": 2.5}, ConfigError, "capture.layers is 2.5"),
         ({"sites": ["resid"]}, ConfigError, "capture.sites contains"),
         ({"dtype": "float64"}, ConfigError, "capture.dtype to one of"),
         ({"model_dtype": "float16"}, ConfigError, "model.dtype to one of"),

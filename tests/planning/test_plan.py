@@ -293,7 +293,7 @@ REFUSED = {
         "capture.outputs is .* with capture.when=decode",
     ),
     "layer out of range": (dict(capture=CaptureConfig(layers=[24])), "capture.layers contains 24.*layers 0..23"),
-    "negative layer": (dict(capture=CaptureConfig(layers=[-1])), "capture.layers contains -1"),
+    "layer before the first": (dict(capture=CaptureConfig(layers=[-99])), "capture.layers contains -99"),
     "layer that is not a number": (dict(capture=CaptureConfig(layers=["x"])), "capture.layers contains 'x'"),
     "layer twice": (dict(capture=CaptureConfig(layers=[1, 1])), "twice"),
     "no layers": (dict(capture=CaptureConfig(layers=[])), r"capture.layers is \[\]"),
