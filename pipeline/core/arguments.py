@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from pipeline.core.errors import ArgumentError, ConfigError
 
 _MAX_SHOWN = 80  # characters of a value in a message

@@ -81,7 +81,7 @@ def reader_bytes(store: ActivationStore, layers: tuple[int, ...], epochs: int, s
     """Reads from the call of `batches` to the last batch, including threads and memory. Returns the bytes."""
     num_bytes = 0
     keys = [(layer, "resid_post") for layer in layers]
-    for batch in store.batches(keys, BATCH_SIZE, shuffle=True, seed=0, epochs=epochs, stack=stack):
+    for batch in store.batches(keys, BATCH_SIZE, shuffle=True, seed=0, epochs=epochs, stack=stack, dtype="stored"):
         arrays = [batch.activations] if stack else batch.activations.values()
         num_bytes += sum(array.nbytes for array in arrays)
     return num_bytes

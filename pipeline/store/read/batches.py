@@ -118,7 +118,7 @@ class HasBatches:
         drop_last: bool = False,
         buffer_mib: float = 256.0,
         state: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> BatchReader:
         """Iterates over all stored tokens, each exactly once per epoch, in batches of `batch_size`, without padding.
 
         keys: one activation, e.g. (5, "resid_post") or "blocks.5.resid_post", or a list of them for the same tokens

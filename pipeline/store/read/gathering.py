@@ -118,6 +118,7 @@ class Reader(Iterator[B], Generic[B]):
             batches = self._start() if batches is None else batches
             batch, after = next(batches, (None, None))
         except BaseException as error:
+            batches = None
             traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the memory of buffers
             raise
         if after is None:
