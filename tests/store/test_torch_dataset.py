@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 DataLoader = torch.utils.data.DataLoader
 
+from pipeline.core.errors import ConfigError  # noqa: E402
+from pipeline.store import ActivationStore  # noqa: E402
 from pipeline.store.read.torch_dataset import ActivationDataset  # noqa: E402
 from tests.hub import contents, hub_for_this_process  # noqa: E402
 from tests.store.example_store import all_tokens, copy_store  # noqa: E402
@@ -30,11 +34,48 @@ def test_every_epoch_reads_the_commit_of_the_first(tmp_path, monkeypatch):
         assert tokens_of(dataset) == all_tokens()
 
 
-def test_workers_divide_the_store(tmp_path):
+def passes_of(path: Path, num_passes: int, workers: int) -> list[list[tuple[int, int]]]:
+    """The tokens of each pass, from all workers, sorted."""
+    store, options = ActivationStore.open(path), {"shuffle": True, "seed": 1, "framework": "torch", "world": workers}
+    readers = [store.batches((1, "resid_post"), 4, rank=rank, **options) for rank in range(workers)]
+    return [sorted(tokens_of(vars(batch) for reader in readers for batch in reader)) for _ in range(num_passes)]
+
+
+def test_every_iteration_is_another_pass_unless_the_epoch_is_set(tmp_path):
     copy_store(str(tmp_path))
     dataset = ActivationDataset(tmp_path, (1, "resid_post"), 4, shuffle=True, seed=1)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn")
-    seen = tokens_of(loader)
-    assert len(set(seen)) == len(seen)
-    assert set(seen) <= set(all_tokens())
-    assert len(seen) >= 0.6 * len(all_tokens())
+    loader = DataLoader(dataset, batch_size=None)
+    passes = [tokens_of(loader) for _ in range(3)]
+    assert len({tuple(tokens) for tokens in passes}) == 3
+    assert all(sorted(tokens) == sorted(all_tokens()) for tokens in passes)
+    for epoch in (2, 0, 0):
+        dataset.set_epoch(epoch)
+        assert tokens_of(loader) == passes[epoch]
+
+
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])  # starts four processes
+def test_workers_divide_the_store_and_agree_on_the_pass(tmp_path, persistent):
+    copy_store(str(tmp_path))
+    dataset = ActivationDataset(tmp_path, (1, "resid_post"), 4, shuffle=True, seed=1)
+    options = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": persistent}
+    loader = DataLoader(dataset, batch_size=None, **options)
+    expected = passes_of(tmp_path, 2, 2)
+    seen = [sorted(tokens_of(loader)) for _ in range(2)]
+    assert seen == expected
+    assert expected[0] != expected[1]
+    assert all(len(set(tokens)) == len(tokens) >= 0.6 * len(all_tokens()) for tokens in seen)
+    if persistent:
+        dataset.set_epoch(0)
+        assert sorted(tokens_of(loader)) == expected[0]
+
+
+def test_forked_workers_are_told_to_spawn(tmp_path):
+    copy_store(str(tmp_path))
+    loader = DataLoader(
+        ActivationDataset(tmp_path, (1, "resid_post"), 4),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    with pytest.raises(ConfigError, match='multiprocessing_context="spawn"'):
+        next(iter(loader))

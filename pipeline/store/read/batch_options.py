@@ -106,8 +106,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Readable:
-    """The arrays from which batches can be made. subject: what has these arrays, for messages. features: the widths of
-    its SAEs, by the prefix of their arrays' names. error: the exception for an array that does not exist."""
+    """The arrays from which batches can be made.
+
+    subject: what has these arrays, for messages. features: the widths of its SAEs, by the prefix of their arrays'
+    names. error: the exception for an array that does not exist. hooks: TransformerLens' name by array name.
+    """
 
     subject: str
     layout: StoreLayout
@@ -139,14 +142,15 @@ class Readable:
         """The activation that a user means. Raises `error` if there is no such array, or more than one."""
         try:
             name = spelled(key)
-            if (array := find_array(name, self.hooks)) is not None:
-                return ActivationKey.parse(array)
-            problem = f"no {ActivationKey.parse(name).name}"
+            array = find_array(name, self.hooks)
+            found = ActivationKey.parse(array or name)
         except ValueError as error:
             raise self.error(
                 f"{shown(key)} is not the name of an activation ({error}); {self.subject} has {self._key_names}."
             ) from error
-        raise self.error(f"{self.subject} has {problem}; it has {self._key_names}.")
+        if array is None:
+            raise self.error(f"{self.subject} has no {found.name}; it has {self._key_names}.")
+        return found
 
     @cached_property
     def _key_names(self) -> str:

@@ -46,10 +46,10 @@ class ActivationDataset(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         options = self._options | {"framework": "torch"}
         if worker := get_worker_info():
-            options["rank"] = options.get("rank", 0) * worker.num_workers + worker.id
-            options["world"] = options.get("world", 1) * worker.num_workers
-        epochs, state = options.get("epochs", 1) or 1, options.get("state")
-        first = state["epoch"] // epochs if state else 0
+            options["rank"] = integer("rank", options.get("rank", 0)) * worker.num_workers + worker.id
+            options["world"] = integer("world", options.get("world", 1)) * worker.num_workers
+        epochs, state = integer("epochs", options.get("epochs", 1) or 1, 1), options.get("state")
+        first = integer("the state's epoch", state["epoch"]) // epochs if isinstance(state, dict) and state else 0
         number = first + self._pass() if int(self._epoch) < 0 else int(self._epoch)
         if number != first:
             options["state"] = {"epoch": number * epochs}
