@@ -5,7 +5,8 @@ import pytest
 
 from pipeline.config.composing import PACKAGE
 from pipeline.core import sites
-from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.core.errors import ArgumentError
+from pipeline.core.sites import ActivationKey, ByName, Site, activation_keys, find_array, site_name, spelled
 from pipeline.models.architecture import Experts
 from pipeline.models.registry import open_model
 
@@ -30,6 +31,52 @@ def test_names_are_parsed_into_the_same_key(key, name, hook_name):
     assert key.name == name
     assert key.hook_name() == hook_name
     assert ActivationKey.parse(name) == key
+
+
+HOOKS = {key.name: key.hook_name() for key in activation_keys((1, 3), tuple(Site))}
+ALONE = {name: HOOKS[name] for name in ("blocks.3.resid_post", "blocks.3.attn_entropy", "embed")}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_arrays_are_found_by_our_and_by_transformerlens_names(name):
+    for spelling in {name, name.removeprefix("blocks.")} | ({HOOKS[name]} if "attn_entropy" not in name else set()):
+        assert find_array(spelling, HOOKS) == name
+    key = ActivationKey.parse(name)
+    assert spelled(key) == spelled((key.layer, key.site)) == spelled(name) == name
+    assert ByName({name: 5})[name] == ByName({name: 5})[key] == 5
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("resid_post", "blocks.3.resid_post"),
+        ("hook_resid_post", "blocks.3.resid_post"),
+        ("hook_embed", "embed"),
+        ("blocks.3.attn.hook_pattern", None),  # which is the pattern, not its entropy
+        ("blocks.3.hook_mlp_in", None),  # another place
+        ("blocks.1.resid_post", None),
+        ("", None),
+    ],
+)
+def test_a_name_without_the_layer_is_found_if_only_one_array_has_it(given, found):
+    assert find_array(given, ALONE) == found
+
+
+@pytest.mark.parametrize(
+    ("given", "site"),
+    [
+        *(("resid_post", "resid_post"), ("hook_resid_post", "resid_post"), ("attn.hook_z", "attn_z")),
+        *(("attn.hook_pattern", "attn_pattern"), ("hook_mlp_in", "hook_mlp_in"), ("hook_q", "hook_q"), ("x", "x")),
+    ],
+)
+def test_sites_may_be_named_as_transformerlens_hooks(given, site):
+    assert site_name(given) == site
+
+
+@pytest.mark.parametrize("given", [None, 5, (1,), (1, 2), (True, "q"), (1.0, "q"), ("1", "q"), (-2, "q"), b"q", ["q"]])
+def test_what_is_no_name_is_refused(given):
+    with pytest.raises(ArgumentError):
+        spelled(given)
 
 
 @pytest.mark.parametrize(("layer", "site"), [(-1, Site.resid_post), (0, Site.embed), (3, Site.final_norm)])

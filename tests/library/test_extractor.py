@@ -158,6 +158,16 @@ def test_a_later_window_does_not_see_an_earlier_one(extractor):
     np.testing.assert_array_equal(joined.positions, np.arange(300))
 
 
+def test_layers_sites_and_dtypes_are_named_as_other_libraries_do():
+    extractor = Extractor(TINY, layers=-1, sites="hook_resid_post", dtype=jax.numpy.bfloat16, **SMALL)
+    assert list(extractor.hook_names) == ["blocks.5.resid_post"]
+    [result], [stored] = extractor(["a list"]), extractor(["a list"], dtype="stored")
+    values = result.activations["blocks.5.hook_resid_post"]
+    assert values.dtype == np.float32
+    assert stored.activations[5, "resid_post"].dtype == "bfloat16"
+    np.testing.assert_array_equal(values, stored.activations["resid_post"].astype(np.float32))
+
+
 def test_framework_jax_returns_jax_arrays(extractor):
     [numpy_result] = extractor(["a list"])
     [jax_result] = extractor(["a list"], framework="jax")
