@@ -27,7 +27,6 @@ class StorageDtype(StrEnum):
 class Attention(StrEnum):
     auto = "auto"
     xla = "xla"
-    xla_segments = "xla_segments"
     splash = "splash"
     cudnn = "cudnn"
 

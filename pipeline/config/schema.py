@@ -61,9 +61,7 @@ class ModelConfig:
         "the inputs of int8 matrices: `same` as `model.dtype`, or `int8`, scaled per token (not for experts): faster "
         "on TPUs, less exact",
     )
-    attention: Attention = key(
-        Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, `xla_segments`, or `auto`: see Limits"
-    )
+    attention: Attention = key(Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, or `auto`: see Limits")
     weights: Weights = key(Weights.auto, "`replicated`, `tensor`, `fsdp`, or `auto`: chosen to fit the devices")
     init: Init = key(Init.checkpoint, "`checkpoint`, or `random`: reads only config.json and the tokenizer")
     seed: int = key(0, "seed of `model.init=random`")

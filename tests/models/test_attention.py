@@ -91,14 +91,6 @@ def test_kernels_of_other_platforms_are_refused(name: str, platform: str) -> Non
         choose_attention(name, LLAMA, mesh, 1024, "bfloat16")
 
 
-def test_attention_by_segments_is_chosen_only_by_name() -> None:
-    assert choose_attention("xla_segments", GEMMA, Devices("cpu"), 2048, "float32").name == "xla_segments"
-    refused = ((Devices("cpu"), 2000, "multiple of 256"), (Devices("cpu", tensor=4), 2048, "mesh.tensor=4"))
-    for mesh, length, message in refused:
-        with pytest.raises(ConfigError, match=f"model.attention=xla_segments cannot be used: .*{message}"):
-            choose_attention("xla_segments", LLAMA, mesh, length, "float32")
-
-
 def test_an_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla, splash, cudnn, xla_segments"):
+    with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla, splash, cudnn\."):
         choose_attention("flash", LLAMA, Devices("cpu"), 1024, "bfloat16")

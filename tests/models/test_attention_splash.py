@@ -171,10 +171,9 @@ def test_long_rows_skip_blocks_unless_the_scalar_memory_is_too_small(num_rows: i
 
 
 FOUR_DEVICES = """
-import functools, sys, jax, numpy as np
+import sys, jax, numpy as np
 sys.path.insert(0, {here!r})
 from jax.sharding import NamedSharding, PartitionSpec as P
-from pipeline.models.attention.xla_segments import attend_xla_segments
 from test_attention_splash import AttentionSpec, a_mesh, attend_splash, attend_xla, inputs, packed_rows
 segments = np.repeat(packed_rows()[:2], 2, axis=0)
 q, k, v = (np.repeat(np.asarray(x)[:2], 2, axis=0) for x in inputs(4, 2, "float32"))
@@ -184,13 +183,11 @@ expected = attend_xla(q, k, v, segments, spec, sinks)
 mesh = a_mesh(2, 2)
 heads, rows = NamedSharding(mesh, P("data", None, "tensor")), NamedSharding(mesh, P("data"))
 arguments = jax.device_put((q, k, v, segments, sinks), (heads, heads, heads, rows, NamedSharding(mesh, P("tensor"))))
-for implementation in (functools.partial(attend_splash, interpret=True), attend_xla_segments):
-    attend = jax.jit(lambda *x: implementation(*x[:4], spec, x[4], mesh=mesh), out_shardings=heads)
-    compiled = attend.lower(*arguments).compile()
-    got = compiled(*arguments)
-    np.testing.assert_allclose(got, expected, atol=1e-5)
-    text = compiled.as_text()
-    assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+attend = jax.jit(lambda *x: attend_splash(*x[:4], spec, x[4], mesh=mesh, interpret=True), out_shardings=heads)
+compiled = attend.lower(*arguments).compile()
+np.testing.assert_allclose(compiled(*arguments), expected, atol=1e-5)
+text = compiled.as_text()
+assert not any(name in text for name in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
 """
 
 

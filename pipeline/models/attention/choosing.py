@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int32
 
 from pipeline.core.errors import ConfigError
 from pipeline.models.architecture import Architecture
-from pipeline.models.attention import cudnn, splash, xla_segments
+from pipeline.models.attention import cudnn, splash
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 
@@ -48,13 +48,11 @@ class Attention:
 XLA = Attention("xla", attend_xla)
 
 _Obstacle = Callable[[Architecture, Mesh, int, str], str | None]
-_KERNELS: dict[str, tuple[str | None, _Obstacle, Callable[[Mesh], Attend]]] = {
+_KERNELS: dict[str, tuple[str, _Obstacle, Callable[[Mesh], Attend]]] = {
     "splash": ("tpu", splash.obstacle, lambda mesh: partial(splash.attend_splash, mesh=mesh)),
     "cudnn": ("gpu", cudnn.obstacle, lambda mesh: cudnn.attend_cudnn),
-    "xla_segments": (None, xla_segments.obstacle, lambda mesh: partial(xla_segments.attend_xla_segments, mesh=mesh)),
 }
-"""A kernel's platform (None: any, but `auto` does not choose it), the function that says why a model cannot use the
-kernel, and the kernel for a mesh."""
+"""A kernel's platform, the function that says why a model cannot use the kernel, and the kernel for a mesh."""
 
 
 def choose_attention(name: str, arch: Architecture, mesh: Mesh, length: int, dtype: str) -> Attention:
@@ -71,7 +69,7 @@ def choose_attention(name: str, arch: Architecture, mesh: Mesh, length: int, dty
     if kernel == "xla":
         return XLA
     kernel_platform, obstacle, attend = _KERNELS[kernel]
-    if kernel_platform not in (None, platform):
+    if kernel_platform != platform:
         reason = f"it needs a {kernel_platform.upper()}, and the devices are {platform}"
     else:
         reason = obstacle(arch, mesh, length, dtype)
