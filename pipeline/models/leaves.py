@@ -1,4 +1,4 @@
-"""The arrays that a capture needs, their bytes and floating-point operations, computed from config.json alone.
+"""The arrays that a capture needs, and their floating-point operations, computed from config.json alone.
 
 Letters: L layers of a stack, E experts.
 """
@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from pipeline.core.sites import ActivationKey, Site
@@ -176,42 +175,6 @@ def _size(arch: Architecture, letters: str) -> int:
 def num_params(leaves: LeafTree) -> int:
     """The number of parameters in the leaves."""
     return sum(leaf.size for leaf in jax.tree.leaves(leaves))
-
-
-@dataclass(frozen=True)
-class WeightBytes:
-    """Bytes of leaves, by how a mesh divides them."""
-
-    matrices: int  # matrices of layers that `tensor` divides
-    vocabulary: int  # embedding and head
-    others: int
-    vocab_size: int
-    undivided: int = 0  # matrices of layers that `tensor` does not divide
-
-    def on_device(self, tensor: int = 1, fsdp: int = 1) -> int:
-        """Bytes per device. `tensor` and `fsdp` are the numbers of devices along those axes."""
-        vocabulary = self.vocabulary if self.vocab_size % tensor else self.vocabulary // tensor
-        return self.matrices // (tensor * fsdp) + self.undivided // fsdp + vocabulary + self.others
-
-
-def weight_bytes(arch: Architecture, leaves: LeafTree, dtype: str, with_int8: bool) -> WeightBytes:
-    """Bytes of the leaves. `with_int8`: the layers' matrices are int8, with float32 scales."""
-    matrices = undivided = vocabulary = others = 0
-    for leaf in jax.tree.leaves(leaves):
-        itemsize = jnp.dtype(leaf.dtype(dtype)).itemsize
-        if Axis.vocab in leaf.spec.logical_axes:
-            vocabulary += leaf.size * itemsize
-        elif not leaf.is_matrix:
-            others += leaf.size * itemsize
-        else:
-            num_bytes = leaf.size * itemsize
-            if with_int8:
-                num_bytes = leaf.size + 4 * math.prod(leaf.shape[: -leaf.num_inputs])
-            if leaf.spec.is_divided:
-                matrices += num_bytes
-            else:
-                undivided += num_bytes
-    return WeightBytes(matrices, vocabulary, others, arch.vocab_size, undivided)
 
 
 def flops_per_token(

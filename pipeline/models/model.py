@@ -15,12 +15,12 @@ from pipeline.models.architecture import Architecture, KeyTable, our_keys
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.checkpoints.checkpoint import Checkpoint
-from pipeline.models.checkpoints.loading import Placement, check_tensors, load_params
+from pipeline.models.checkpoints.loading import Placement, WeightBytes, check_tensors, load_params
 from pipeline.models.checkpoints.random_weights import random_params
 from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
 from pipeline.models.delta_net import Recur
 from pipeline.models.head import Head, head_leaf
-from pipeline.models.leaves import LeafTree, WeightBytes, flops_per_token, needed_leaves, weight_bytes
+from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.weight_specs import (
     LAYER_SITES,
@@ -139,7 +139,7 @@ class Model:
         self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False, with_head: bool = False
     ) -> WeightBytes:
         """The bytes that `load` needs, each array counted once."""
-        return weight_bytes(self.arch, self.leaves(keys, with_head), dtype, with_int8)
+        return WeightBytes(self.leaves(keys, with_head), dtype, with_int8)
 
     @property
     def tensor_dims(self) -> dict[str, int]:
@@ -245,7 +245,7 @@ class Generation:
 
     def weight_bytes(self, dtype: str, with_int8: bool = False) -> WeightBytes:
         """The bytes of the leaves, counted as in `Model.weight_bytes`."""
-        return weight_bytes(self.model.arch, self.leaves(), dtype, with_int8)
+        return WeightBytes(self.leaves(), dtype, with_int8)
 
     def check_head(self) -> None:
         """Raises CheckpointError if the head is missing or has an unexpected shape. A checkpoint on the Hub is not

@@ -7,15 +7,17 @@
 | other matrices of layers, such as low-rank projections | no | yes |
 | all others, which are small | no | no |
 
-With fsdp (Rajbhandari et al.), each layer gathers its weights along `data` before it computes. Embeddings are not
-divided along `data`, since gathering one would need the memory that dividing it saves.
+With fsdp (Rajbhandari et al.), each layer gathers its weights along `data` before it computes. A matrix without an axis
+that `data` divides is divided among groups of neighbours, as many as divide one of its axes, so each group has a copy.
+Embeddings are not divided along `data`, since gathering one would need the memory that dividing it saves.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.models.architecture import Axis
@@ -29,7 +31,7 @@ from pipeline.models.weight_specs import TENSOR_AXES, Kind, WeightSpec, weight_s
 class Partition:
     """How a model is divided over a mesh. Without a mesh, it is not divided."""
 
-    mesh: Mesh | None = None
+    mesh: Mesh | AbstractMesh | None = None  # an abstract mesh suffices for shapes of shards
     fsdp: bool = False
 
     def leaf_sharding(self, leaf: Leaf) -> NamedSharding:
@@ -37,10 +39,14 @@ class Partition:
         axes = self._tensor_axes(leaf.spec, len(leaf.layer_shape))
         if Axis.vocab in leaf.spec.logical_axes and leaf.shape[0] % self.mesh.shape["tensor"] == 0:
             axes[0] = "tensor"
-        fsdp_axis = self._fsdp_axis(leaf, axes)
-        if fsdp_axis is not None:
-            axes[fsdp_axis] = "data"
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * leaf.is_stacked, *axes))
+        axis, group = self._fsdp_axis(leaf, axes)
+        if group > 1:
+            axes[axis] = "data"
+        return NamedSharding(self._grouped(group), PartitionSpec(*[None] * leaf.is_stacked, *axes))
+
+    def fsdp_group(self, leaf: Leaf) -> int:
+        """The number of devices along `data` that fsdp divides the leaf among; 1 if it does not."""
+        return self._fsdp_axis(leaf, self._tensor_axes(leaf.spec, len(leaf.layer_shape)))[1]
 
     def gather(self, weights: LayerWeights) -> LayerWeights:
         """Traced: one layer's weights, gathered along `data`."""
@@ -113,16 +119,26 @@ class Partition:
             return [None] * num_axes
         return ["tensor" if axis in TENSOR_AXES else None for axis in spec.logical_axes[:num_axes]]
 
-    def _fsdp_axis(self, leaf: Leaf, mesh_axes: list[str | None]) -> int | None:
-        """The largest axis of a layer's matrix that `data` divides; None if there is no such axis, and for other
-        weights."""
+    def _fsdp_axis(self, leaf: Leaf, mesh_axes: list[str | None]) -> tuple[int, int]:
+        """The axis of a layer's matrix that most devices divide (of several, the largest; of experts, the last: the
+        inputs), and the number of these devices; 1 for other weights."""
         if not self.fsdp or not leaf.is_matrix:
-            return None
-        sizes = {
-            axis: size
+            return 0, 1
+        groups = {
+            axis: math.gcd(size, self.mesh.shape["data"])
             for axis, size in enumerate(leaf.layer_shape)
-            if mesh_axes[axis] is None and size % self.mesh.shape["data"] == 0
+            if mesh_axes[axis] is None
         }
-        if Axis.experts in leaf.spec.logical_axes:
-            return max(sizes, default=None)  # the last axis, the inputs
-        return max(sizes, key=sizes.__getitem__, default=None)
+        sizes = range(len(leaf.layer_shape)) if Axis.experts in leaf.spec.logical_axes else leaf.layer_shape
+        axis = max(groups, key=lambda axis: (groups[axis], sizes[axis]))
+        return axis, groups[axis]
+
+    def _grouped(self, group: int) -> Mesh | AbstractMesh:
+        """The mesh, if `group` devices along `data` do not divide a weight alone: with `data` of that size."""
+        data, tensor = self.mesh.shape["data"], self.mesh.shape["tensor"]
+        if group in (1, data):
+            return self.mesh
+        sizes, names, types = (data // group, group, tensor), ("copies", "data", "tensor"), (AxisType.Auto,) * 3
+        if isinstance(self.mesh, AbstractMesh):
+            return AbstractMesh(sizes, names, types)
+        return Mesh(self.mesh.devices.reshape(sizes), names, types)

@@ -104,7 +104,7 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     plan = plan_weights(config.model.weights, sizes, topology.devices // tensor, tensor, memory)
     if plan.sharding is Weights.fsdp:
         remedy = "" if with_int8 else ", or model.weights_dtype=int8"
-        gathered = sizes.matrices // tensor
+        gathered = sizes.on_device(tensor) - plan.device_bytes
         notes += (
             f"with fsdp, each decoding step gathers {gathered / MIB:.0f} MiB of weights on each device, which is slow: "
             f"use devices with more memory, or more devices per process{remedy}",

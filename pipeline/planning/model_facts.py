@@ -5,8 +5,8 @@ from typing import Protocol
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture
+from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.models.head import Head
-from pipeline.models.leaves import WeightBytes
 
 
 class GenerationFacts(Protocol):

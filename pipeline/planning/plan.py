@@ -110,7 +110,7 @@ def make_plan(
     with_int8 = config.model.has_int8_weights
     model_bytes = model.weight_bytes(step.forward_keys, str(config.model.dtype), with_int8, bool(step.head_outputs))
     sae_bytes = sum(encoder.device_bytes(str(config.model.dtype), mesh.tensor) for encoder in encoders)
-    model_bytes = replace(model_bytes, others=model_bytes.others + sae_bytes)
+    model_bytes = replace(model_bytes, others=sae_bytes)
     weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
     width = sum(array.width for array in step.activations.values())
     generation = plan_generation(config, model, width, mesh.tensor, topology)

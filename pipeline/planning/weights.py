@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pipeline.config.choices import Weights
 from pipeline.core.errors import ConfigError
-from pipeline.models.leaves import WeightBytes
+from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.store.format.layout import MIB
 
 MAX_WEIGHTS_SHARE = 0.6  # of a device's memory before model.weights=auto chooses fsdp: activations need the rest
@@ -16,7 +16,7 @@ class WeightsPlan:
 
     sharding: Weights  # replicated, tensor or fsdp
     device_bytes: int  # of weights, on each device
-    notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
+    notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp, and what fsdp does not divide
 
 
 def plan_weights(
@@ -48,10 +48,17 @@ def plan_weights(
                 f"{sizes[default] / MIB:.0f} MiB, more than {MAX_WEIGHTS_SHARE:.0%} of a device's "
                 f"{device_memory / MIB:.0f} MiB",
             )
+    leaf, group = weights.least_divided(tensor, fsdp=data)
+    if sharding is Weights.fsdp and group < data:
+        notes += (
+            f"fsdp divides {leaf.key} {list(leaf.layer_shape)} among {group} of the {data} devices along data, which "
+            "divide none of its axes",
+        )
     if device_memory is not None and sizes[sharding] > device_memory:
+        why = "".join(f"; {note}" for note in notes)
         raise ConfigError(
             f"the weights ({sharding}) take {sizes[sharding] / MIB:.0f} MiB on each device, which has "
-            f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, "
-            f"or model.weights_dtype=int8."
+            f"{device_memory / MIB:.0f} MiB{why}. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
+            f"model.weights_dtype=int8."
         )
     return WeightsPlan(sharding, sizes[sharding], notes)

@@ -1,18 +1,27 @@
 """Division of rows and weights among the devices."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights
 from pipeline.config.schema import MeshConfig
 from pipeline.core.errors import ConfigError
-from pipeline.models.leaves import WeightBytes
+from pipeline.models.checkpoints.loading import WeightBytes
+from pipeline.models.leaves import make_leaf
 from pipeline.planning.mesh import MeshPlan, plan_mesh
 from pipeline.planning.weights import plan_weights
 from pipeline.store.format.layout import MIB
+from tests.specs import LLAMA
 
 TENSOR_DIMS = {"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864}
-WEIGHTS = WeightBytes(matrices=4000 * MIB, vocabulary=180 * MIB, others=20 * MIB, vocab_size=50_000)
+ARCH = replace(LLAMA, d_model=1024, d_mlp=4096, vocab_size=90 * 1024)
+WEIGHTS = WeightBytes(  # 500 matrices of 8 MiB, an embedding of 180 MiB
+    {"gate": make_leaf(ARCH, "mlp.gate", "*", range(500)), "embed": make_leaf(ARCH, "embed", "embed")},
+    "bfloat16",
+    others=20 * MIB,
+)
 
 MESHES = {
     "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
@@ -52,8 +61,15 @@ def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, w
     assert any("weights are divided" in note for note in plan.notes) == noted
 
 
-def test_weights_that_do_not_fit_however_divided_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"fsdp\) take 1200 MiB on each device, which has 1000 MiB\. Use more devices"
-    ):
-        plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, device_memory=1000 * MIB)
+@pytest.mark.parametrize(
+    ("data", "mib", "why"),
+    [
+        (4, 1200, "weights are divided over the 4 devices along data: .*"),
+        (6, 2200, r".*; fsdp divides mlp.gate \[4096, 1024\] among 2 of the 6 devices along data, which .* none of .*"),
+        (3, 4200, r".*; fsdp divides mlp.gate \[4096, 1024\] among 1 of the 3 devices along data, which .* none of .*"),
+    ],
+)
+def test_weights_that_do_not_fit_however_divided_are_refused(data: int, mib: int, why: str):
+    message = rf"fsdp\) take {mib} MiB on each device, which has 1000 MiB; {why}\. Use more devices"
+    with pytest.raises(ConfigError, match=message):
+        plan_weights(Weights.auto, WEIGHTS, data=data, tensor=1, device_memory=1000 * MIB)

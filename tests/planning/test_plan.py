@@ -22,15 +22,16 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.buffers import BlockBuffers
 from pipeline.models.architecture import LayerBlocks
+from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.models.head import Head
-from pipeline.models.leaves import WeightBytes
+from pipeline.models.leaves import make_leaf
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.compile_check import DoesNotFit, require_room
 from pipeline.planning.units import shown_bytes
 from pipeline.store.format.layout import MIB
-from tests.specs import SPARSE_SITES
+from tests.specs import LLAMA, SPARSE_SITES
 
 HEAD = Head(tensor=None, softcap=None)
 
@@ -53,8 +54,11 @@ class Facts:
         return LayerBlocks(is_delta=False, is_sparse=False)
 
     def weight_bytes(self, keys, dtype, with_int8, with_head=False) -> WeightBytes:
-        vocabulary = (190 + 300 * with_head) * MIB
-        return WeightBytes((1000 if with_int8 else 4000) * MIB, vocabulary, 10 * MIB, self.vocab_size)
+        """In bfloat16, 4000 MiB of matrices."""
+        leaves = {"q": make_leaf(LLAMA, "attention.q", "*", range(8000))}
+        if with_head:
+            leaves["head"] = make_leaf(LLAMA, "head", "head")
+        return WeightBytes(leaves, dtype, with_int8)
 
     def hook_name(self, key: ActivationKey) -> str:
         return key.hook_name()
@@ -265,7 +269,7 @@ def test_outputs_count_the_head_and_their_bytes():
     ]
     assert plan.step.keys == before.step.keys
     assert [key.name for key in plan.step.forward_keys] == ["blocks.12.resid_post", "final_norm"]
-    assert plan.weights.device_bytes == before.weights.device_bytes + 300 * MIB
+    assert plan.weights.device_bytes == before.weights.device_bytes + 2 * LLAMA.vocab_size * LLAMA.d_model
     assert plan.step.row_bytes == before.step.row_bytes + 256 * 4 * (1 + 5 + 5)
     buffers = sum(buffer.nbytes for buffer in BlockBuffers.allocate(plan).leaves())
     assert buffers == plan.memory.block_bytes + plan.rows_per_block * plan.step.row_statistics_bytes
@@ -353,7 +357,7 @@ def test_invalid_settings_are_refused_with_a_remedy(changes, message):
 def test_a_plan_has_the_notes_of_its_parts():
     config = replace(BASE, run=RunOptions(max_inflight_mib=4), model=ModelConfig(weights=Weights.auto))
     plan = planned(config, topology=Topology(devices=4, device_bytes=5000 * MIB))
-    assert (plan.weights.sharding, plan.weights.device_bytes) == (Weights.fsdp, 1200 * MIB)
+    assert (plan.weights.sharding, plan.weights.device_bytes) == (Weights.fsdp, 1000 * MIB)
     assert plan.notes == (*plan.weights.notes, *plan.streams.notes, *plan.memory.notes)
     assert [bool(part.notes) for part in (plan.weights, plan.streams, plan.memory)] == [True, True, True]
     assert plan.describe_notes().splitlines() == [f"note      {note}" for note in plan.notes]

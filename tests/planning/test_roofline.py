@@ -21,7 +21,8 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.sources import num_named_files
 from pipeline.models.architecture import LocalAttention
 from pipeline.models.attention.splash import block_size
-from pipeline.models.leaves import flops_per_token
+from pipeline.models.checkpoints.loading import WeightBytes
+from pipeline.models.leaves import flops_per_token, make_leaf
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, parse_slice
@@ -60,9 +61,9 @@ def test_interconnect_bytes_follow_the_topology_and_the_division() -> None:
     assert parse_slice("v5e:16x16").interconnect_bytes_per_s == 4 * 50e9
     assert parse_slice("v5p:4x4x4").interconnect_bytes_per_s == 6 * 100e9
     assert parse_slice("v4:2x2x1").interconnect_bytes_per_s == 2 * 50e9
-    received = received_bytes(8000, Weights.fsdp, data=8, tensor=2, summed=600)
-    assert received == 4000 * 7 // 8 + 600
-    assert received_bytes(8000, Weights.replicated, data=8, tensor=1, summed=600) == 0
+    weights = WeightBytes({"q": make_leaf(LLAMA, "attention.q", "q")}, "bfloat16")
+    assert received_bytes(weights, Weights.fsdp, data=8, tensor=2, summed=600) == 512 * 512 * 7 // 8 + 600
+    assert received_bytes(weights, Weights.replicated, data=8, tensor=1, summed=600) == 0
     matrices, tokens = 2 * 10**9, 64 * 1970  # bytes, of 10^9 numbers
     cost = Cost(2 * 10**9, 1.0, fill=1.0, received_bytes=matrices / tokens)
     limits = throughput_limits(cost, V5E_64, mfu=1.0, store_bytes_per_s=1e30)

@@ -1,12 +1,14 @@
 """Loads a checkpoint's tensors into the arrays of `decoder.Params`."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 from tqdm import tqdm
 
@@ -18,6 +20,7 @@ from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
 from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.leaves import Leaf, LeafTree
+from pipeline.models.partition import Partition
 from pipeline.models.weight_specs import layer_steps, weight_spec
 
 _LOADING_THREADS = 4  # leaves loaded at a time; each is in host memory until it is on the devices
@@ -133,6 +136,33 @@ def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: b
         )
 
     return jax.tree.map(abstract, leaves)
+
+
+@dataclass(frozen=True)
+class WeightBytes:
+    """The bytes of weights on each device of a mesh: those of the shards of `abstract_params`."""
+
+    leaves: LeafTree
+    dtype: str
+    with_int8: bool = False
+    others: int = 0  # bytes of other arrays on each device
+
+    def on_device(self, tensor: int = 1, fsdp: int = 1) -> int:
+        """`tensor` and `fsdp` are the numbers of devices along those axes."""
+        place = self._partition(tensor, fsdp).leaf_sharding
+        arrays = jax.tree.leaves(abstract_params(self.leaves, self.dtype, place, self.with_int8))
+        shards = ((array.sharding.shard_shape(array.shape), array.dtype.itemsize) for array in arrays)
+        return self.others + sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+
+    def least_divided(self, tensor: int, fsdp: int) -> tuple[Leaf, int]:
+        """The largest matrix of those that fsdp divides among the fewest devices, and the number of devices."""
+        partition = self._partition(tensor, fsdp)
+        matrices = (leaf for leaf in jax.tree.leaves(self.leaves) if leaf.is_matrix)
+        groups = ((leaf, partition.fsdp_group(leaf)) for leaf in matrices)
+        return min(groups, key=lambda divided: (divided[1], -divided[0].size))
+
+    def _partition(self, tensor: int, fsdp: int) -> Partition:
+        return Partition(AbstractMesh((fsdp, tensor), ("data", "tensor")), fsdp > 1)
 
 
 def _int8_weight(

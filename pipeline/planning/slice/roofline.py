@@ -6,6 +6,7 @@ Rates count valid tokens. Rows are computed and stored with their padding, so a 
 from dataclasses import dataclass
 
 from pipeline.config.choices import Weights
+from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.planning.host_memory import MAX_COPY_THREADS
 from pipeline.planning.slice.chips import Slice
 from pipeline.store.format.layout import SIDE_BYTES
@@ -95,10 +96,10 @@ def decoding(rows: int, hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -
     return Decoding(hbm_bytes, received_bytes, seconds, rows / seconds)
 
 
-def received_bytes(matrices: int, sharding: Weights, data: int, tensor: int, summed: int) -> int:
-    """Bytes that a chip receives from other chips in a step: with fsdp, the layers' `matrices` (bytes over all chips);
+def received_bytes(weights: WeightBytes, sharding: Weights, data: int, tensor: int, summed: int) -> int:
+    """Bytes that a chip receives from other chips in a step: with fsdp, the parts of matrices that it does not hold;
     along `tensor`, all-reduces of `summed` bytes of activations."""
-    gathered = matrices // tensor * (data - 1) // data if sharding is Weights.fsdp else 0
+    gathered = weights.on_device(tensor) - weights.on_device(tensor, data) if sharding is Weights.fsdp else 0
     return gathered + 2 * summed * (tensor - 1) // tensor
 
 

@@ -286,10 +286,10 @@ def _packing_notes(mean_tokens: float | None, shares: dict[int | None, float] | 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     """Bytes that each chip receives from other chips in a step."""
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
-    matrices = model.weight_bytes(step.forward_keys, dtype, config.model.has_int8_weights).matrices
+    weights = model.weight_bytes(step.forward_keys, dtype, config.model.has_int8_weights)
     num_layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
     summed = _summed_bytes(config, model, num_layers, step.rows // mesh.data * step.length)
-    return received_bytes(matrices, job.weights.sharding, mesh.data, mesh.tensor, summed)
+    return received_bytes(weights, job.weights.sharding, mesh.data, mesh.tensor, summed)
 
 
 def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Decoding | None:
@@ -299,10 +299,10 @@ def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> D
     weights = model.generation.weight_bytes(dtype, config.model.has_int8_weights)
     data = tpu_slice.num_chips // generation.tensor
     summed = _summed_bytes(config, model, model.num_layers, generation.rows // data)
-    received = received_bytes(weights.matrices, generation.weights.sharding, data, generation.tensor, summed)
-    embedding = 0 if model.head.tensor is None else weights.vocabulary // 2  # a step reads only a few of its rows
-    read = replace(weights, vocabulary=weights.vocabulary - embedding).on_device(generation.tensor)
-    read += generation.cache_bytes
+    received = received_bytes(weights, generation.weights.sharding, data, generation.tensor, summed)
+    read = weights.on_device(generation.tensor) + generation.cache_bytes
+    if model.head.tensor is not None:  # a step reads only a few rows of the embedding
+        read -= replace(weights, leaves=weights.leaves["embed"]).on_device(generation.tensor)
     return decoding(generation.rows, read, received, tpu_slice)
 
 

@@ -1,0 +1,80 @@
+"""The planned bytes of weights against the compiler's, on numbers of devices that divide a model's axes or do not."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.registry import open_model
+from scripts.bench.published_shapes import SHAPES
+from tests.jobs import run_program
+from tests.step.test_mesh import CONFIG, GPT_OSS
+
+TINY = {  # in gpt_oss, 3 and 6 devices divide no axis alone, as 128 do in gpt-oss-20b
+    "int8": CONFIG | {"num_hidden_layers": 2},
+    "gpt_oss": GPT_OSS | {"hidden_size": 40, "intermediate_size": 40, "num_local_experts": 4, "num_hidden_layers": 2},
+}
+DEVICES = ((1, 1), (3, 1), (6, 1), (6, 2), (8, 1))  # and those of them along `tensor`
+PROGRAM = """
+import json, sys
+import jax, numpy as np
+from pipeline.cluster.sharding import make_mesh, put_rows, row_sharding
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+from pipeline.step.compiled_step import compile_step
+from tests.specs import step_spec
+
+rng, keys = np.random.default_rng(0), (ActivationKey(1, Site.resid_post),)
+batch = {"tokens": rng.integers(0, 101, (24, 8), dtype=np.int32), "segments": np.ones((24, 8), np.int32)}
+batch["positions"] = np.tile(np.arange(8, dtype=np.int32), (24, 1))
+report = []
+for name in sys.argv[3:]:
+    model, with_int8 = open_model(f"{sys.argv[1]}/{name}", init="random"), name == "int8"
+    expected = None
+    for devices, tensor in json.loads(sys.argv[2]):
+        partition = Partition(make_mesh(tensor, jax.devices()[:devices]), fsdp=True)
+        params = model.load(keys, "float32", partition.leaf_sharding, with_int8=with_int8)
+        step = compile_step(model, step_spec(model, keys, rows=24, length=8, dtype="float32"), params, partition)
+        activations = np.asarray(step(params, **put_rows(row_sharding(partition.mesh), batch)).arrays[0])
+        expected = activations if expected is None else expected
+        report.append({
+            "planned": model.weight_bytes(keys, "float32", with_int8).on_device(tensor, devices // tensor),
+            "compiled": step.memory.argument_bytes - 3 * 4 * 24 * 8 // (devices // tensor),
+            "error": float(np.linalg.norm(activations - expected) / np.linalg.norm(expected)),
+        })
+json.dump(report, sys.stdout)
+"""
+
+
+def write(path: Path, name: str, config: dict) -> str:
+    (path / name).mkdir()
+    (path / name / "config.json").write_text(json.dumps(config))
+    return str(path / name)
+
+
+def test_planned_bytes_are_the_programs_arguments_on_any_number_of_devices(tmp_path: Path) -> None:
+    for name, config in TINY.items():
+        write(tmp_path, name, config)
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    done = run_program(PROGRAM, str(tmp_path), json.dumps(DEVICES), *TINY, env=environment)
+    assert done.returncode == 0, done.stderr
+    cases = [(name, *devices) for name in TINY for devices in DEVICES]
+    for case, step in zip(cases, json.loads(done.stdout), strict=True):
+        assert step["planned"] == pytest.approx(step["compiled"], rel=0.01), case
+        assert step["error"] < 1e-5, case
+
+
+PLANNED = [  # GiB in bfloat16, with fsdp over data * tensor devices
+    *(("gpt-oss-20b", 64, 1, 1.67), ("gpt-oss-20b", 128, 1, 1.67), ("gpt-oss-20b", 64, 2, 0.83)),
+    *(("Qwen2.5-7B", 3, 1, 13.17), ("Qwen2.5-7B", 6, 1, 7.09), ("Qwen3-30B-A3B", 128, 1, 1.04)),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "tensor", "gib"), PLANNED)
+def test_fsdp_divides_among_as_many_devices_as_divide_an_axis(name, data, tensor, gib, tmp_path: Path) -> None:
+    model = open_model(write(tmp_path, name, SHAPES[name]), init="random")
+    weights = model.weight_bytes((ActivationKey(model.num_layers - 1, Site.resid_post),), "bfloat16")
+    assert weights.on_device(tensor, data) / 2**30 == pytest.approx(gib, abs=0.01)
