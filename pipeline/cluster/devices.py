@@ -12,6 +12,7 @@ from pipeline.cluster.topology import Topology, unreserved
 from pipeline.config.schema import RunOptions
 from pipeline.core.cores import num_cores
 from pipeline.core.errors import ConfigError
+from pipeline.core.memory import device_memory
 
 _FEW_CORES = 2  # up to this number, a second step in flight did not help when measured
 _COORDINATOR_PORT = 8476  # JAX's, until 0.8.1; firewalls that come with a TPU slice open it, but not JAX's 8482
@@ -74,7 +75,7 @@ def topology(run: RunOptions) -> Topology:
 
 def _device_bytes(run: RunOptions) -> int | None:
     """The bytes of each device that the run may use; None if JAX does not report them, as on the CPU."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    limit = device_memory(jax.local_devices()[0])
     return None if limit is None else unreserved(limit, run)
 
 

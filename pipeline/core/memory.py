@@ -1,6 +1,7 @@
-"""Memory that XLA uses as it is."""
+"""Memory of the host that XLA uses as it is, and the memory of devices."""
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -15,3 +16,12 @@ def aligned_empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     memory = np.empty(num_bytes + _ALIGNMENT - 1, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + num_bytes].view(dtype).reshape(shape)
+
+
+def device_memory(device: Any) -> int | None:
+    """The bytes of a JAX device that programs may use; None if JAX does not report them: for CPUs, and for devices of
+    other machines."""
+    try:
+        return (device.memory_stats() or {}).get("bytes_limit")
+    except RuntimeError:  # JAX's error for devices that are not here
+        return None

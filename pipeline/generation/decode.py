@@ -291,7 +291,8 @@ def compile_programs(model: Model, params: Params, partition: Partition, spec: G
     are not present.
     """
     mesh, compute_dtype = partition.mesh, params["embed"].dtype
-    attention = choose_attention(spec.attention, model.arch, mesh, spec.max_prompt, compute_dtype.name)
+    rows = spec.prefill_rows(mesh.shape["data"])
+    attention = choose_attention(spec.attention, model.arch, mesh, rows, spec.max_prompt, compute_dtype.name)
     decoding = Decoding(model, partition, attention.attend, spec)
     state, new_rows = decoding.state_shapes(compute_dtype), decoding.new_row_shapes()
     state_shardings = jax.tree.map(lambda shape: shape.sharding, state)

@@ -100,7 +100,8 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     `params` may be shapes with shardings (`loading.abstract_params`), for devices that are not present. Raises
     ConfigError for an attention implementation or compiler options that cannot be used.
     """
-    chosen = choose_attention(spec.attention, model.arch, partition.mesh, spec.length, params["embed"].dtype.name)
+    mesh, dtype = partition.mesh, params["embed"].dtype
+    chosen = choose_attention(spec.attention, model.arch, mesh, spec.rows, spec.length, dtype.name)
     log.info("%s", chosen.describe())
 
     def capture(
@@ -109,11 +110,11 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
         forward_spec = ForwardSpec(spec.forward_keys, chosen.attend, partition, finish)
         return forward(model.arch, params, Batch(tokens, segments, positions, *selected), forward_spec)
 
-    with jax.default_matmul_precision(matmul_precision(params["embed"].dtype)):
-        executable = _compile(capture, params, spec, partition.mesh, model.head)
+    with jax.default_matmul_precision(matmul_precision(dtype)):
+        executable = _compile(capture, params, spec, mesh, model.head)
     flops = model.flops_per_token(spec.forward_keys, spec.length, head_share=spec.head_share) + spec.encoder_flops
     flops *= spec.rows * spec.length
-    return CompiledStep(partition.mesh, spec, chosen, flops, executable)
+    return CompiledStep(mesh, spec, chosen, flops, executable)
 
 
 def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:

@@ -47,7 +47,7 @@ class Attention:
 
 XLA = Attention("xla", attend_xla)
 
-_Obstacle = Callable[[Architecture, Mesh, int, str], str | None]
+_Obstacle = Callable[[Architecture, Mesh, int, int, str], str | None]
 _KERNELS: dict[str, tuple[str, _Obstacle, Callable[[Mesh], Attend]]] = {
     "splash": ("tpu", splash.obstacle, lambda mesh: partial(splash.attend_splash, mesh=mesh)),
     "cudnn": ("gpu", cudnn.obstacle, lambda mesh: cudnn.attend_cudnn),
@@ -55,8 +55,8 @@ _KERNELS: dict[str, tuple[str, _Obstacle, Callable[[Mesh], Attend]]] = {
 """A kernel's platform, the function that says why a model cannot use the kernel, and the kernel for a mesh."""
 
 
-def choose_attention(name: str, arch: Architecture, mesh: Mesh, length: int, dtype: str) -> Attention:
-    """The implementation called `name` for rows of `length` in `dtype` on the mesh's devices.
+def choose_attention(name: str, arch: Architecture, mesh: Mesh, rows: int, length: int, dtype: str) -> Attention:
+    """The implementation called `name` for `rows` of `length`, divided over the mesh's devices, in `dtype`.
 
     `auto` is the platform's kernel, or `xla` if the platform has none or the model cannot use it. Raises ConfigError
     for an unknown name, and for a kernel that the model cannot use on these devices.
@@ -72,7 +72,7 @@ def choose_attention(name: str, arch: Architecture, mesh: Mesh, length: int, dty
     if kernel_platform != platform:
         reason = f"it needs a {kernel_platform.upper()}, and the devices are {platform}"
     else:
-        reason = obstacle(arch, mesh, length, dtype)
+        reason = obstacle(arch, mesh, rows, length, dtype)
     if reason is None:
         return Attention(kernel, attend(mesh))
     if name == "auto":

@@ -5,15 +5,19 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int32
 
+from pipeline.core.memory import device_memory
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.spec import AttentionSpec
 
 _HOPPER = 9.0  # compute capability
+_MAX_BIAS_SHARE = 1 / 8  # of a device's memory, most of which weights and activations need
 
 
-def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
+def obstacle(arch: Architecture, mesh: Mesh, rows: int, length: int, dtype: str) -> str | None:
     """Why the model cannot use the kernel, as a clause for messages; None if it can."""
-    capability = float(mesh.devices.flat[0].compute_capability)
+    device = mesh.devices.flat[0]
+    capability, memory = float(device.compute_capability), device_memory(device)
+    bias_bytes = 2 * length**2 * rows // mesh.shape["data"]
     max_head_dim = 256 if capability >= _HOPPER else 128
     if dtype != "bfloat16":
         return f"it needs model.dtype=bfloat16, and model.dtype is {dtype}"
@@ -31,6 +35,12 @@ def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | N
         return f"it needs values no wider than keys, and the model's are {arch.value_dim} and {arch.head_dim} wide"
     if capability < 8.0:
         return f"it needs compute capability 8.0 (Ampere) or later, and the GPU has {capability}"
+    if memory is not None and bias_bytes > _MAX_BIAS_SHARE * memory:
+        return (
+            f"it needs {bias_bytes / 2**30:.1f} GiB for the bias that masks other documents (batch.rows per GPU, times "
+            f"batch.length = {length} squared, times 2 bytes), and the GPU has {memory / 2**30:.1f} GiB, of which at "
+            f"most {_MAX_BIAS_SHARE:.1%} are for it"
+        )
     return None
 
 

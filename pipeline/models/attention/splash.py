@@ -22,7 +22,7 @@ _SKIPPING_LENGTH = 2048  # the shortest rows in which blocks are skipped
 _MAX_SCALAR_BYTES = 3 << 18  # out of 1 MiB of scalar memory, where the kernel keeps two numbers per step
 
 
-def obstacle(arch: Architecture, mesh: Mesh, length: int, dtype: str) -> str | None:
+def obstacle(arch: Architecture, mesh: Mesh, rows: int, length: int, dtype: str) -> str | None:
     """Why the model cannot use the kernel, as a clause for messages; None if it can."""
     return obstacle_to_dividing(arch, mesh, length, _LANES)
 
