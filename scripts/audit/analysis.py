@@ -35,7 +35,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of one kind. A collective fused with computation occurs several times but counts once."""
+    """The collectives of one kind. A collective fused with computation has several instructions but counts once."""
 
     count: float
     received_bytes: int  # per chip, at least: (n-1)/n of a gathered array, twice that for an all-reduce
@@ -207,14 +207,14 @@ class _Collective:
 
 
 def _collectives(module: Module, counts: Mapping[str, float]) -> list[_Collective]:
-    """The collectives, one per channel."""
-    channels: dict[str, _Collective] = {}
+    """The collectives. The instructions of one that is fused with computation have a chain's number in common."""
+    collectives: dict[str, _Collective] = {}
     for computation, count in _with_fused(module, counts):
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
             if not _is_collective(instruction):
                 continue
-            channel = instruction.attribute(r"channel_id=(\d+)") or instruction.name
+            chain = instruction.attribute(r'chain_id="(\d+)"') or instruction.name
             operands = [computation.instructions[name] for name in instruction.operands]
             results = instruction.arrays
             if instruction.opcode.endswith("-start") and len(results) > len(operands):  # starts with the operands
@@ -223,10 +223,10 @@ def _collectives(module: Module, counts: Mapping[str, float]) -> list[_Collectiv
             received = _received(kind, *sizes, group_size(instruction.attributes))
             hbm = sum(operand.hbm_bytes for operand in operands)
             hbm += sum(array.num_bytes for array in results if array.is_in_hbm)
-            known = channels.get(channel)
+            known = collectives.get(chain)
             if known is None or known.count < count:
-                channels[channel] = _Collective(kind, count, received, hbm)
-    return list(channels.values())
+                collectives[chain] = _Collective(kind, count, received, hbm)
+    return list(collectives.values())
 
 
 def _is_collective(instruction: Instruction) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.planning.slice.compile_check import count_collectives
 from scripts.audit.analysis import Collectives, Loop, Move, analyse, group_size
 from scripts.audit.audit_tpu import audit, compare, details, table
 from scripts.audit.cases import CASES
@@ -23,7 +24,7 @@ def test_an_hlo_text_is_counted() -> None:
     assert not analysis.is_of_one_iteration
     assert analysis.cycles == 5 * (100 + 1000) + 10
     assert analysis.loops == (Loop("jit(step)/layers_0_to_4/while", trips=5, runs=1, cycles=1100),)
-    assert analysis.collectives == {"all-gather": Collectives(5, 5 * WEIGHTS * 3 // 4)}  # fused twice, but one channel
+    assert analysis.collectives == {"all-gather": Collectives(5, 5 * WEIGHTS * 3 // 4)}  # in two fusions, but one chain
     assert analysis.large_moves == (Move("jit(step)/transpose", "f32[2048,2048]", 1, 2 * MATRIX),)
     assert analysis.large_float32 == ("f32[2048,2048]",)
     assert analysis.remat == ("fused.remat",)
@@ -31,6 +32,14 @@ def test_an_hlo_text_is_counted() -> None:
     gather, addition, kernel = WEIGHTS + WEIGHTS // 4, 2 * MATRIX, 2 * MATRIX
     scalars = 5 * 25
     assert analysis.hbm_bytes == 5 * (WEIGHTS + gather + addition + kernel) + 2 * MATRIX + scalars
+
+
+def test_collectives_of_one_channel_are_counted_by_instruction() -> None:
+    """All collectives inside `shard_map` have the same channel."""
+    unchained = PROGRAM.replace(', frontend_attributes={chain_id="0"}', "")
+    assert analyse(unchained).collectives["all-gather"].count == 10
+    for text, count in ((PROGRAM, 1), (unchained, 2)):
+        assert count_collectives(text) == {"all-gather": count}
 
 
 def test_a_loop_of_unknown_length_is_counted_for_one_iteration() -> None:

@@ -30,8 +30,8 @@ from pipeline.step.compiled_step import compile_step, make_partition
 from pipeline.step.device_memory import DeviceMemory
 
 _COLLECTIVE = re.compile(
-    r" (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
-    r".* channel_id=(\d+)"
+    r"%(\S+) = .* (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
+    r"(?:.*chain_id=\"(\d+)\")?"
 )
 _REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
 
@@ -113,17 +113,17 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         **asdict(step.memory),
         attention=step.attention.name,
         attention_note=step.attention.note,
-        collectives=_collectives(text),
+        collectives=count_collectives(text),
         compile_s=time.perf_counter() - began,
         computed_twice=len(_REMATERIALISED.findall(text)),
     )
 
 
-def _collectives(program_text: str) -> dict[str, int]:
-    """Collectives by kind. A collective fused with overlapping computation occurs several times, with the same
-    channel."""
-    channels = set(_COLLECTIVE.findall(program_text))
-    return dict(collections.Counter(kind for kind, _ in channels))
+def count_collectives(program_text: str) -> dict[str, int]:
+    """Collectives by kind. One that is fused with overlapping computation has several instructions in one chain. All
+    collectives inside `shard_map` have the same channel."""
+    found = {(kind, chain or name) for name, kind, chain in _COLLECTIVE.findall(program_text)}
+    return dict(collections.Counter(kind for kind, _ in found))
 
 
 def require_room(step_bytes: int, all_bytes: int, plan: Plan, tpu_slice: Slice) -> None:
