@@ -193,7 +193,9 @@ def predict(job: list[str], machine: Mapping[str, object]) -> str | None:
     if done.returncode:
         return f"no plan: {done.stderr.strip().rpartition(chr(10))[2]}"
     plan = json.loads(done.stdout)
-    return f"{plan['tokens_per_s']:,.0f} tokens/s, bound by {plan['binding'].replace('_', ' ')} (at MFU 0.4)"
+    return (
+        f"{plan['tokens_per_s']:,.0f} tokens/s, bound by {plan['binding'].replace('_', ' ')} (at MFU {plan['mfu']:.2f})"
+    )
 
 
 def report(machine: Mapping[str, object], compared: list[tuple[str, float, float]], speeds: list[dict]) -> str:

@@ -368,7 +368,9 @@ class PlanConfig:
 
     search: bool = key(False, "find the largest `batch.rows` that fits, by compiling")
     json: bool = key(False, "print JSON")
-    mfu: float = key(0.4, "model FLOPs utilisation of the forward pass")
+    mfu: float | None = key(
+        None, "model FLOPs utilisation of the forward pass; null: from published figures of chip and kind of model"
+    )
     fill: float = key(0.95, "fraction of token slots with a valid token")
     mean_tokens: float | None = key(
         None,

@@ -19,16 +19,25 @@ from pipeline.config.schema import (
 )
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.sources import num_named_files
-from pipeline.models.architecture import LocalAttention
+from pipeline.models.architecture import Architecture, Experts, LocalAttention
 from pipeline.models.attention.splash import block_size
 from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.models.leaves import flops_per_token, make_leaf
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.slice.advice import advise
-from pipeline.planning.slice.chips import GIB, parse_slice
+from pipeline.planning.slice.chips import CHIPS, GIB, parse_slice
 from pipeline.planning.slice.compile_check import Program
 from pipeline.planning.slice.packed_rows import computed_share, packed_segments
-from pipeline.planning.slice.roofline import Cost, Limits, bill, decoding, received_bytes, throughput_limits, traffic
+from pipeline.planning.slice.roofline import (
+    Cost,
+    Limits,
+    bill,
+    decoding,
+    forward_mfu,
+    received_bytes,
+    throughput_limits,
+    traffic,
+)
 from pipeline.planning.slice.slice_plan import SlicePlan, make_slice_plan, plan_job
 from scripts.bench.published_shapes import SHAPES
 from tests.specs import LLAMA
@@ -76,6 +85,20 @@ def test_a_decoding_step_takes_as_long_as_reading_and_gathering_its_bytes() -> N
     assert (gathering.step_s, gathering.tokens_per_s) == (pytest.approx(10e-3), pytest.approx(25_600))
 
 
+MIXTRAL, GPT_OSS = (replace(LLAMA, experts=Experts("SS", num, 4, 512, True)) for num in (8, 32))
+UTILISED = {  # of 100 FLOPs, 20 in attention
+    "dense": ("v5e", LLAMA, 100 / (80 / 0.55 + 20 / 0.13)),  # heads of 64
+    "few experts": ("v5p", replace(MIXTRAL, head_dim=128), 100 / (80 / 0.52 + 20 / 0.26)),
+    "many experts": ("v6e", replace(GPT_OSS, head_dim=256), 100 / (80 / 0.225 + 20 / 0.21)),
+}
+
+
+@pytest.mark.parametrize(("chip", "arch", "mfu"), UTILISED.values(), ids=UTILISED.keys())
+def test_the_utilisation_follows_from_chip_experts_and_attention(chip: str, arch: Architecture, mfu: float) -> None:
+    assert forward_mfu(CHIPS[chip], arch, 100, 20) == pytest.approx(mfu)
+    assert forward_mfu(CHIPS[chip], arch, 0, 0) > 0
+
+
 @pytest.mark.parametrize(("window", "keys"), [(None, 4.5), (4, 3.25)])
 def test_masked_attention_is_not_counted(window: int | None, keys: float) -> None:
     """In a row of 8 positions: 1 + 2 + ... + 8 keys, or at most 4 each; half of them in the packed rows."""
@@ -104,7 +127,7 @@ MIB = 1 << 20
 def advice(
     config=CONFIG, arch=LLAMA, limits=COMPUTE_BOUND, shard_bytes=128 * MIB, host_bytes=GIB, tokens_per_chip=4096
 ) -> str:
-    return "\n".join(advise(config, arch, parse_slice("v5e-4"), limits, shard_bytes, host_bytes, tokens_per_chip))
+    return "\n".join(advise(config, arch, parse_slice("v5e-4"), limits, 0.4, shard_bytes, host_bytes, tokens_per_chip))
 
 
 POOR = {
@@ -114,7 +137,7 @@ POOR = {
     "full hosts": (dict(host_bytes=150 * GIB), "150 of a host's 179 GiB; lower batch.rows"),
     "few tokens": (
         dict(tokens_per_chip=128),
-        "128 tokens per chip.*75%.*plan.mfu=0.4, .*batch.rows to reach at least about 770 tokens",
+        "128 tokens per chip.*75%.*40% of the peak .plan.mfu.*batch.rows to reach at least about 770 tokens",
     ),
     "fairly few tokens": (dict(tokens_per_chip=512), "512 tokens per chip.*19% of the time to compute"),
     "one file for two hosts": (

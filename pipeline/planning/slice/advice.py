@@ -22,6 +22,7 @@ def advise(
     arch: Architecture,
     tpu_slice: Slice,
     limits: Limits,
+    mfu: float,
     shard_bytes: int,
     host_bytes: int,
     tokens_per_chip: int,
@@ -52,12 +53,12 @@ def advise(
     critical_tokens = tpu_slice.chip.critical_tokens
     if arch.experts is not None:  # an expert's weights are read for its own tokens only
         critical_tokens *= arch.experts.num_experts / arch.experts.per_token
-    reading = critical_tokens / tokens_per_chip * config.plan.mfu  # as a share of the time to compute
+    reading = critical_tokens / tokens_per_chip * mfu  # as a share of the time to compute
     if reading > _MAX_READING:
         yield (
             f"with {tokens_per_chip} tokens per chip and step, reading the weights takes {reading:.0%} of the time to "
-            f"compute at plan.mfu={config.plan.mfu:g}, which may therefore be too high; raise batch.rows to reach at "
-            f"least about {critical_tokens * config.plan.mfu / _MAX_READING:.0f} tokens"
+            f"compute at {mfu:.0%} of the peak (plan.mfu), which may therefore be too high; raise batch.rows to reach "
+            f"at least about {critical_tokens * mfu / _MAX_READING:.0f} tokens"
         )
     unaligned = [
         f"{name} {size}"

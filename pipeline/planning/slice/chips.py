@@ -24,10 +24,13 @@ class Chip:
     link_bytes_per_s: float  # from one neighbour; a chip has two neighbours along each dimension of its slice
     usd_per_hour: float  # on-demand list price, in the cheapest region of the United States
     host_memory_bytes: float  # of a virtual machine with four chips
+    mfu: float  # model FLOPs utilisation of dense models, without attention
     max_chips_per_host: int  # in a slice with a single host
     num_dims: int  # of a slice's shape
     torus_multiple: int  # dimensions form rings if all sizes are multiples of this
     cores_per_chip: int  # names like v4-32 count cores
+    mxu_size: int = 128  # rows and columns of a matrix unit
+    attention_mfu: float = 0.26  # model FLOPs utilisation of attention with heads that fill the matrix units
 
     @property
     def critical_tokens(self) -> float:
@@ -46,16 +49,21 @@ class Chip:
 #   v6e 800 by 4, v5p 1200 by 6); v4: table 4 of arXiv 2304.01433.
 # * Slices form a torus if all dimensions are multiples of 4 (v4, v5p: the same pages), or for a whole pod of 16x16
 #   (v5e, v6e: the same book).
+# * MFU, published for training: v4 46 % (PaLM, arXiv 2204.02311, table 3); v5e 56 to 67 % (github.com/google/maxtext,
+#   README of 2024); v5p 65 % and v6e 39 to 50 % (maxtext.readthedocs.io, "Optimized models tiering").
+# * Attention: FLOPs under the causal mask per bundle of the compiled kernels, in docs/audit-tpu.json: an upper limit.
+#   v4 and v5p are assumed to be like v5e.
 # * Prices: cloud.google.com/tpu/pricing in 2025, assumed to hold; plan.usd_per_chip_hour overrides them.
 _TORUS_2D = {"max_chips_per_host": 8, "num_dims": 2, "torus_multiple": 16, "cores_per_chip": 1}
 _TORUS_3D = {"max_chips_per_host": 4, "num_dims": 3, "torus_multiple": 4, "cores_per_chip": 2}
+_MXU_256 = {"mxu_size": 256, "attention_mfu": 0.21}
 CHIPS = {
     chip.name: chip
     for chip in (
-        Chip("v4", 275e12, int(30.75 * GIB), 1200e9, 16e9, 6.25e9, 50e9, 3.22, 407e9, **_TORUS_3D),
-        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 16e9, 3.125e9, 50e9, 1.20, 192e9, **_TORUS_2D),
-        Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 100e9, 4.20, 448e9, **_TORUS_3D),
-        Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 100e9, 2.70, 720e9, **_TORUS_2D),
+        Chip("v4", 275e12, int(30.75 * GIB), 1200e9, 16e9, 6.25e9, 50e9, 3.22, 407e9, 0.46, **_TORUS_3D),
+        Chip("v5e", 197e12, int(15.75 * GIB), 819e9, 16e9, 3.125e9, 50e9, 1.20, 192e9, 0.55, **_TORUS_2D),
+        Chip("v5p", 459e12, int(95.73 * GIB), 2765e9, 16e9, 6.25e9, 100e9, 4.20, 448e9, 0.65, **_TORUS_3D),
+        Chip("v6e", 918e12, int(31.24 * GIB), 1638e9, 32e9, 12.5e9, 100e9, 2.70, 720e9, 0.45, **_TORUS_2D, **_MXU_256),
     )
 }
 _ALIASES = {"v5litepod": "v5e"}

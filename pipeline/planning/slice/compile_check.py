@@ -30,8 +30,8 @@ from pipeline.step.compiled_step import compile_step, make_partition
 from pipeline.step.device_memory import DeviceMemory
 
 _COLLECTIVE = re.compile(
-    r"%(\S+) = .* (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)(?:-start)?\("
-    r"(?:.*chain_id=\"(\d+)\")?"
+    r"%(\S+) = .* (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)"
+    r"(?:-start)?\((?:.*chain_id=\"(\d+)\")?"
 )
 _REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
 

@@ -6,9 +6,10 @@ Rates count valid tokens. Rows are computed and stored with their padding, so a 
 from dataclasses import dataclass
 
 from pipeline.config.choices import Weights
+from pipeline.models.architecture import Architecture
 from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.planning.host_memory import MAX_COPY_THREADS
-from pipeline.planning.slice.chips import Slice
+from pipeline.planning.slice.chips import Chip, Slice
 from pipeline.store.format.layout import SIDE_BYTES
 
 BUCKET_WRITES_PER_S = 1000  # initial limit of a Cloud Storage bucket (cloud.google.com/storage/docs/request-rate)
@@ -17,6 +18,10 @@ HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: eight channels of DDR4-3200; not pub
 HOST_MEMORY_PASSES = 6  # DMA writes; block buffer: read, write; encoded shard: read, write; the socket reads
 # A TPU VM has enough cores for all threads (pipeline/extraction/draining.py).
 HOST_COPY_BYTES_PER_S = min(MAX_COPY_THREADS * THREAD_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / HOST_MEMORY_PASSES)
+# Of a dense model's MFU. Few experts: Mixtral on v5p and v6e (maxtext.readthedocs.io, "Optimized models tiering").
+# Many: DeepSeek-V3, Qwen3 and Gemma 4 have 26 to 27 % on TPU7x, gpt-oss 16 and dense models 39 to 55
+# (github.com/AI-Hypercomputer/tpu-recipes, training/ironwood).
+_FEW_EXPERTS, _FEW_EXPERTS_SHARE, _MANY_EXPERTS_SHARE = 16, 0.8, 0.5
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,15 @@ class Limits:
     def rates(self) -> dict[str, float]:
         """The limits that apply, by name."""
         return {name: rate for name, rate in vars(self).items() if rate is not None}
+
+
+def forward_mfu(chip: Chip, arch: Architecture, flops: float, attention_flops: float) -> float:
+    """The model FLOPs utilisation to expect of a forward pass, of which `attention_flops` are in attention kernels."""
+    mfu = chip.mfu
+    if arch.experts is not None:
+        mfu *= _FEW_EXPERTS_SHARE if arch.experts.num_experts <= _FEW_EXPERTS else _MANY_EXPERTS_SHARE
+    attention_mfu = chip.attention_mfu * min(1, arch.head_dim / chip.mxu_size)
+    return flops / ((flops - attention_flops) / mfu + attention_flops / attention_mfu) if flops else mfu
 
 
 def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_s: float) -> Limits:

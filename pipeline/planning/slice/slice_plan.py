@@ -30,6 +30,7 @@ from pipeline.planning.slice.roofline import (
     Traffic,
     bill,
     decoding,
+    forward_mfu,
     received_bytes,
     throughput_limits,
     traffic,
@@ -64,6 +65,7 @@ class SlicePlan:
     hbm_bytes: int  # without run.reserved_mib
     hbm_bytes_needed: int  # with all steps in flight
     flops_per_slot: int
+    mfu: float  # of the forward pass
     activation_bytes_per_slot: float
     stored_bytes_per_token: float
     limits: Limits
@@ -102,7 +104,7 @@ class SlicePlan:
             f"{program.compile_s:.0f} s",
             f"token     {self.flops_per_slot:,} FLOPs and {self.activation_bytes_per_slot:,.10g} bytes per slot; "
             f"{self.stored_bytes_per_token:,.0f} bytes stored per valid token",
-            f"limits    tokens/s: {rates}",
+            f"limits    tokens/s, computing at {self.mfu:.0%} of the peak: {rates}",
             f"bound by  {self.binding.replace('_', ' ')}: {self.tokens_per_s:,.0f} tokens/s",
             f"traffic   {traffic.device_to_host / 1e9:.1f} GB/s to the hosts; per host {traffic.host_memory / 1e9:.1f} "
             f"GB/s of memory, {traffic.network / 1e9:.2f} GB/s to the store",
@@ -203,17 +205,19 @@ def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Pr
 def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> SlicePlan:
     """The plan of a job whose step was compiled. Pure arithmetic."""
     options, step, memory = config.plan, job.step, job.memory
-    num_data = tpu_slice.num_chips // job.mesh.tensor
-    rows_per_chip = step.rows // num_data
+    rows_per_chip = step.rows // job.mesh.data
+    tokens_per_chip = rows_per_chip * step.length
     shares = _attention_shares(config, model, program, rows_per_chip)
+    flops = model.flops_per_token(step.forward_keys, step.length, step.head_share, shares) + step.encoder_flops
+    mfu = _mfu(config, model, tpu_slice, job, flops)
     cost = Cost(
-        model.flops_per_token(step.forward_keys, step.length, step.head_share, shares) + step.encoder_flops,
+        flops,
         step.row_bytes / step.length,
         options.fill,
         _received_bytes(config, model, job) / (step.rows * step.length),
         step.index_bytes,
     )
-    limits = throughput_limits(cost, tpu_slice, options.mfu, _store_bytes_per_s(options, cost, job))
+    limits = throughput_limits(cost, tpu_slice, mfu, _store_bytes_per_s(options, cost, job))
     rate, num_tokens = limits.tokens_per_s, job.streams.max_tokens
     price = tpu_slice.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
     shard_bytes = job.rows_per_block * step.largest_row_bytes
@@ -224,7 +228,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         topology=tpu_slice.name,
         num_chips=tpu_slice.num_chips,
         num_hosts=tpu_slice.num_hosts,
-        mesh={"data": num_data, "tensor": job.mesh.tensor},
+        mesh={"data": job.mesh.data, "tensor": job.mesh.tensor},
         weights=str(job.weights.sharding),
         rows=step.rows,
         rows_per_chip=rows_per_chip,
@@ -236,6 +240,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         hbm_bytes=tpu_slice.chip.hbm_bytes - job.reserved_bytes,
         hbm_bytes_needed=program.resident_bytes(memory.inflight_steps),
         flops_per_slot=cost.flops,
+        mfu=mfu,
         activation_bytes_per_slot=cost.activation_bytes,
         stored_bytes_per_token=cost.stored_bytes,
         limits=limits,
@@ -253,9 +258,18 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         price_source="list price on demand" if options.usd_per_chip_hour is None else "plan.usd_per_chip_hour",
         notes=_notes(job, program) + _packing_notes(options.mean_tokens, shares),
         advice=tuple(
-            advise(config, model.arch, tpu_slice, limits, shard_bytes, memory.host_bytes, rows_per_chip * step.length)
+            advise(config, model.arch, tpu_slice, limits, mfu, shard_bytes, memory.host_bytes, tokens_per_chip)
         ),
     )
+
+
+def _mfu(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, flops: int) -> float:
+    """plan.mfu, or what to expect if it is null. `flops` are per token slot."""
+    if config.plan.mfu is not None:
+        return config.plan.mfu
+    step, window = job.step, None if model.arch.local is None else model.arch.local.window
+    without_attention = model.flops_per_token(step.forward_keys, step.length, step.head_share, {None: 0, window: 0})
+    return forward_mfu(tpu_slice.chip, model.arch, flops, flops - step.encoder_flops - without_attention)
 
 
 def _attention_shares(
