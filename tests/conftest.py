@@ -82,7 +82,8 @@ SLOW = (  # files that compile many or large programs, or run whole jobs
     *("commands/test_export.py", "commands/test_feature_page.py", "commands/test_merge.py"),
     *("scripts/test_tiny_qwen2.py", "scripts/test_tiny_sae.py", "store/test_stores_made_before.py"),
     *("store/test_torch_dataset.py", "models/test_attention_pattern.py", "models/test_sae_encoding.py"),
-    *("models/test_loading_memory.py", "step/test_storage_cast.py", "extraction/test_many_streams.py"),
+    *("models/test_loading_memory.py", "models/test_exchange.py", "step/test_storage_cast.py"),
+    *("planning/test_weights_plan.py", "extraction/test_many_streams.py"),
     *("config/test_experiments.py", "data/test_hub_data.py", "models/test_config_attributes.py", "models/test_fp8.py"),
     *("models/test_fuzz_checkpoints.py", "store/test_damage.py", "store/test_hub_store.py"),
 )

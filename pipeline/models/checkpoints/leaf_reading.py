@@ -46,6 +46,29 @@ def read_int8(
     return values, scales
 
 
+def read_items(checkpoint: Checkpoint, leaf: Leaf, items: range, dtype: np.dtype | None) -> list[np.ndarray]:
+    """Reads items of a leaf (see `exchange.py`) [items, *other axes], in our order of axes: one array in `dtype`, or if
+    it is None, int8 values and their scales."""
+    size, axis = leaf.axes[0], leaf.order.index(0)
+    sizes = [leaf.axes[axis] for axis in leaf.order if axis != 0]
+    arrays = [aligned_empty((len(items), *sizes), dtype or np.int8)]
+    if dtype is None:
+        arrays.append(np.empty((len(items), *sizes[: len(sizes) - leaf.num_inputs]), np.float32))
+    step = max(1, (_PIECE_BYTES if dtype else _PIECE_BYTES // 2) // _item_bytes(leaf))
+    pieces, start = [], items.start
+    while start < items.stop:
+        tensor, first = divmod(start, size)
+        pieces.append((tensor, range(size)[first : min(first + step, first + items.stop - start)]))
+        start += len(pieces[-1][1])
+    position, reads = 0, (partial(_read_items, checkpoint, leaf, *piece) for piece in pieces)
+    for values in _call_in_order(reads, checkpoint.is_remote):
+        values = np.moveaxis(values, axis, 0)
+        for array, part in zip(arrays, [values] if dtype else quantise(values, leaf.num_inputs), strict=True):
+            array[position : position + len(part)] = part
+        position += len(values)
+    return arrays
+
+
 def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
     return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
 
@@ -70,8 +93,7 @@ def _pieces(
     num_stacks, axis = len(leaf.stack_shape), leaf.order.index(0)  # our axis that is HF's first
     is_whole = whole_channels and axis >= len(leaf.axes) - leaf.num_inputs
     piece_bytes = _PIECE_BYTES // 2 if whole_channels else _PIECE_BYTES  # quantising makes copies
-    item_bytes = 4 * len(leaf.rows) * math.prod(leaf.hf_shape[1:]) // leaf.axes[0]
-    step = leaf.axes[0] if is_whole else max(1, piece_bytes // item_bytes)
+    step = leaf.axes[0] if is_whole else max(1, piece_bytes // _item_bytes(leaf))
     by_rows: dict[str, list[int]] = {}  # the numbers of parts with the same rows
     for number, index in enumerate(indices):
         by_rows.setdefault(repr((index[:num_stacks], is_whole or index[num_stacks + axis])), []).append(number)
@@ -88,6 +110,11 @@ def _pieces(
             for part in by_part.values():
                 part[axis] = part[axis] if is_whole else slice(None)
             yield _Piece(values, tensor, rows, {number: tuple(part) for number, part in by_part.items()})
+
+
+def _item_bytes(leaf: Leaf) -> int:
+    """Bytes of an item in float32."""
+    return 4 * len(leaf.rows) * math.prod(leaf.hf_shape[1:]) // leaf.axes[0]
 
 
 def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: int, items: range) -> np.ndarray:

@@ -2,9 +2,11 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -15,7 +17,8 @@ from tqdm import tqdm
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, Axis, KeyTable, LayerBlocks, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
-from pipeline.models.checkpoints.leaf_reading import Index, read_int8, read_leaf
+from pipeline.models.checkpoints.exchange import Exchange
+from pipeline.models.checkpoints.leaf_reading import Index, read_int8, read_items, read_leaf
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
 from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight
@@ -30,6 +33,8 @@ _IGNORED_TENSORS = (  # constants in layers, which older versions of transformer
     *(f"{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
 )
 _MAX_NAMED = 10  # tensors of each kind in a message
+
+T = TypeVar("T")
 
 Placement = Callable[[Leaf], Sharding]
 """The sharding of a leaf."""
@@ -102,24 +107,40 @@ def load_params(
     checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool, with_int8: bool = False
 ) -> Params:
     """Loads the parameters onto the devices, in `dtype` (see `Leaf.dtype`); with `with_int8`, the layers' matrices are
-    int8. Every process reads the parts that its devices hold.
+    int8. Every process reads the parts that its devices hold, or as many items (see `exchange.py`).
 
     Host memory holds at most a few leaves at a time, and a piece of a tensor for each.
     """
 
-    def load(leaf: Leaf) -> Array | Int8Weight:
-        sharding = place(leaf)
-        parts = {
-            _bounds(index, leaf.shape): index for index in sharding.addressable_devices_indices_map(leaf.shape).values()
-        }
-        if with_int8 and leaf.is_matrix:
+    def load(leaf: Leaf) -> Callable[[], Array | Int8Weight]:
+        sharding, is_int8 = place(leaf), with_int8 and leaf.is_matrix
+        exchange, kept_dtype = Exchange.of(leaf, sharding, is_int8), np.dtype(leaf.dtype(dtype))
+        if exchange is not None:
+            items = exchange.items(jax.process_index())
+            read = read_items(checkpoint, leaf, items, None if is_int8 else kept_dtype)
+            arrays = jax.block_until_ready([exchange.on_devices(values) for values in read])
+            return partial(_exchanged, exchange, arrays, sharding)
+        indices = sharding.addressable_devices_indices_map(leaf.shape).values()
+        parts = {_bounds(index, leaf.shape): index for index in indices}
+        if is_int8:
             weight = _int8_weight(leaf, sharding, parts, *read_int8(checkpoint, leaf, [*parts.values()]))
         else:
-            values = read_leaf(checkpoint, leaf, np.dtype(leaf.dtype(dtype)), [*parts.values()])
+            values = read_leaf(checkpoint, leaf, kept_dtype, [*parts.values()])
             weight = _on_devices(leaf.shape, sharding, dict(zip(parts, values, strict=True)))
-        return jax.block_until_ready(weight)  # frees the host's copy
+        jax.block_until_ready(weight)  # frees the host's copy
+        return lambda: weight
 
-    return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS)
+    # All processes must exchange leaves in the same order, so on one thread.
+    return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS, finish=lambda weight: weight())
+
+
+def _exchanged(exchange: Exchange, arrays: Sequence[Array], sharding: NamedSharding) -> Array | Int8Weight:
+    """The leaf, from its items or from the items' int8 values and scales."""
+    weights = [
+        exchange.exchanged(array, without_inputs(sharding, len(sharding.spec) - number * exchange.leaf.num_inputs))
+        for number, array in enumerate(arrays)
+    ]
+    return Int8Weight(*weights) if len(weights) > 1 else jax.block_until_ready(weights[0])
 
 
 def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: bool = False) -> Params:
@@ -197,9 +218,14 @@ def without_inputs(sharding: Sharding, num_axes: int) -> Sharding:
 
 
 def build_params(
-    make: Callable[[Leaf], Array | Int8Weight], leaves: LeafTree, label: str, progress: bool, threads: int
+    make: Callable[[Leaf], T],
+    leaves: LeafTree,
+    label: str,
+    progress: bool,
+    threads: int,
+    finish: Callable[[T], Array | Int8Weight] = lambda array: array,
 ) -> Params:
-    """Calls `make` for every leaf, up to `threads` at a time."""
+    """Calls `make` for every leaf, up to `threads` at a time, and `finish` with its results, in order."""
     flat, structure = jax.tree.flatten(leaves)
     total = sum(leaf.size for leaf in flat)
     arrays = []
@@ -208,6 +234,6 @@ def build_params(
         ThreadPoolExecutor(threads) as pool,
     ):
         for leaf, array in zip(flat, pool.map(make, flat), strict=True):
-            arrays.append(array)
+            arrays.append(finish(array))
             bar.update(leaf.size)
     return jax.tree.unflatten(structure, arrays)
