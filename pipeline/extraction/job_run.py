@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 import jax
 
 from pipeline.cluster import joining, preemption, processes
+from pipeline.cluster.devices import topology
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
@@ -190,9 +191,13 @@ def fill(
 ) -> Metrics:
     """Extracts the blocks of `work` into the store, which must not be complete.
 
-    With `run.claim` it ignores `work`, and extracts the streams that it can claim until no stream is left.
+    With `run.claim` it ignores `work`, and extracts the streams that it can claim until no stream is left. Raises
+    ConfigError if a device lacks the memory for a step.
     """
     options = job.config.run
+    plan = job.plan.fitted(step.compiled.memory, topology(options).device_bytes)
+    if plan.memory.inflight_steps < job.plan.memory.inflight_steps:
+        log.warning("%s", plan.memory.notes[-1])
     known = [] if options.claim else job.plan.streams.local
     stored_tokens = sum(blocks.tokens for blocks in store.streams.some(known).values())
     metrics = Metrics(
@@ -207,11 +212,11 @@ def fill(
         if options.claim:
             claims = stack.enter_context(closing(Claims(store.storage, options.lease_s)))
             claimed = ClaimedStreams(job, store, claims, metrics)
-        writer = BlockWriter(store, job.plan, metrics, claimed)
+        writer = BlockWriter(store, plan, metrics, claimed)
         feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))
         stack.enter_context(Watchdog(metrics, options.stall_timeout_s))
         profile = stack.enter_context(closing(ProfileWindow(options))) if options.profile else None
-        ExtractionLoop(job.plan, step, feed, writer, metrics, stop, profile).run()
+        ExtractionLoop(plan, step, feed, writer, metrics, stop, profile).run()
     log.info("%s", metrics.summary())
     return metrics
 

@@ -219,6 +219,7 @@ class Extractor:
             log.info("compiling the step for %d rows of %d tokens", *shape)
             spec = replace(self.plan.step, rows=shape.rows, length=shape.length)
             self._compiled[shape] = compile_step(self.model, spec, self._params, self._partition)
+            self.plan = self.plan.fitted(self._compiled[shape].memory, topology(self.config.run).device_bytes)
         return LoadedStep(self._compiled[shape], ModelWeights(self._params), shape.rows)
 
     def _steps(self, documents: Sequence[TokenisedDocument]) -> Iterator[_Dispatched]:

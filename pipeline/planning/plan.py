@@ -5,7 +5,7 @@ Pure arithmetic, so mistakes are reported before weights are read and anything i
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from pipeline.cluster.topology import Topology, reserved_bytes
 from pipeline.config.schema import RunConfig
@@ -19,8 +19,15 @@ from pipeline.planning.model_facts import ModelFacts
 from pipeline.planning.streams import StreamPlan, plan_streams, require_rows, with_note_on_first_rows
 from pipeline.planning.units import shown_bytes
 from pipeline.planning.weights import WeightsPlan, plan_weights
+from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import MIB, SIDE_BYTES
+
+_GIB = 1 << 30
+STEP_REMEDY = (
+    "Lower batch.rows (plan.search=true with a topology finds the largest that fits) or batch.length, divide the "
+    "weights (model.weights=fsdp), or use more or larger devices."
+)
 
 
 class StoredGeometry(NamedTuple):
@@ -89,6 +96,27 @@ class Plan:
     def describe_notes(self) -> str:
         """The notes as lines of text."""
         return "\n".join(f"note      {note}" for note in self.notes)
+
+    def fitted(self, program: DeviceMemory, device_bytes: int | None) -> Self:
+        """The plan with as many steps in flight as a device has memory for (None: unknown). Raises ConfigError if not
+        even one step fits."""
+        steps = planned = self.memory.inflight_steps
+        while device_bytes is not None and steps > 0 and program.resident_bytes(steps) > device_bytes:
+            steps -= 1
+        if steps == 0 and 0 < program.peak_bytes <= device_bytes:  # temporaries may count gaps between buffers
+            steps = 1
+        if steps == planned:
+            return self
+        need = (
+            f"a step needs {program.resident_bytes(1) / _GIB:.2f} GiB of each device ({program.describe()}), which has "
+        )
+        need += f"{device_bytes / _GIB:.2f} GiB"
+        if self.reserved_bytes:
+            need += f" besides the {self.reserved_bytes / _GIB:.2f} of run.reserved_mib"
+        if steps == 0:
+            raise ConfigError(f"{need}. {STEP_REMEDY}")
+        note = f"{need}: {steps} instead of {planned} steps are in flight"
+        return replace(self, memory=replace(self.memory, inflight_steps=steps, notes=(*self.memory.notes, note)))
 
 
 def make_plan(

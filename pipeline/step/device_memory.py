@@ -25,6 +25,11 @@ class DeviceMemory:
             peak_bytes=memory.peak_memory_in_bytes,
         )
 
+    def describe(self) -> str:
+        """The parts, in GiB."""
+        parts = {"arguments": self.argument_bytes, "outputs": self.output_bytes, "temporaries": self.temporary_bytes}
+        return ", ".join(f"{name} {num_bytes / 2**30:.2f}" for name, num_bytes in parts.items())
+
     def resident_bytes(self, steps_in_flight: int) -> int:
         """Bytes per device while one step runs and the outputs of the other steps wait to be copied to the host."""
         return max(self.peak_bytes, self.argument_bytes + self.output_bytes + self.temporary_bytes) + (

@@ -91,19 +91,14 @@ def test_published_models_fit_slices(plans, case: str, record_property) -> None:
 
 
 LONG_ROWS = ("topology=v5e-4", "capture.layers=[0]", "batch.length=8192")
-TOO_MUCH = {
-    "by the compiler": (512, 40_000, "ran out of memory"),
-    "by the activations of the steps in flight": (256, 1_000_000, "with the activations of 4 steps in flight"),
-}
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("rows", "inflight_mib", "message"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
-def test_a_job_that_does_not_fit_is_refused_with_a_remedy(shapes, rows: int, inflight_mib: int, message: str) -> None:
-    done = plan(shapes, "Llama-3-8B", *LONG_ROWS, f"batch.rows={rows}", f"run.max_inflight_mib={inflight_mib}")
+def test_a_job_that_does_not_fit_is_refused_with_a_remedy(shapes) -> None:
+    done = plan(shapes, "Llama-3-8B", *LONG_ROWS, "batch.rows=512", "run.max_inflight_mib=40000")
     assert done.returncode == EXIT_INVALID
-    assert message in done.stderr
-    assert "Lower batch.rows (plan.search=true finds the largest that fits)" in done.stderr
+    assert "ran out of memory" in done.stderr
+    assert "Lower batch.rows (plan.search=true" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -116,7 +111,8 @@ def test_search_finds_the_largest_batch(shapes: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["hbm_bytes_needed"] < report["hbm_bytes"]
-    assert plan(shapes, "Llama-3-8B", *job, f"batch.rows={2 * report['rows']}").returncode == EXIT_INVALID
+    double = plan(shapes, "Llama-3-8B", *job, f"batch.rows={2 * report['rows']}", "plan.json=true")
+    assert double.returncode == EXIT_INVALID or json.loads(double.stdout)["steps_in_flight"] == 1
 
 
 KERNELS = """

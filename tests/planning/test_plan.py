@@ -27,9 +27,8 @@ from pipeline.models.head import Head
 from pipeline.models.leaves import make_leaf
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
-from pipeline.planning.slice.chips import parse_slice
-from pipeline.planning.slice.compile_check import DoesNotFit, require_room
 from pipeline.planning.units import shown_bytes
+from pipeline.step.device_memory import DeviceMemory
 from pipeline.store.format.layout import MIB
 from tests.specs import LLAMA, SPARSE_SITES
 
@@ -370,11 +369,35 @@ def test_reserved_device_memory_is_not_used():
     plan = planned(replace(BASE, run=run), topology=Topology(devices=4, device_bytes=left))
     assert (left, plan.reserved_bytes) == (2000 * MIB, 3000 * MIB)
     assert "reserved  3000 MiB on each device, for other uses" in plan.describe()
-    chips = parse_slice("v5e-4")
-    require_room(0, chips.chip.hbm_bytes - 3000 * MIB, plan, chips)
-    inflight = f"with the activations of {plan.memory.inflight_steps} steps in flight"
-    with pytest.raises(DoesNotFit, match=rf"{inflight}; v5e has 12.82 besides the 2.93 of run.reserved_mib"):
-        require_room(0, chips.chip.hbm_bytes - 3000 * MIB + 1, plan, chips)
+
+
+GIB = 1 << 30
+FITTED = {  # arguments, outputs, temporaries, peak and the device's memory in GiB -> steps in flight of four
+    "all": ((4, 1, 2, 6), 10, 4),
+    "unknown memory": ((4, 1, 2, 6), None, 4),
+    "fewer": ((4, 1, 2, 6), 9.9, 3),
+    "one": ((4, 1, 2, 6), 7.5, 1),
+    "one, by its peak": ((4, 1, 2, 6), 6.5, 1),
+    "none": ((4, 1, 2, 6), 5.9, None),
+    "none, without a peak": ((4, 1, 2, 0), 6.9, None),
+}
+
+
+@pytest.mark.parametrize(("parts", "device", "steps"), FITTED.values(), ids=FITTED.keys())
+def test_as_many_steps_are_in_flight_as_fit_into_a_device(parts, device, steps):
+    plan = replace(planned(), reserved_bytes=GIB // 2)
+    program = DeviceMemory(*(part * GIB for part in parts))
+    device_bytes = device and int(device * GIB)
+    need = r"a step needs 7.00 GiB of each device \(arguments 4.00, outputs 1.00, temporaries 2.00\), which has "
+    need += r"\d\.\d0 GiB besides the 0.50 of run.reserved_mib"
+    if steps is None:
+        with pytest.raises(ConfigError, match=rf"{need}\. Lower batch.rows"):
+            plan.fitted(program, device_bytes)
+        return
+    fitted = plan.fitted(program, device_bytes)
+    assert fitted.memory.inflight_steps == steps
+    assert (fitted == plan) == (steps == 4)
+    assert steps == 4 or re.fullmatch(rf"{need}: {steps} instead of 4 steps are in flight", fitted.notes[-1])
 
 
 def test_rows_must_divide_among_the_devices():

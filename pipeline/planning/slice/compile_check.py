@@ -24,8 +24,8 @@ from pipeline.models.leaves import LeafTree
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.models.sae.params import abstract_params as abstract_sae
-from pipeline.planning.plan import Plan
-from pipeline.planning.slice.chips import GIB, Slice
+from pipeline.planning.plan import STEP_REMEDY, Plan
+from pipeline.planning.slice.chips import Slice
 from pipeline.step.compiled_step import compile_step, make_partition
 from pipeline.step.device_memory import DeviceMemory
 
@@ -42,15 +42,6 @@ _LIBTPU_OPTIONS = {
     # No chip is used, so another process may load libtpu at the same time.
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-
-_REMEDY = (
-    "Lower batch.rows (plan.search=true finds the largest that fits), batch.length or run.max_inflight_mib, divide the "
-    "weights (model.weights=fsdp), or use more or larger chips."
-)
-
-
-class DoesNotFit(ConfigError):
-    """A program needs more memory than a chip has."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +79,7 @@ def abstract_weights(config: RunConfig, leaves: LeafTree, partition: Partition) 
 
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
-    """Compiles the step of a run with this plan. Raises DoesNotFit."""
+    """Compiles the step of a run with this plan. Raises ConfigError if it does not fit."""
     partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
     leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.head_outputs))
     params = abstract_weights(config, leaves, partition)
@@ -104,9 +95,9 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         if not is_out_of_memory(error):
             raise
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
-        raise DoesNotFit(
+        raise ConfigError(
             f"a step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
-            f"{_REMEDY}"
+            f"{STEP_REMEDY}"
         ) from error
     text = step.executable.as_text()
     return Program(
@@ -124,19 +115,6 @@ def count_collectives(program_text: str) -> dict[str, int]:
     collectives inside `shard_map` have the same channel."""
     found = {(kind, chain or name) for name, kind, chain in _COLLECTIVE.findall(program_text)}
     return dict(collections.Counter(kind for kind, _ in found))
-
-
-def require_room(step_bytes: int, all_bytes: int, plan: Plan, tpu_slice: Slice) -> None:
-    """Raises DoesNotFit if `all_bytes`, with all steps in flight, exceed a chip's memory. `step_bytes` is for one
-    step."""
-    available = tpu_slice.chip.hbm_bytes - plan.reserved_bytes
-    if all_bytes > available:
-        reserved = f" besides the {plan.reserved_bytes / GIB:.2f} of run.reserved_mib" if plan.reserved_bytes else ""
-        raise DoesNotFit(
-            f"a step needs {step_bytes / GIB:.2f} GiB of a chip's memory, and {all_bytes / GIB:.2f} with the "
-            f"activations of {plan.memory.inflight_steps} steps in flight; {tpu_slice.chip.name} has "
-            f"{available / GIB:.2f}{reserved}. {_REMEDY}"
-        )
 
 
 def largest_power(fits: Callable[[int], bool], limit: int = 1 << 12) -> int:

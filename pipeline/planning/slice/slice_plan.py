@@ -19,7 +19,7 @@ from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
-from pipeline.planning.slice.compile_check import Program, compile_program, largest_power, require_room, slice_devices
+from pipeline.planning.slice.compile_check import Program, compile_program, largest_power, slice_devices
 from pipeline.planning.slice.packed_rows import attention_shares
 from pipeline.planning.slice.roofline import (
     BUCKET_WRITES_PER_S,
@@ -36,6 +36,7 @@ from pipeline.planning.slice.roofline import (
     traffic,
 )
 from pipeline.planning.units import shown_bytes
+from pipeline.step.device_memory import DeviceMemory
 from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS
 
 log = logging.getLogger("pipeline")
@@ -146,7 +147,7 @@ def print_slice_plan(config: RunConfig) -> None:
 def plan_slice(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
     """Compiles the step for the slice, and plans the job. Raises ConfigError for a job that does not fit."""
     job = plan_job(config, model, tpu_slice)
-    return make_slice_plan(config, model, tpu_slice, job, _compile(config, model, tpu_slice, job))
+    return make_slice_plan(config, model, tpu_slice, *_compile(config, model, tpu_slice, job))
 
 
 def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
@@ -164,7 +165,9 @@ def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
             if job.memory.inflight_steps == 1 and rows_per_chip > 1:
                 log.info("%d rows per chip: two steps exceed run.max_inflight_mib", rows_per_chip)
                 return False
-            program = _compile(tried, model, tpu_slice, job)
+            job, program = _compile(tried, model, tpu_slice, job)
+            if job.memory.inflight_steps == 1 and rows_per_chip > 1:
+                raise ConfigError(job.memory.notes[-1])
         except ConfigError as error:
             if rows_per_chip == 1:
                 raise
@@ -192,14 +195,13 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
     return make_plan(config, model, num_source_shards, topology, encoders=encoders)
 
 
-def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Program:
-    """Compiles the step. Raises DoesNotFit, before compiling if weights and outputs alone are too large."""
-    outputs, inflight_steps = _output_bytes(job, tpu_slice), job.memory.inflight_steps
-    weights = job.weights.device_bytes
-    require_room(weights + outputs, weights + inflight_steps * outputs, job, tpu_slice)
+def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> tuple[Plan, Program]:
+    """Compiles the step, and plans the steps in flight that fit. Raises ConfigError if one does not, before compiling
+    if weights and outputs alone are too large."""
+    available = tpu_slice.chip.hbm_bytes - job.reserved_bytes
+    job = job.fitted(DeviceMemory(job.weights.device_bytes, _output_bytes(job, tpu_slice), 0, 0), available)
     program = compile_program(model, job, config, slice_devices(tpu_slice))
-    require_room(program.resident_bytes(1), program.resident_bytes(inflight_steps), job, tpu_slice)
-    return program
+    return job.fitted(program, available), program
 
 
 def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> SlicePlan:
