@@ -29,7 +29,7 @@ import jax, numpy as np
 from pipeline.cluster.sharding import make_mesh
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints.exchange import Exchange
-from pipeline.models.checkpoints.leaf_reading import read_int8, read_items, read_leaf
+from pipeline.models.checkpoints.leaf_reading import read_items, read_leaf
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
@@ -50,20 +50,18 @@ for path in sys.argv[1:]:
     leaves = jax.tree.leaves(model.leaves((ActivationKey(model.num_layers - 1, Site.resid_post),)))
     for with_int8 in (False, True):
         for process in (0, 7, 15):
-            held, dtype = 0, None if with_int8 else np.dtype(np.float32)
+            held = 0
             read.clear()
             for leaf in leaves:
                 sharding, is_int8 = partition.leaf_sharding(leaf), with_int8 and leaf.is_matrix
                 indices = sharding.devices_indices_map(leaf.shape).items()
                 parts = {repr(index): index for device, index in indices if device.process_index == process}
                 held += 4 * len(parts) * np.prod(sharding.shard_shape(leaf.shape))
-                exchange = Exchange.of(leaf, sharding, is_int8)
+                exchange, dtype = Exchange.of(leaf, sharding, is_int8), None if is_int8 else np.dtype(np.float32)
                 if exchange is not None:
-                    read_items(model.checkpoint, leaf, exchange.items(process), dtype if not is_int8 else None)
-                elif is_int8:
-                    read_int8(model.checkpoint, leaf, [*parts.values()])
+                    read_items(model.checkpoint, leaf, dtype, exchange.items(process))
                 else:
-                    read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [*parts.values()])
+                    read_leaf(model.checkpoint, leaf, dtype, [*parts.values()])
             print(path.rpartition("/")[2], with_int8, process, sum(read) / held)
 """
 

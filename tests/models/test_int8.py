@@ -16,7 +16,7 @@ from pipeline.config.composing import PACKAGE
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints import leaf_reading
-from pipeline.models.checkpoints.leaf_reading import read_int8, read_leaf
+from pipeline.models.checkpoints.leaf_reading import read_leaf
 from pipeline.models.int8_weights import Int8Weight, quantise, with_int8_inputs
 from pipeline.models.layers import project
 from pipeline.models.partition import Partition
@@ -188,13 +188,13 @@ def test_a_part_has_the_scales_of_whole_channels(family: str, name: str, piece_b
     block, _, weight = name.partition(".")
     leaf = model.leaves((LAST,))["runs"][0][block][weight]
     whole = (slice(None),) * len(leaf.shape)
-    (exact,) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [whole])
+    ((exact,),) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [whole])
     values, scale = quantise(exact, leaf.num_inputs)
     for axis in range(len(leaf.shape)):
         part = tuple(slice(1, 3) if i == axis else slice(None) for i in range(len(leaf.shape)))
-        (got,) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [part])
+        ((got,),) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [part])
         np.testing.assert_array_equal(got, exact[part])
-        (got_values,), (got_scale,) = read_int8(model.checkpoint, leaf, [part])
+        (got_values,), (got_scale,) = read_leaf(model.checkpoint, leaf, None, [part])
         np.testing.assert_array_equal(got_values, values[part])
         np.testing.assert_array_equal(got_scale, scale[part[: scale.ndim]])
 

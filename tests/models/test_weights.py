@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint
-from pipeline.models.checkpoints.leaf_reading import read_int8, read_leaf
+from pipeline.models.checkpoints.leaf_reading import read_leaf
 from pipeline.models.leaves import needed_leaves, num_params
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import NUM_LAYERS, save_random
@@ -87,7 +87,7 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
     model = open_model(str(tmp_path))
     q = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"]["q"]
     index += (slice(None),) * (len(q.shape) - len(index))
-    whole, part = read_leaf(model.checkpoint, q, np.dtype(np.float32), [(slice(None),) * len(q.shape), index])
+    ((whole, part),) = read_leaf(model.checkpoint, q, np.dtype(np.float32), [(slice(None),) * len(q.shape), index])
     assert whole.shape == q.shape == (3, 4, 8, 32)
     np.testing.assert_array_equal(part, whole[index])
 
@@ -111,10 +111,10 @@ def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_pat
 
     monkeypatch.setattr(model.checkpoint, "rows", counted)
     if with_int8:
-        values, scales = read_int8(model.checkpoint, o, parts)
+        values, scales = read_leaf(model.checkpoint, o, None, parts)
         assert [scale.shape for scale in scales] == [part.shape[:2] for part in values]
     else:
-        values = read_leaf(model.checkpoint, o, np.dtype(np.float32), parts)
+        (values,) = read_leaf(model.checkpoint, o, np.dtype(np.float32), parts)
     assert np.concatenate(values, axis=axis).shape == o.shape
     assert len(set(rows)) == len(rows)
     assert sum(stop - start for _, start, stop in rows) == 4 * 32  # four tensors' rows
@@ -137,7 +137,7 @@ def test_parts_of_leaves_with_other_axes_than_the_file_are_read(family: str, nam
     assert leaf.layer_shape == expected.shape
     for part in (np.s_[:, :, :], np.s_[1:2, 1:3, :], np.s_[:1, :, 2:5]):
         index = (slice(1, 2), *part, *[slice(None)] * (expected.ndim - 3))
-        (got,) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [index])
+        ((got,),) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [index])
         np.testing.assert_array_equal(got[0], expected[index[1:]])
 
 

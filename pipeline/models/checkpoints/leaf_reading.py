@@ -21,39 +21,29 @@ Index = tuple[slice, ...]
 """A part of a leaf: the index that `jax.make_array_from_callback` passes."""
 
 
-def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, indices: Sequence[Index]) -> list[np.ndarray]:
-    """Reads parts of a leaf. Only rows of HF's first axis that the parts cover are read, each row once."""
-    parts = [aligned_empty(_shape(leaf.shape, index), dtype) for index in indices]
-    for piece in _pieces(checkpoint, leaf, indices):
+def read_leaf(
+    checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype | None, indices: Sequence[Index]
+) -> list[list[np.ndarray]]:
+    """Reads parts of a leaf in `dtype`; if it is None, as int8, with a second list: the scales of the parts' output
+    channels. A scale is that of the whole channel, also if a part contains only some of its inputs.
+
+    Only rows of HF's first axis that the parts cover are read, each row once."""
+    arrays = [_empty(_shape(leaf.shape, index), leaf, dtype) for index in indices]
+    num_axes = len(leaf.axes) - leaf.num_inputs  # of scales
+    for piece in _pieces(checkpoint, leaf, indices, whole_channels=dtype is None):
+        converted = _converted(piece.values, leaf, dtype)
         for number, index in piece.by_part.items():
-            parts[number][piece.tensor][piece.rows] = piece.values[index]
-    return parts
+            for array, part, axes in zip(arrays[number], converted, (None, num_axes), strict=False):  # values, scales
+                array[piece.tensor][piece.rows[:axes]] = part[index[:axes]]
+    return [list(parts) for parts in zip(*arrays, strict=True)]
 
 
-def read_int8(
-    checkpoint: Checkpoint, leaf: Leaf, indices: Sequence[Index]
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Reads parts of a leaf as int8, with the scales of their output channels. A scale is that of the whole channel,
-    also if a part contains only some of its inputs."""
-    values = [aligned_empty(_shape(leaf.shape, index), np.int8) for index in indices]
-    scales = [np.empty(part.shape[: -leaf.num_inputs], np.float32) for part in values]
-    num_outputs = len(leaf.axes) - leaf.num_inputs
-    for piece in _pieces(checkpoint, leaf, indices, whole_channels=True):
-        piece_values, piece_scale = quantise(piece.values, leaf.num_inputs)
-        for number, index in piece.by_part.items():
-            values[number][piece.tensor][piece.rows] = piece_values[index]
-            scales[number][piece.tensor][piece.rows[:num_outputs]] = piece_scale[index[:num_outputs]]
-    return values, scales
-
-
-def read_items(checkpoint: Checkpoint, leaf: Leaf, items: range, dtype: np.dtype | None) -> list[np.ndarray]:
+def read_items(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype | None, items: range) -> list[np.ndarray]:
     """Reads items of a leaf (see `exchange.py`) [items, *other axes], in our order of axes: one array in `dtype`, or if
     it is None, int8 values and their scales."""
     size, axis = leaf.axes[0], leaf.order.index(0)
     sizes = [leaf.axes[axis] for axis in leaf.order if axis != 0]
-    arrays = [aligned_empty((len(items), *sizes), dtype or np.int8)]
-    if dtype is None:
-        arrays.append(np.empty((len(items), *sizes[: len(sizes) - leaf.num_inputs]), np.float32))
+    arrays = _empty((len(items), *sizes), leaf, dtype)
     step = max(1, (_PIECE_BYTES if dtype else _PIECE_BYTES // 2) // _item_bytes(leaf))
     pieces, start = [], items.start
     while start < items.stop:
@@ -62,11 +52,20 @@ def read_items(checkpoint: Checkpoint, leaf: Leaf, items: range, dtype: np.dtype
         start += len(pieces[-1][1])
     position, reads = 0, (partial(_read_items, checkpoint, leaf, *piece) for piece in pieces)
     for values in _call_in_order(reads, checkpoint.is_remote):
-        values = np.moveaxis(values, axis, 0)
-        for array, part in zip(arrays, [values] if dtype else quantise(values, leaf.num_inputs), strict=True):
+        for array, part in zip(arrays, _converted(np.moveaxis(values, axis, 0), leaf, dtype), strict=True):
             array[position : position + len(part)] = part
-        position += len(values)
+        position += len(part)
     return arrays
+
+
+def _empty(shape: tuple[int, ...], leaf: Leaf, dtype: np.dtype | None) -> list[np.ndarray]:
+    """The array of values; for int8, also of scales."""
+    scales = [] if dtype else [np.empty(shape[: -leaf.num_inputs], np.float32)]
+    return [aligned_empty(shape, dtype or np.int8), *scales]
+
+
+def _converted(values: np.ndarray, leaf: Leaf, dtype: np.dtype | None) -> Sequence[np.ndarray]:
+    return [values] if dtype else quantise(values, leaf.num_inputs)
 
 
 def _shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:

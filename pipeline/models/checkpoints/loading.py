@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, Axis, KeyTable, LayerBlocks, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
 from pipeline.models.checkpoints.exchange import Exchange
-from pipeline.models.checkpoints.leaf_reading import Index, read_int8, read_items, read_leaf
+from pipeline.models.checkpoints.leaf_reading import Index, read_items, read_leaf
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
 from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight
@@ -113,34 +113,29 @@ def load_params(
     """
 
     def load(leaf: Leaf) -> Callable[[], Array | Int8Weight]:
-        sharding, is_int8 = place(leaf), with_int8 and leaf.is_matrix
-        exchange, kept_dtype = Exchange.of(leaf, sharding, is_int8), np.dtype(leaf.dtype(dtype))
+        sharding = place(leaf)
+        kept_dtype = None if with_int8 and leaf.is_matrix else np.dtype(leaf.dtype(dtype))
+        shapes = [leaf.shape] if kept_dtype else [leaf.shape, leaf.shape[: -leaf.num_inputs]]  # of values and scales
+        shardings = [without_inputs(sharding, len(shape)) for shape in shapes]
+        exchange = Exchange.of(leaf, sharding, kept_dtype is None)
         if exchange is not None:
-            items = exchange.items(jax.process_index())
-            read = read_items(checkpoint, leaf, items, None if is_int8 else kept_dtype)
-            arrays = jax.block_until_ready([exchange.on_devices(values) for values in read])
-            return partial(_exchanged, exchange, arrays, sharding)
+            items = read_items(checkpoint, leaf, kept_dtype, exchange.items(jax.process_index()))
+            divided = jax.block_until_ready([exchange.on_devices(values) for values in items])
+            return lambda: _weight(map(exchange.exchanged, divided, shardings))
         indices = sharding.addressable_devices_indices_map(leaf.shape).values()
         parts = {_bounds(index, leaf.shape): index for index in indices}
-        if is_int8:
-            weight = _int8_weight(leaf, sharding, parts, *read_int8(checkpoint, leaf, [*parts.values()]))
-        else:
-            values = read_leaf(checkpoint, leaf, kept_dtype, [*parts.values()])
-            weight = _on_devices(leaf.shape, sharding, dict(zip(parts, values, strict=True)))
-        jax.block_until_ready(weight)  # frees the host's copy
+        read = read_leaf(checkpoint, leaf, kept_dtype, [*parts.values()])
+        weight = _weight(map(partial(_on_devices, parts), shapes, shardings, read))
         return lambda: weight
 
     # All processes must exchange leaves in the same order, so on one thread.
     return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS, finish=lambda weight: weight())
 
 
-def _exchanged(exchange: Exchange, arrays: Sequence[Array], sharding: NamedSharding) -> Array | Int8Weight:
-    """The leaf, from its items or from the items' int8 values and scales."""
-    weights = [
-        exchange.exchanged(array, without_inputs(sharding, len(sharding.spec) - number * exchange.leaf.num_inputs))
-        for number, array in enumerate(arrays)
-    ]
-    return Int8Weight(*weights) if len(weights) > 1 else jax.block_until_ready(weights[0])
+def _weight(arrays: Iterable[Array]) -> Array | Int8Weight:
+    """The weight, or from values and scales an int8 weight, once it is on the devices, which frees the host's copy."""
+    values, *scales = jax.block_until_ready(list(arrays))
+    return Int8Weight(values, *scales) if scales else values
 
 
 def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: bool = False) -> Params:
@@ -186,24 +181,12 @@ class WeightBytes:
         return Partition(AbstractMesh((fsdp, tensor), ("data", "tensor")), fsdp > 1)
 
 
-def _int8_weight(
-    leaf: Leaf,
-    sharding: Sharding,
-    parts: Iterable[_Bounds],
-    values: Iterable[np.ndarray],
-    scales: Iterable[np.ndarray],
-) -> Int8Weight:
-    """Builds the weight from its parts. Its scales are sharded like its output channels."""
-    shape = leaf.shape[: -leaf.num_inputs]
-    scale_parts = {bounds[: len(shape)]: scale for bounds, scale in zip(parts, scales, strict=True)}
-    return Int8Weight(
-        _on_devices(leaf.shape, sharding, dict(zip(parts, values, strict=True))),
-        _on_devices(shape, without_inputs(sharding, len(shape)), scale_parts),
-    )
-
-
-def _on_devices(shape: tuple[int, ...], sharding: Sharding, parts: Mapping[_Bounds, np.ndarray]) -> Array:
-    return jax.make_array_from_callback(shape, sharding, lambda index: parts[_bounds(index, shape)])
+def _on_devices(
+    parts: Iterable[_Bounds], shape: tuple[int, ...], sharding: Sharding, values: Iterable[np.ndarray]
+) -> Array:
+    """An array from the values of its parts, whose bounds may have more axes."""
+    by_bounds = {bounds[: len(shape)]: part for bounds, part in zip(parts, values, strict=True)}
+    return jax.make_array_from_callback(shape, sharding, lambda index: by_bounds[_bounds(index, shape)])
 
 
 def _bounds(index: Index, shape: tuple[int, ...]) -> _Bounds:
