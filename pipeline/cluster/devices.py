@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import os
-from pathlib import Path
 
 import jax
 
@@ -12,7 +11,7 @@ from pipeline.cluster.topology import Topology, unreserved
 from pipeline.config.schema import RunOptions
 from pipeline.core.cores import num_cores
 from pipeline.core.errors import ConfigError
-from pipeline.core.memory import device_memory
+from pipeline.core.memory import device_memory, host_memory
 
 _FEW_CORES = 2  # up to this number, a second step in flight did not help when measured
 _COORDINATOR_PORT = 8476  # JAX's, until 0.8.1; firewalls that come with a TPU slice open it, but not JAX's 8482
@@ -28,7 +27,7 @@ def skip_absent_tpu() -> bool:
     """
     if "tpu" in (jax.config.jax_platforms or ""):
         os.environ.setdefault("JAX_COORDINATOR_PORT", str(_COORDINATOR_PORT))
-        pages = min(_MAX_TRANSFER_BUFFER, _host_memory() // 8) >> 12
+        pages = min(_MAX_TRANSFER_BUFFER, host_memory() // 8) >> 12
         os.environ.setdefault("TPU_PREMAPPED_BUFFER_SIZE", str(pages << 12))
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if jax.config.jax_platforms is None and importlib.util.find_spec("libtpu") and not plugins:
@@ -64,7 +63,7 @@ def topology(run: RunOptions) -> Topology:
     return Topology(
         devices=jax.device_count(),
         device_bytes=_device_bytes(run),
-        host_memory=_host_memory(),
+        host_memory=host_memory(),
         few_cores=jax.default_backend() == "cpu" and num_cores() <= _FEW_CORES,
         processes=jax.process_count(),
         process=jax.process_index(),
@@ -77,13 +76,3 @@ def _device_bytes(run: RunOptions) -> int | None:
     """The bytes of each device that the run may use; None if JAX does not report them, as on the CPU."""
     limit = device_memory(jax.local_devices()[0])
     return None if limit is None else unreserved(limit, run)
-
-
-def _host_memory() -> int:
-    """The memory of this host in bytes, or the limit of its container if that is lower."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:  # no container, or one without cgroup v2
-        return memory
-    return min(memory, int(limit)) if limit.isdecimal() else memory

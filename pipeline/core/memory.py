@@ -1,6 +1,8 @@
-"""Memory of the host that XLA uses as it is, and the memory of devices."""
+"""Memory of the host that XLA uses as it is, and the sizes of host and devices."""
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,3 +27,13 @@ def device_memory(device: Any) -> int | None:
         return (device.memory_stats() or {}).get("bytes_limit")
     except RuntimeError:  # JAX's error for devices that are not here
         return None
+
+
+def host_memory() -> int:
+    """The memory of this host in bytes, or the limit of its container if that is lower."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:  # no container, or one without cgroup v2
+        return memory
+    return min(memory, int(limit)) if limit.isdecimal() else memory

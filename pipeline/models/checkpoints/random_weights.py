@@ -1,11 +1,9 @@
 """Random parameters of the right shapes, for benchmarks. They need only a config.json."""
 
 import math
-import os
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +12,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, UInt32
 
 from pipeline.core.errors import ConfigError
+from pipeline.core.memory import host_memory
 from pipeline.models.checkpoints.loading import Placement, build_params, without_inputs
 from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight, quantise
@@ -35,7 +34,7 @@ def random_params(
     if jax.default_backend() == "cpu":
         itemsize = 1 if with_int8 else np.dtype(dtype).itemsize
         needed = sum(_local_size(leaf, place(leaf)) for leaf in jax.tree.leaves(leaves)) * itemsize
-        if needed > (available := _host_bytes()):
+        if needed > (available := host_memory()):
             raise ConfigError(
                 f"model.init=random: the weights that config.json describes need {needed / 2**30:,.0f} GiB, but this "
                 f"machine has {available / 2**30:,.0f} GiB. Choose a smaller model."
@@ -60,15 +59,6 @@ def random_params(
 def _local_size(leaf: Leaf, sharding: Sharding) -> int:
     """The number of a leaf's values on this process's devices."""
     return math.prod(sharding.shard_shape(leaf.shape)) * len(sharding.addressable_devices)
-
-
-def _host_bytes() -> int:
-    """The host's memory, or the container's limit, in bytes."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    except (OSError, ValueError):  # no container, or no limit ("max")
-        return total
 
 
 @cache
