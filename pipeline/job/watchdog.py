@@ -1,18 +1,25 @@
-"""Reports a run that makes no progress, and ends it if that does not change."""
+"""Reports a run that makes no progress, and ends it if that does not change.
+
+A thread that waits lets the watchdog's thread report and end the run. A thread that computes without releasing Python's
+lock, such as a template that multiplies huge numbers, stops that thread, too: `faulthandler`'s timer then ends the run.
+"""
 
 import faulthandler
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Protocol
 
 from pipeline.core.errors import EXIT_FAILED
 
 log = logging.getLogger("pipeline")
+
+_MAX_S = 1e8  # a longer timeout, three years, stands for none: a library must not end its process
 
 
 class Watched(Protocol):
@@ -46,8 +53,13 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self) -> None:
+        with time_limit(self._timeout_s) as restart:
+            self._watch_steps(restart)
+
+    def _watch_steps(self, restart: Callable[[], None]) -> None:
         reported = 0.0  # `last_step` at the last report
         while not self._done.wait(min(self._timeout_s / 4, 10)):
+            restart()
             stalled_s = time.monotonic() - self._metrics.last_step
             if stalled_s >= 2 * self._timeout_s:
                 try:
@@ -64,6 +76,24 @@ class Watchdog:
     def _report(self, stalled_s: float) -> str:
         stages = ", ".join(f"{thread}: {stage}" for thread, stage in list(self._metrics.stages.items()))
         return f"no step has finished for {stalled_s:.0f} s ({stages}; pipeline/job/metrics.py explains the stages)."
+
+
+@contextmanager
+def time_limit(timeout_s: float) -> Iterator[Callable[[], None]]:
+    """Prints the stacks and ends the process, with exit code 1, after twice `timeout_s`, even if no thread can run
+    Python code. Yields a function that starts the time anew."""
+
+    def restart() -> None:
+        faulthandler.dump_traceback_later(2 * timeout_s, exit=True, file=sys.__stderr__)
+
+    if timeout_s > _MAX_S:
+        yield lambda: None
+        return
+    restart()
+    try:
+        yield restart
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _print_stacks() -> None:
