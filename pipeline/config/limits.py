@@ -3,6 +3,7 @@
 `pipeline.planning` checks values against each other; sources, models and tokenizers check what depends on their files.
 """
 
+import datetime
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,6 +114,18 @@ class Names:
         return "a non-empty string, or a list of them"
 
 
+@dataclass(frozen=True)
+class Date:
+    def admits(self, value: str) -> bool:
+        try:
+            return datetime.date.fromisoformat(value).isoformat() == value
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        return "a date, as in 2026-07-01"
+
+
 # Ranges without a technical limit end where a value can only be a typing error.
 _COUNT = Between(1, 1_000_000_000)
 _FEW = Between(1, 1_000_000)  # processes and devices
@@ -120,7 +133,7 @@ _THREADS = Between(1, 10_000)
 _SIZE = Between(0, 1_000_000_000, is_first_open=True)
 _SHARE = Between(0, 1, is_first_open=True)
 _SEED = Between(-(1 << 63), (1 << 63) - 1)
-_DATA: dict[str, Limits] = {"num_streams": _COUNT}
+_DATA: dict[str, Limits] = {"num_streams": _COUNT, "date": Date()}
 
 # By the names of the dataclasses in schema.py. Every number and every path has limits. null is allowed if the type is
 # optional.

@@ -94,6 +94,13 @@ class DataConfig:
     )
     prefix: str | None = key(None, "text of a single token to put before every document, e.g. `<|endoftext|>`")
     suffix: str | None = key(None, "text of a single token to put after every document; not for `data=generate`")
+    template_kwargs: Any = key(  # any JSON value by str
+        None, "with `template=chat`: variables for the chat template, e.g. `{enable_thinking: false}`; null: none"
+    )
+    date: str | None = key(
+        None,
+        "the date that a chat template with `strftime_now` writes, e.g. `2026-07-01`; null: when the store is created",
+    )
 
 
 @dataclass(frozen=True)

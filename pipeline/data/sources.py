@@ -50,6 +50,13 @@ def open_source(
     )
 
 
+def renders_chat(config: DataConfig) -> bool:
+    """Whether documents, or the prompts' documents, are rendered with a chat template."""
+    if isinstance(config, GenerateData) and isinstance(config.prompts, DataConfig) and renders_chat(config.prompts):
+        return True
+    return isinstance(config, ArcData | GenerateData) and config.template is Template.chat
+
+
 def num_named_files(config: DataConfig) -> int | None:
     """The number of files, which are the source shards, where the configuration names each of them; None if the data
     must be opened to count source shards."""

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from pipeline.config.choices import SpecialTokens
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.core.file_errors import named_writing_errors
@@ -63,7 +64,8 @@ def find_tokenizer(summary: Summary, path: str | None) -> TextTokenizer | None:
     if location is None:
         return None
     try:
-        tokenizer = load_tokenizer(location, revision=None if path else model.get("revision"))
+        revision = None if path else model.get("revision")
+        tokenizer = load_tokenizer(location, revision=revision, special_tokens=SpecialTokens.none)  # it only decodes
     except PipelineError as error:
         if path:
             raise

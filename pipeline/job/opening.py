@@ -21,13 +21,14 @@ from pipeline.data.demand import shortfall
 from pipeline.data.documents import Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, open_selection
-from pipeline.data.sources import open_source
+from pipeline.data.sources import open_source, renders_chat
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.job.identity import data_identity, store_metadata
 from pipeline.job.manifests import JobManifest
-from pipeline.job.revisions import model_revision, with_commit
+from pipeline.job.revisions import model_revision, with_commit, with_date
+from pipeline.job.watchdog import time_limit
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
@@ -201,8 +202,13 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     storage = open_storage(config.store, processes.count() * config.run.worker_count)
     stored = read_metadata(storage)
     revision = model_revision(config, stored)
+    stored_data = stored.config.get("data") if stored else None
+    config = replace(config, data=with_date(config.data, stored_data))
     model, tokenizer = open_model_and_tokenizer(config, revision)
-    config = replace(config, data=with_commit(config.data, stored.config.get("data") if stored else None))
+    if renders_chat(config.data):
+        with time_limit(config.run.stall_timeout_s):
+            tokenizer.require_chat()
+    config = replace(config, data=with_commit(config.data, stored_data))
     manifest = JobManifest(storage)
     source = open_source(config.data, tokenizer, manifest.agree)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
@@ -242,6 +248,8 @@ def open_model_and_tokenizer(config: RunConfig, revision: str | None) -> tuple[M
         special_tokens=data.special_tokens,
         prefix=data.prefix,
         suffix=data.suffix,
+        date=data.date,
+        template_kwargs=data.template_kwargs,
     )
     return model, tokenizer
 

@@ -1,17 +1,19 @@
-"""The commits of the Hugging Face Hub that a job reads: one commit per repository, the same in all processes.
+"""The commits of the Hugging Face Hub that a job reads, and its date: the same in all processes.
 
 The first process resolves the revision for all, so that a push meanwhile changes nothing. A store is resumed at the
 commits that it was created with, unless the configuration names a different revision.
 """
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pipeline.cluster.processes import any_process, from_first_process
+from pipeline.config.limits import shown
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import dataset_commit, is_hub_id
-from pipeline.data.sources import hub_repository
+from pipeline.data.sources import hub_repository, renders_chat
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.store.format.metadata import StoreMetadata
 
@@ -62,6 +64,26 @@ def with_commit(data: DataConfig, stored_data: object) -> DataConfig:
 
     commit = _agreed("data.path", data.path, repo is not None, resolve)
     return data if commit is None else replace(data, revision=commit)
+
+
+def with_date(data: DataConfig, stored_data: object) -> DataConfig:
+    """The data with the date for its chat template: the configured one, or that of the existing store, or today.
+
+    stored_data: as in `with_commit`. Every process of the job must call this. Raises ConfigError for a setting of chat
+    templates if there are no chats.
+    """
+    if not renders_chat(data):
+        for name in ("template_kwargs", "date"):
+            if getattr(data, name) is not None:
+                raise ConfigError(
+                    f"data.{name} is {shown(getattr(data, name))}, but no chat template is used. Set it to null, or "
+                    "data.template=chat."
+                )
+        return data
+    stored = stored_data.get("date") if isinstance(stored_data, dict) else None
+    date = from_first_process(lambda: data.date or stored or datetime.date.today().isoformat())
+    prompts = {"prompts": replace(data.prompts, date=date)} if isinstance(data, GenerateData) else {}
+    return replace(data, date=date, **prompts)
 
 
 def _agreed(key: str, path: str | None, is_hub: bool, resolve: Callable[[], str]) -> str | None:

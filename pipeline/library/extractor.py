@@ -90,10 +90,10 @@ class Extractor:
 
         Every other option is the last part of a key of the command's configuration, with its default and its values:
         revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
-        special_tokens, prefix and suffix of `data`; rows, packing and long_documents of `batch`; int8_group, outputs,
-        top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode and encode_* of
-        `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`; tensor of `mesh`;
-        reserved_mib of `run`.
+        special_tokens, prefix, suffix, template_kwargs and date of `data`; rows, packing and long_documents of `batch`;
+        int8_group, outputs, top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode
+        and encode_* of `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`;
+        tensor of `mesh`; reserved_mib of `run`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """
@@ -194,6 +194,7 @@ class Extractor:
                 "store.path": arguments.path("path", path),
                 "data.path": texts.write(folder, ids),
                 "run.max_tokens": max_tokens,
+                **{"data.template_kwargs": None, "data.date": None},  # the chats are rendered
             }
             config = configuration(self._settings, settings | {"run.stall_timeout_s": _NEVER_S})
             with preemption.stop_on_signals() as stop:

@@ -16,7 +16,7 @@ from pipeline.store.read.frameworks import parsed_dtype
 
 _OPTIONS = {
     "model": ("revision", "tokenizer", "weights_dtype", "activations_dtype", "attention", "weights", "init", "seed"),
-    "data": ("on_error", "special_tokens", "prefix", "suffix"),
+    "data": ("on_error", "special_tokens", "prefix", "suffix", "template_kwargs", "date"),
     "batch": ("rows", "length", "packing", "long_documents"),
     "capture": (
         *("layers", "sites", "dtype", "int8_group", "outputs", "top_logprobs", "on_not_finite", "positions", "every"),

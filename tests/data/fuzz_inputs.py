@@ -51,6 +51,11 @@ _TASK = {"train": [_GRID, _GRID], "test": [_GRID]}
 _CONFIG = {
     "bos_token": "w0",
     "eos_token": {"content": "w1", "lstrip": False},
+    "added_tokens_decoder": {"0": {"content": "w0", "special": True}, "1000": {"content": "<x>"}},
+    "extra_special_tokens": ["<y>"],
+    "split_special_tokens": False,
+    "add_bos_token": True,
+    "tokenizer_class": "PreTrainedTokenizerFast",
     "chat_template": "<{{ messages[0].content }}>",
 }
 _CHAT = """{%- if tools %}{{ raise_exception('no tools') }}{%- endif %}
@@ -66,7 +71,7 @@ _TEXT_TEMPLATE = """Question: {{ text }}
 {% for choice in choices.text %}
 {{ choices.label[loop.index0] }}. {{ choice | upper }}
 {% endfor %}
-{% if n > 3 %}{{ '%03d' % n }}{{ n ** 2 ~ '/' ~ n }}{% else %}{{ choices | tojson(indent=2) }}{% endif %}"""
+{% if n > 3 %}{{ '%03d' % n }}{{ n * 2 ~ '/' ~ n }}{% else %}{{ choices | tojson(indent=2) }}{% endif %}"""
 
 
 def _rows() -> list[dict]:
@@ -191,23 +196,23 @@ def _dumped(value: object) -> bytes:
 
 _ATOMS = [
     *("text", "n", "choices", "messages", "messages[0].content", "bos_token", "nothing", "'ab'", "''", "0", "3", "-1"),
-    *("10**9", "1e308", "none", "true", "[1, 2, 3]", "{'a': 1}", "ns.x", "i", "loop", "range(5)", "range(10**7)"),
+    *("none", "true", "[1, 2, 3]", "{'a': 1}", "ns.x", "i", "loop", "range(5)"),
     *("namespace(x=1)", "cycler(1, 2)", "text.upper", "lipsum", "strftime_now", "choices.keys()", "self", "dict"),
     *("text.__class__", "f(2)", "caller", "'%5000d'", "'{:>9}{}'", "when"),
 ]
 _FILTERS = [
-    *("abs", "batch(3)", "center(10**6)", "center(n)", "default('x')", "dictsort", "e", "first", "float"),
-    *("format(n)", "groupby('x')", "indent(3)", "indent(10**8)", "int", "items", "join(',')", "join(text)", "last"),
+    *("abs", "batch(3)", "center(n)", "default('x')", "dictsort", "e", "first", "float"),
+    *("format(n)", "groupby('x')", "indent(3)", "int", "items", "join(',')", "join(text)", "last"),
     *("length", "list", "lower", "map('upper')", "map('random')", "max", "min", "pprint", "random", "reject('odd')"),
-    *("replace('', text)", "replace('a', 'bb')", "reverse", "round(2)", "round(10**8, 'ceil')", "slice(2)"),
-    *("slice(10**9)", "sort", "string", "sum", "title", "tojson", "tojson(indent=4)", "trim", "truncate(5)"),
+    *("replace('', text)", "replace('a', 'bb')", "reverse", "round(2)", "slice(2)"),
+    *("sort", "string", "sum", "title", "tojson", "tojson(indent=4)", "trim", "truncate(5)"),
     *("unique", "upper", "urlencode", "wordcount", "wordwrap(2)", "xmlattr", "urlize", "attr('x')"),
     *("map(attribute='x')", "select", "selectattr('x')", "striptags"),
 ]
 _METHODS = [
-    *("upper()", "center(10**7)", "join(choices)", "replace('', text)", "split()", "format(n)", "format(text, text)"),
-    *("zfill(10**9)", "expandtabs(10**8)", "items()", "keys()", "now()", "isoformat()", "strftime('%c')", "x", "a"),
-    *("to_bytes(10**9, 'big')", "encode()", "index", "count('a')", "append(1)", "translate({97: text})", "__init__"),
+    *("upper()", "join(choices)", "replace('', text)", "split()", "format(n)", "format(text, text)"),
+    *("items()", "keys()", "now()", "isoformat()", "strftime('%c')", "x", "a"),
+    *("encode()", "index", "count('a')", "append(1)", "translate({97: text})", "__init__"),
 ]
 
 
@@ -220,7 +225,7 @@ def random_template(rng: random.Random) -> str:
         left = expression(depth - 1)
         match rng.randrange(8):
             case 0 | 1:
-                operator = rng.choice(["+", "-", "*", "/", "//", "%", "**", "~", "~", "==", "<", "in"])
+                operator = rng.choice(["+", "-", "*", "/", "//", "%", "~", "~", "==", "<", "in"])
                 return f"({left} {operator} {expression(depth - 1)})"
             case 2 | 3:
                 return f"({left})|{rng.choice(_FILTERS)}"
@@ -244,7 +249,7 @@ def random_template(rng: random.Random) -> str:
             case 6:
                 return f"{{% if {expression(2)} %}}{body}{{% else %}}y{{% endif %}}"
             case 7:
-                return f"{{% set ns.x = {rng.choice(['ns.x ~ ns.x', 'ns.x + ns.x', '[ns.x, ns.x]', expression(2)])} %}}"
+                return f"{{% set ns.x = {rng.choice(['[ns.x]', expression(2)])} %}}"
             case 8:
                 return f"{{% set z %}}{body}{{% endset %}}{{{{ z }}}}"
             case 9:
@@ -285,6 +290,7 @@ def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
     from pipeline.config.schema import ArcData, HfData, ParquetData
     from pipeline.data.sources import open_source
     from pipeline.data.text.chat import ChatSource
+    from pipeline.data.text.templates import ChatTemplate
     from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 
     on_error = rng.choice(list(OnError))
@@ -298,13 +304,11 @@ def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> str:
         special = SpecialTokens.none if is_chat else rng.choice(list(SpecialTokens))
         tokenizer = load_tokenizer(str(folder), special_tokens=special)
     elif kind == "random chat template":
-        named = {"bos_token": "w0"}
         tokenizer = TextTokenizer(
             tokenizer._tokenizer,
             name="words",
             digest="0",
-            chat=content.decode(),
-            named_tokens=named,
+            chat=ChatTemplate(content.decode(), "words", named_tokens={"bos_token": "w0"}),
             special_tokens=SpecialTokens.none,
         )
     file = folder / f"changed.{kind.partition('.')[2]}"

@@ -135,11 +135,7 @@ BAD_ROWS = {
     "empty": ({"text": ""}, "{{ text }}", "the text is empty"),
     "absent element": ({"text": ""}, "{{ list[3] }}", "data.text does not render: .*has no element 3"),
     "arithmetic": ({"text": "", "list": [0]}, "{{ 1 // list[0] }}", "data.text does not render: integer division"),
-    "too large": (
-        {"text": "", "list": [10**17]},
-        "{{ 'x' * list[0] }}",
-        "data.text does not render: it takes too much",
-    ),
+    "too large": ({"text": "", "list": [10**17]}, "{{ range(list[0]) }}", "data.text does not render: Range too big"),
     "not text": (
         {"text": "a"},
         "{% if list | length > 1 %}{{ text }}{% else %}{{ text + 1 }}{% endif %}",
@@ -185,8 +181,7 @@ def test_a_damaged_file_always_fails(tmp_path, loader, content, on_error):
     ("settings", "error", "message"),
     [
         ({"text": "{% if %}"}, ConfigError, "data.text is not a jinja template"),
-        ({"text": "{{ range(9)|random }}"}, ConfigError, "data.text='{{ range.*' cannot be used: the filter 'random'"),
-        ({"text": "{{ 'x' * 10**10 }}"}, ConfigError, "data.text=.* cannot be used: it takes too much work"),
+        ({"text": "{{ range(9)|random }}"}, ConfigError, "data.text is not a jinja template: No filter named 'random'"),
         ({"path": ""}, ConfigError, "data.path is '', which is not a directory, a loader or a Hub id"),
         (
             {"path": "/" + "a" * 5000},

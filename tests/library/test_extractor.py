@@ -272,7 +272,6 @@ def test_options_that_are_refused(options, error, message):
         ([[1, 2048]], "documents[0]: token id 2048 is outside the model's vocabulary of 2048"),
         ([[-1]], "documents[0]: token id -1 is outside"),
         (["\ud800"], "documents[0]: the text has a lone surrogate"),
-        ([[{"role": "user"}]], "documents[0]: the chat template of tokenizer"),
     ],
 )
 def test_documents_that_are_refused(extractor, documents, message):

@@ -81,8 +81,8 @@ class ArcSource:
         """The tasks' digest, and every setting that determines prompts."""
         settings = {name: getattr(self._config, name) for name in _SETTINGS}
         settings = {name: str(value) if isinstance(value, str) else value for name, value in settings.items()}
-        chat = self._tokenizer.chat_identity() if self._config.template is Template.chat else None
-        return {"source": "arc", **self._tasks.identity, **settings, "chat_template_sha256": chat}
+        chat = self._tokenizer.chat_identity() if self._config.template is Template.chat else {}
+        return {"source": "arc", **self._tasks.identity, **settings, **chat}
 
     def _document(self, task: Task, version: int, test: int, shard: str, index: int) -> Document | SkippedDocument:
         """Raises InputError for a chat that cannot be rendered, unless these are skipped."""

@@ -30,7 +30,7 @@ class ChatSource:
 
     def fingerprint(self) -> dict[str, object]:
         """The source's fingerprint, and the template's."""
-        return self._source.fingerprint() | {"chat_template_sha256": self._tokenizer.chat_identity()}
+        return self._source.fingerprint() | self._tokenizer.chat_identity()
 
     def _rendered(self, document: Document) -> Document | SkippedDocument:
         messages = [{"role": "user", "content": document.text}]

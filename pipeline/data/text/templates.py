@@ -1,90 +1,195 @@
-"""Templates that run in the sandbox: chat templates of tokenizers, and text templates of datasets.
+"""Jinja templates: chat templates of tokenizers, rendered as transformers does, and text templates of datasets.
 
-transformers' `strftime_now` is not available, since documents would depend on the date. Chat templates that check
-whether it is defined (such as LLaMA 3's) fall back to a fixed date; others that call it are refused.
+A template's text only depends on its input and, where it calls `strftime_now`, on a date that is given. Its work is not
+limited: the watchdog ends a run whose template does not end.
 """
 
+import datetime
+import hashlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pipeline.data.text.sandbox import RENDER_ERRORS, Sandbox
+from pipeline.core.errors import ConfigError
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # removed, since the stored reason for a skip must be the same in every run
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")  # in the text of an object; differs between processes
 
 
 class RenderError(ValueError):
     """A template cannot be rendered with the given values."""
 
 
+class ChatTemplate:
+    """A tokenizer's chat template, equal in result to `apply_chat_template` of transformers
+    (utils/chat_template_utils.py)."""
+
+    def __init__(
+        self,
+        source: str,
+        owner: str,
+        *,
+        named_tokens: Mapping[str, str] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        date: str | None = None,
+    ) -> None:
+        """owner: the tokenizer, for messages. named_tokens: bos_token and others. variables: as in
+        `data.template_kwargs`. date: what `strftime_now` formats, as in 2026-07-01; None for today.
+
+        The template is compiled when it is first used: texts need none.
+        """
+        self._source = source
+        self._subject = f"the chat template of tokenizer {owner}"
+        self._named_tokens = dict(named_tokens or {})
+        self._variables = dict(variables or {})
+        self._date = datetime.date.fromisoformat(date) if date else datetime.date.today()
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+        """Raises ConfigError for a template that cannot be used, and RenderError if it cannot render these messages."""
+        # transformers removes null values, and gives a message's reasoning under the names that templates read.
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        values = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+        values |= {"messages": [_with_reasoning(message) for message in chat]}
+        try:
+            return self._compiled.render(values | self._named_tokens | self._variables)
+        except RenderError as error:
+            raise RenderError(f"{self._subject} fails: {error}") from error
+
+    def identity(self) -> dict[str, object]:
+        """What determines a rendered chat, as plain JSON values. Raises ConfigError."""
+        source = json.dumps([self._source, self._named_tokens], sort_keys=True)
+        identity: dict[str, object] = {"chat_template_sha256": hashlib.sha256(source.encode()).hexdigest()}
+        if self._variables:
+            identity["template_kwargs"] = self._variables
+        if "strftime_now" in self._compiled.names:
+            identity["date"] = self._date.isoformat()
+        return identity
+
+    @cached_property
+    def _compiled(self) -> "_Template":
+        environment = _environment(jinja2.Undefined, [_Generation, jinja2.ext.loopcontrols], _fixed)
+        midnight = datetime.datetime.combine(self._date, datetime.time())
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": midnight.strftime}
+        try:
+            template = _Template(environment, self._source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(
+                f"{self._subject} fails: {error}. Set data.template=plain, or correct the template."
+            ) from error
+        read = template.variables - {"messages", "add_generation_prompt"}
+        if unknown := sorted(map(str, self._variables.keys() - read)):
+            raise ConfigError(
+                f"data.template_kwargs has {', '.join(unknown)}, which {self._subject} does not read. It reads "
+                f"{', '.join(sorted(read)) or 'no variables'}."
+            )
+        return template
+
+
+class TextTemplate:
+    """Makes a document's text from a dataset's row: `{{ question }}\\n{{ choices.text[0] }}`.
+
+    Printing a null, or a column that the row lacks, raises RenderError.
+    """
+
+    def __init__(self, source: str) -> None:
+        """Raises jinja2.TemplateError if `source` is not a template."""
+        self._template = _Template(_environment(jinja2.StrictUndefined, [], _not_null), source)
+        self.columns = self._template.variables
+
+    def __call__(self, row: Mapping[str, Any]) -> str:
+        """Raises RenderError."""
+        return self._template.render(row)
+
+
+class _Template:
+    """variables: those that must be given. names: all names in the template."""
+
+    def __init__(self, environment: ImmutableSandboxedEnvironment, source: str) -> None:
+        """Raises jinja2.TemplateError."""
+        try:
+            source.encode()
+            tree = environment.parse(source)
+            self.names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
+            self.variables = jinja2.meta.find_undeclared_variables(tree)
+            self._template = environment.from_string(source)
+        except (RecursionError, MemoryError, SyntaxError, ValueError) as error:  # too deep; a constant is too large
+            raise jinja2.TemplateError(f"it cannot be compiled ({_message(error)})") from error
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Raises RenderError."""
+        try:
+            return self._template.render(values)
+        except Exception as error:  # whatever the template's expressions raise
+            raise RenderError(_message(error)) from error
+
+
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text; it has no effect on rendering."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text, in a scope of its own as in transformers."""
 
     tags = frozenset({"generation"})
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
+        lineno = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(lineno)
+
+    def _text(self, caller: Callable[[], str]) -> str:
+        return caller()
 
 
-class _ChatUndefined(jinja2.Undefined):
-    """An undefined value may be tested, as in transformers, but not printed, except for a token that the tokenizer
-    lacks."""
+def _environment(
+    undefined: type[jinja2.Undefined],
+    extensions: list[type[jinja2.ext.Extension]],
+    printed: Callable[[Any], Any],
+) -> ImmutableSandboxedEnvironment:
+    """transformers' environment, without what would differ from run to run."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, undefined=undefined, extensions=extensions, finalize=printed
+    )
+    environment.filters["tojson"] = _tojson
+    del environment.filters["random"], environment.globals["lipsum"]
+    return environment
 
-    def __str__(self) -> str:
-        if self._undefined_obj is jinja2.utils.missing and self._undefined_name in NAMED_TOKENS:
-            return ""
-        self._fail_with_undefined_error()
+
+def _message(error: Exception) -> str:
+    """The error's text, the same in every run, since the reasons for skipped documents are stored."""
+    return _ADDRESS.sub("", str(error)) or type(error).__name__
+
+
+def _fixed(value: Any) -> Any:
+    """The printed value. Raises jinja2.TemplateError for one whose text differs between processes."""
+    if isinstance(value, set | frozenset) or (not isinstance(value, str) and _ADDRESS.search(str(value))):
+        raise jinja2.TemplateError(f"a {type(value).__name__} has no fixed text. Print its values, e.g. with | list")
+    return value
+
+
+def _not_null(value: Any) -> Any:
+    if value is None:
+        raise jinja2.TemplateError("a value of the template is null")
+    return _fixed(value)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    given = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
 
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-class _Template:
-    def __init__(self, sandbox: Sandbox, source: str) -> None:
-        self._sandbox = sandbox
-        self._template = sandbox.compile_bounded(source)
-
-    def __call__(self, values: Mapping[str, Any]) -> str:
-        """Raises RenderError."""
-        try:
-            return self._sandbox.render_bounded(self._template, values)
-        except RENDER_ERRORS as error:
-            message = _ADDRESS.sub("", str(error)) or type(error).__name__
-            raise RenderError(message) from error
-
-
-class ChatTemplate(_Template):
-    """Renders as `transformers.utils.chat_template_utils` does."""
-
-    def __init__(self, source: str) -> None:
-        """Raises jinja2.TemplateError if `source` is not a template, or is refused."""
-        sandbox = Sandbox(
-            undefined=_ChatUndefined,
-            extensions=[_Generation, jinja2.ext.loopcontrols],
-            functions={"raise_exception": _raise_exception},
-            prints_null=True,
-        )
-        super().__init__(sandbox, source)
-
-
-class TextTemplate(_Template):
-    """Makes a document's text from a dataset's row: `{{ question }}\\n{{ choices.text[0] }}`.
-
-    Printing a null, or a column that the row lacks, raises RenderError.
-    """
-
-    columns: frozenset[str]
-
-    def __init__(self, source: str) -> None:
-        """Raises jinja2.TemplateError if `source` is not a template, or is refused."""
-        super().__init__(Sandbox(undefined=jinja2.StrictUndefined, prints_null=False), source)
-        self.columns = frozenset(self._sandbox.columns)
-
-    def __call__(self, row: Mapping[str, Any]) -> str:
-        return super().__call__({name: row[name] for name in self._sandbox.names if name in row})
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of jinja2's filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

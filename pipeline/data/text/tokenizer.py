@@ -1,12 +1,12 @@
 """Converts text to token ids with the `tokenizers` library, as transformers' fast tokenizer does."""
 
-import hashlib
-import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
+from itertools import islice
+from typing import Any
 
-import jinja2
 import numpy as np
 from jaxtyping import Int32
 from tokenizers import Tokenizer
@@ -16,6 +16,9 @@ from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.text.long_texts import PIECE_CHARACTERS, encode_in_pieces
 from pipeline.data.text.templates import ChatTemplate, RenderError
 from pipeline.data.text.tokenizer_files import read_tokenizer_files
+from pipeline.data.text.tokenizer_settings import is_from_tokenizers, library_errors
+
+log = logging.getLogger("pipeline")
 
 
 class TextTokenizer:
@@ -30,11 +33,9 @@ class TextTokenizer:
         special_tokens: SpecialTokens = SpecialTokens.tokenizer,
         prefix: str | None = None,
         suffix: str | None = None,
-        chat: str | None = None,
-        named_tokens: Mapping[str, str] | None = None,
+        chat: ChatTemplate | None = None,
     ) -> None:
-        """Takes ownership of `tokenizer`. name: for messages. digest: identifies the tokenizer. chat: the source of its
-        chat template. named_tokens: the tokens available to that template, such as bos_token.
+        """Takes ownership of `tokenizer`. name: for messages. digest: identifies the tokenizer.
 
         Raises InputError for a tokenizer that draws random numbers.
         """
@@ -47,18 +48,34 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._add_special_tokens = special_tokens is SpecialTokens.tokenizer
         self._name = name
         self._chat = chat
-        self._named_tokens = dict(named_tokens or {})
         self._prefix = [] if prefix is None else [self.token_id("data.prefix", prefix)]
         self._suffix = [] if suffix is None else [self.token_id("data.suffix", suffix)]
+        adds = special_tokens is SpecialTokens.tokenizer
+        with library_errors(f"tokenizer {name} cannot be used"):
+            self._before, self._after = _added_ids(tokenizer, name) if adds else ([], [])
+            added = tokenizer.get_added_tokens_decoder().items()
+        self._special = {*self._before, *self._after, *(number for number, token in added if token.special)}
+        self._has_said_once = False
         self._identity = {
             "sha256": digest,
             "special_tokens": str(special_tokens),
             "prefix": prefix,
             "suffix": suffix,
         }
+
+    def require_ends(self, adds: Mapping[str, tuple[str, bool]]) -> None:
+        """Raises InputError if tokenizer_config.json claims that a token is added to every text, and it is not, or the
+        opposite: versions of transformers differ in which they believe. adds: the claims, by attribute."""
+        for name, (text, is_added) in adds.items():
+            ends = self._before if name == "add_bos_token" else self._after
+            if is_added != (self._tokenizer.token_to_id(text) in ends):
+                raise InputError(
+                    f"tokenizer {self._name}: tokenizer_config.json has {name}={str(is_added).lower()}, but with "
+                    f"tokenizer.json {text} is {'not ' * is_added}added to a text. Correct one of them, or set "
+                    "data.special_tokens=none, with data.prefix or data.suffix for a token that should be added."
+                )
 
     @property
     def vocab_size(self) -> int:
@@ -72,54 +89,66 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
         """The ids of each text: prefix, the tokenizer's ids, suffix.
 
+        A special token that would be put beside itself, e.g. BOS before a text that begins with it, is put once.
+
         Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, IndivisibleText,
         or an error with the library's message.
         """
-        short = [text for text in texts if len(text) <= PIECE_CHARACTERS]
-        encodings = iter(self._library_ids(short, self._add_special_tokens))
+        short = iter(self._library_ids([text for text in texts if len(text) <= PIECE_CHARACTERS]))
         return [
-            np.array([*self._prefix, *next(encodings), *self._suffix], np.int32)
-            if len(text) <= PIECE_CHARACTERS
-            else self._encode_long(text)
+            self._completed(
+                np.array(next(short), np.int32)
+                if len(text) <= PIECE_CHARACTERS
+                else encode_in_pieces(lambda piece: self._library_ids([piece])[0], text)
+            )
             for text in texts
         ]
 
-    def _encode_long(self, text: str) -> Int32[np.ndarray, "_"]:
-        ids = encode_in_pieces(lambda piece: self._library_ids([piece], add_special_tokens=False)[0], text)
-        before, after = self._special_ids if self._add_special_tokens else ([], [])
-        parts = ([*self._prefix, *before], ids, [*after, *self._suffix])
-        return np.concatenate([np.asarray(part, np.int32) for part in parts])
+    def _completed(self, ids: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
+        """The ids of a text, between those that are put before and after every text."""
+        whole = np.array(self._prefix, np.int32)
+        for part in (self._before, ids, self._after, self._suffix):
+            part = np.asarray(part, np.int32)
+            for size in range(min(len(whole), len(part)), 0, -1):
+                if np.array_equal(whole[-size:], part[:size]) and self._special.issuperset(part[:size].tolist()):
+                    self._say_once(int(part[0]))
+                    part = part[size:]
+                    break
+            whole = np.concatenate([whole, part])
+        return whole
 
-    def _library_ids(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    def _say_once(self, token_id: int) -> None:
+        if not self._has_said_once:
+            self._has_said_once = True
+            log.warning(
+                "%r would be put beside the same token, by tokenizer %s, data.prefix or data.suffix: it is put once",
+                *(self._tokenizer.id_to_token(token_id), self._name),
+            )
+
+    def _library_ids(self, texts: list[str]) -> list[list[int]]:
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except TypeError:
             for text in texts:
                 text.encode()
             raise
-        except Exception as error:
-            if type(error) is not Exception:
+        except BaseException as error:
+            if not is_from_tokenizers(error):
                 raise
-            # The library's only type of error, e.g. for an unknown word if the vocabulary has no unknown token.
-            raise ValueError(f"the tokenizer refuses the text: {error}") from error
+            # E.g. for an unknown word if the vocabulary has no unknown token.
+            raise ValueError(f"the tokenizer refuses the text: {error!s:.300}") from error
         return [encoding.ids for encoding in encodings]
 
-    @cached_property
-    def _special_ids(self) -> tuple[list[int], list[int]]:
-        """The ids that the tokenizer adds before and after every text."""
-        encoding = self._tokenizer.encode("a", add_special_tokens=True)
-        is_text = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
-        first, last = (is_text[0], is_text[-1] + 1) if is_text else (len(encoding.ids), len(encoding.ids))
-        return encoding.ids[:first], encoding.ids[last:]
-
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, "_"], *, skip_special_tokens: bool = False) -> str:
-        """The text of the ids."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        """The text of the ids. Raises InputError for ids that the tokenizer cannot decode."""
+        with library_errors(f"tokenizer {self._name} cannot decode these ids"):
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token_id(self, key: str, text: str) -> int:
         """The id of a text that is a single token. Raises ConfigError, naming the setting `key`, if it is not one."""
         token_id = self._tokenizer.token_to_id(text)
-        ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
+        with library_errors(f"tokenizer {self._name} cannot tokenise {key}={text!r:.100}"):
+            ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) != 1:
             raise ConfigError(
                 f"{key}={text!r} is {len(ids)} tokens for tokenizer {self._name}, expected one. "
@@ -131,53 +160,55 @@ class TextTokenizer:
         """The text that each token adds to a preceding text, by id. (For a single token, decoders drop a leading
         space.)"""
         ids = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        once = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
-        twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
+        with library_errors(f"tokenizer {self._name} cannot decode its tokens"):
+            once = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
+            twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
         return {i: both[len(one) :] for i, one, both in zip(ids, once, twice, strict=True)}
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
         """Renders messages with the chat template, like transformers' `apply_chat_template(tokenize=False)`.
 
         Raises ConfigError if the tokenizer has no usable chat template, and RenderError, naming the template, if it
         cannot render these messages.
         """
-        settings = {"messages": list(messages), "add_generation_prompt": add_generation_prompt, **self._named_tokens}
-        try:
-            return self._template(settings)
-        except RenderError as error:
-            raise RenderError(f"the chat template of tokenizer {self._name} fails: {error}") from error
+        if self._chat is None:
+            raise ConfigError(
+                f"tokenizer {self._name} has no chat template. Set data.template=plain or a different model.tokenizer."
+            )
+        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
 
     def require_chat(self) -> None:
-        """Raises ConfigError unless chats can be rendered, and tokenised without duplicate special tokens."""
+        """Raises ConfigError unless chats can be rendered, and tokenised without additional special tokens."""
         try:
             self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
         except RenderError as error:
             raise ConfigError(f"{error}. Set data.template=plain, or correct the template.") from error
-        if self._add_special_tokens and self._tokenizer.num_special_tokens_to_add(is_pair=False):
+        if self._before or self._after:
             raise ConfigError(
                 f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those of "
                 "the chat template. Set data.special_tokens=none."
             )
 
-    def chat_identity(self) -> str | None:
-        """The sha256 of the chat template's source and its tokens, as hex; None without a chat template."""
-        if self._chat is None:
-            return None
-        return hashlib.sha256(json.dumps([self._chat, self._named_tokens], sort_keys=True).encode()).hexdigest()
+    def chat_identity(self) -> dict[str, object]:
+        """What determines a rendered chat, as plain JSON values; {} without a chat template."""
+        return {} if self._chat is None else self._chat.identity()
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        if self._chat is None:
-            raise ConfigError(
-                f"tokenizer {self._name} has no chat template. Set data.template=plain or a different model.tokenizer."
-            )
-        try:
-            return ChatTemplate(self._chat)
-        except jinja2.TemplateError as error:
-            raise ConfigError(
-                f"the chat template of tokenizer {self._name} fails: {error}. Set data.template=plain, or "
-                "correct the template."
-            ) from error
+
+def _added_ids(tokenizer: Tokenizer, name: str) -> tuple[list[int], list[int]]:
+    """The ids that the tokenizer adds before and after every text. Raises InputError if it also adds some elsewhere."""
+    if tokenizer.post_processor is None:
+        return [], []
+    for text in ("a", *islice(tokenizer.get_vocab(with_added_tokens=False), 100)):
+        with suppress(Exception):  # a tokenizer without an unknown token refuses other texts
+            encoding = tokenizer.encode(text, add_special_tokens=True)
+            is_text = [index for index, special in enumerate(encoding.special_tokens_mask) if not special]
+            before, after = encoding.ids[: is_text[0]], encoding.ids[is_text[-1] + 1 :]
+            if encoding.ids == [*before, *tokenizer.encode(text, add_special_tokens=False).ids, *after]:
+                return before, after
+    raise InputError(
+        f"tokenizer {name} has a post_processor that does not only put tokens before and after a text. Set "
+        "data.special_tokens=none."
+    )
 
 
 def load_tokenizer(
@@ -187,20 +218,31 @@ def load_tokenizer(
     special_tokens: SpecialTokens = SpecialTokens.tokenizer,
     prefix: str | None = None,
     suffix: str | None = None,
+    date: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> TextTokenizer:
-    """Loads tokenizer.json and the chat template from a directory, a remote path (`gs://...`) or a Hub id.
+    """Loads tokenizer.json, tokenizer_config.json and the chat template from a directory, a remote path (`gs://...`) or
+    a Hub id. date, template_kwargs: for the chat template, as in the configuration.
 
     Raises InputError if there is no valid tokenizer.json, ConfigError for a prefix or suffix that is not one token, and
     PipelineError if the path cannot be reached.
     """
+    if not isinstance(template_kwargs or {}, Mapping):
+        raise ConfigError(
+            f"data.template_kwargs is {template_kwargs!r:.100}, expected values by name: {{enable_thinking: false}}."
+        )
     files = read_tokenizer_files(os.path.expanduser(path), revision)
-    return TextTokenizer(
+    has_tools = (template_kwargs or {}).get("tools") is not None
+    chat = (has_tools and files.templates.get("tool_use")) or files.templates.get("default")
+    tokenizer = TextTokenizer(
         files.tokenizer,
         name=path,
         digest=files.digest,
         special_tokens=special_tokens,
         prefix=prefix,
         suffix=suffix,
-        chat=files.chat,
-        named_tokens=files.named_tokens,
+        chat=chat and ChatTemplate(chat, path, named_tokens=files.named_tokens, variables=template_kwargs, date=date),
     )
+    if special_tokens is SpecialTokens.tokenizer:
+        tokenizer.require_ends(files.adds)
+    return tokenizer

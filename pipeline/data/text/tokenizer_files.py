@@ -1,9 +1,12 @@
-"""Reads a tokenizer's files: tokenizer.json, chat template and named tokens."""
+"""Reads a tokenizer's files: tokenizer.json, tokenizer_config.json and chat templates."""
 
 import hashlib
+import json
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import fsspec
 from tokenizers import Tokenizer
@@ -11,9 +14,9 @@ from tokenizers import Tokenizer
 from pipeline.core.errors import InputError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import is_hub_id, open_repository
-from pipeline.core.json_text import parse_json, shown
+from pipeline.core.json_text import parse_json
 from pipeline.core.retries import repeated
-from pipeline.data.text.templates import NAMED_TOKENS
+from pipeline.data.text.tokenizer_settings import TokenizerSettings, library_errors, wrong_value
 
 _KEY = "model.tokenizer or model.path"
 _MAX_BYTES = 256 << 20  # per file; the largest published tokenizer.json has 35 MB
@@ -22,17 +25,22 @@ _MAX_ID = 2**31 - 1  # ids are stored in 32 bits
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The content of a tokenizer's files. digest: the sha256 of tokenizer.json. chat: the chat template's source."""
+    """The content of a tokenizer's files, with tokenizer_config.json applied.
+
+    digest: identifies what determines ids. templates: the sources of the chat templates by name. named_tokens:
+    bos_token and others. adds: the token and whether it is added, by `add_bos_token` and `add_eos_token`.
+    """
 
     tokenizer: Tokenizer
     digest: str
-    chat: str | None
+    templates: dict[str, str]
     named_tokens: dict[str, str]
+    adds: dict[str, tuple[str, bool]]
 
 
 def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
     """Reads the files in a directory, at a remote path (`gs://...`) or in a Hub repository. Raises InputError if one is
-    missing or damaged, and PipelineError if they cannot be reached."""
+    missing, damaged or not supported, and PipelineError if they cannot be reached."""
     place = _HubPlace(path, revision) if is_hub_id(path) else _FolderPlace(path)
     definition = place.read("tokenizer.json")
     if definition is None:
@@ -41,20 +49,30 @@ def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
             "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it."
         )
     tokenizer = _parse_tokenizer(definition, path)
-    return TokenizerFiles(tokenizer, hashlib.sha256(definition).hexdigest(), *_chat_settings(place))
+    config = _json_object(place, "tokenizer_config.json")
+    settings = TokenizerSettings(f"{path}/tokenizer_config.json", config)
+    with library_errors(f"{path}/tokenizer_config.json does not fit tokenizer.json"):
+        if "added_tokens_decoder" not in config:  # transformers then also reads files of its early versions
+            early = (_json_object(place, name) for name in ("special_tokens_map.json", "added_tokens.json"))
+            settings.add_early_files(*early)
+        changes = settings.apply(tokenizer)
+    digest = hashlib.sha256(definition)
+    if changes:
+        digest.update(json.dumps(changes, sort_keys=True).encode())
+    named = settings.named_tokens()
+    adds = {
+        name: (named[token], config[name])
+        for name, token in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))
+        if isinstance(config.get(name), bool) and token in named
+    }
+    return TokenizerFiles(tokenizer, digest.hexdigest(), _chat_templates(place, config), named, adds)
 
 
 def _parse_tokenizer(definition: bytes, where: str) -> Tokenizer:
     """Raises InputError."""
-    try:
+    with library_errors(f"{where}/tokenizer.json is not a tokenizer"):
         tokenizer = Tokenizer.from_str(definition.decode())
         largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    except BaseException as error:
-        if not _is_from_tokenizers(error):
-            raise
-        raise InputError(
-            f"{where}/tokenizer.json is not a tokenizer: {error!s:.300}. Download or save it again."
-        ) from error
     if largest > _MAX_ID:
         raise InputError(
             f"{where}/tokenizer.json has the token id {largest}, expected at most {_MAX_ID}. Download or save it again."
@@ -62,50 +80,45 @@ def _parse_tokenizer(definition: bytes, where: str) -> Tokenizer:
     return tokenizer
 
 
-def _is_from_tokenizers(error: BaseException) -> bool:
-    """Whether the library raises such errors: a plain Exception, a ValueError for text that is not UTF-8, or Rust's
-    panic, which is not an Exception and cannot be imported."""
-    return type(error) is Exception or isinstance(error, ValueError) or type(error).__name__ == "PanicException"
-
-
-def _chat_settings(place: "_FolderPlace | _HubPlace") -> tuple[str | None, dict[str, str]]:
-    """The chat template and named tokens. As in transformers, chat_template.jinja has precedence over
-    tokenizer_config.json."""
-    where = f"{place.where}/tokenizer_config.json"
-    raw = place.read("tokenizer_config.json")
+def _json_object(place: "_FolderPlace | _HubPlace", name: str) -> dict[str, Any]:
+    """The object in a JSON file; an empty one without the file. Raises InputError."""
+    where = f"{place.where}/{name}"
+    raw = place.read(name)
     try:
-        config = parse_json(raw) if raw else {}
+        value = parse_json(raw) if raw else {}
     except ValueError as error:
         raise InputError(f"{where} is not JSON: {error}. Download or save it again.") from error
-    if not isinstance(config, dict):
-        raise _wrong(where, "its content", config, "an object")
-    named = {}
-    for name in NAMED_TOKENS:
-        value = config.get(name)
-        text = value.get("content") if isinstance(value, dict) else value
-        if value and not isinstance(text, str):
-            raise _wrong(where, name, value, "a string, or an object with the string content")
-        if text:
-            named[name] = text
-    if file := place.read("chat_template.jinja"):
-        try:
-            return file.decode(), named
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"{place.where}/chat_template.jinja is not UTF-8: {error}. Download or save it again."
-            ) from error
+    if not isinstance(value, dict):
+        raise wrong_value(where, "its content", value, "an object")
+    return value
+
+
+def _chat_templates(place: "_FolderPlace | _HubPlace", config: Mapping[str, Any]) -> dict[str, str]:
+    """As in transformers, files have precedence over tokenizer_config.json."""
+    files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
+    templates = {}
+    for name, file in files.items():
+        if content := place.read(file):
+            try:
+                templates[name] = content.decode()
+            except UnicodeDecodeError as error:
+                raise InputError(f"{place.where}/{file} is not UTF-8: {error}. Download or save it again.") from error
     template = config.get("chat_template")
-    if isinstance(template, list):  # several named templates: [{name, template}]
-        if not all(isinstance(entry, dict) and {"name", "template"} <= entry.keys() for entry in template):
-            raise _wrong(where, "chat_template", template, "a string, or a list of objects with name and template")
-        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise _wrong(where, "chat_template", template, "a string, or a list of objects with name and template")
-    return template, named
-
-
-def _wrong(where: str, key: str, value: object, expected: str) -> InputError:
-    return InputError(f"{where}: {key} is {shown(value)}, expected {expected}. Download or save it again.")
+    if "default" in templates or template is None:
+        return templates
+    if isinstance(template, str):
+        template = {"default": template}
+    with suppress(AttributeError, KeyError, TypeError):
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}
+        if all(isinstance(text, str) for item in template.items() for text in item):
+            return template | templates
+    raise wrong_value(
+        f"{place.where}/tokenizer_config.json",
+        "chat_template",
+        config["chat_template"],
+        "a string, or a list of objects with name and template",
+    )
 
 
 class _FolderPlace:

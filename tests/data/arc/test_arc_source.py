@@ -15,6 +15,7 @@ from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import dataset_tasks, open_tasks
 from pipeline.data.arc.source import ArcSource
 from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.text.templates import ChatTemplate
 from pipeline.data.text.tokenizer import TextTokenizer
 from tests.data.arc.undoing import decode_prompt
 from tests.hub import hub_for_this_process
@@ -229,10 +230,10 @@ def test_a_missing_solution_is_refused(tmp_path):
     ],
 )
 def test_prompts_are_rendered_with_the_chat_template(folder, include_solution, expected):
-    tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT)
+    tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=ChatTemplate(CHAT, "words"))
     opened = source(folder, tokenizer=tokenizer, template=Template.chat, include_solution=include_solution)
     assert documents(opened)[0].text == expected
-    other = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT + "!")
+    other = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=ChatTemplate(CHAT + "!", "words"))
     assert source(folder, tokenizer=other, template=Template.chat).fingerprint() != opened.fingerprint()
 
 
@@ -243,7 +244,7 @@ def test_prompts_are_rendered_with_the_chat_template(folder, include_solution, e
     [{}, {"encoder": "symbols+separated", "symbols": "inputoxyzw", "row_numbers": True}, {"code_block": True}],
 )
 def test_grids_are_recovered_from_prompts(folder, template, include_solution, settings):
-    tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=CHAT)
+    tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=ChatTemplate(CHAT, "words"))
     opened = source(folder, tokenizer=tokenizer, template=template, include_solution=include_solution, **settings)
     example, test = decode_prompt(documents(opened)[1].text, grid_encoder(opened._config))
     assert (example.input.tolist(), example.output.tolist()) == ([[5, 6]], [[7]])
