@@ -139,6 +139,22 @@ def test_chat_templates_are_found_and_rendered(tmp_path, config, jinja):
     assert tokenizer.render_chat(QUESTION, add_generation_prompt=False) == "w0<user>w2"
 
 
+def test_tools_choose_the_template_for_them(tmp_path):
+    named = [{"name": "default", "template": "default"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
+    tools = {"tools": [{"name": "f"}]}
+
+    def rendered(**settings) -> str:
+        return save(tmp_path, config={"chat_template": named}, **settings).render_chat(
+            QUESTION, add_generation_prompt=True
+        )
+
+    assert rendered() == "default"
+    assert rendered(template_kwargs=tools) == "f"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file {{ tools | length }}")
+    assert rendered(template_kwargs=tools) == "file 1"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

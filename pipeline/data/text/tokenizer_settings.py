@@ -35,7 +35,7 @@ _KNOWN = _COMPARED | _words(
     name_or_path _name_or_path special_tokens_map_file tokenizer_file vocab_file merges_file vocab_size processor_class
     backend is_local local_files_only files_loaded legacy from_slow use_fast device_map slow_tokenizer_class
     transformers_version _commit_hash trust_remote_code wordpieces_prefix bos_token_id eos_token_id pad_token_id
-    unk_token_id
+    unk_token_id fast model_type max_len_single_sentence max_len_sentences_pair return_tensors
     """
 )
 # The only values of these with which transformers gives the ids of tokenizer.json.
