@@ -17,6 +17,7 @@ from pipeline.config.composing import CONFIGS, prepare
 from pipeline.config.limits import shortened
 from pipeline.config.messages import COMPOSING_ERRORS, HYDRAS_ERRORS, composing_message
 from pipeline.config.schema import RunConfig
+from pipeline.config.typed_text import as_typed, typed_key
 from pipeline.core import errors
 
 log = logging.getLogger("pipeline")
@@ -37,6 +38,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
     prepare()
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(f"{inspect.cleandoc(doc)}\n", flush=True)
+    sys.argv[1:] = as_typed(sys.argv[1:])
     composed_once = False
     shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
     os.environ[_FULL_ERRORS] = "1"  # makes Hydra raise errors instead of printing them
@@ -68,10 +70,16 @@ def _is_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
 
 
+def _typed_keys() -> set[str]:
+    """The keys on the command line of a single job."""
+    is_single = HydraConfig.initialized() and not _is_sweep()
+    return {typed_key(override) for override in HydraConfig.get().overrides.task} if is_single else set()
+
+
 def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
     """Runs the task and returns the exit code. Logs one message for a PipelineError, and the traceback of any other."""
     try:
-        task(checks.run_config(cfg))
+        task(checks.run_config(cfg, _typed_keys()))
     except errors.PipelineError as error:
         log.error("%s", described(error))
         if isinstance(error, errors.StoreMismatch) and _is_sweep():

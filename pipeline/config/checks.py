@@ -1,21 +1,22 @@
 """Turns the configuration that Hydra composed into the typed one, or raises an error that says what is wrong."""
 
-from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterator, Set
+from dataclasses import fields, is_dataclass
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.config.effects import effective
 from pipeline.config.keys import key_remedy
 from pipeline.config.limits import require_within_limits, shown
 from pipeline.config.schema import DataConfig, GenerateData, RunConfig
-from pipeline.core.addresses import has_credentials, unusable_store_path
+from pipeline.core.addresses import unusable_store_path
 from pipeline.core.errors import ConfigError
 
 
-def run_config(composed: DictConfig) -> RunConfig:
+def run_config(composed: DictConfig, typed: Set[str] = frozenset()) -> RunConfig:
     """The typed, frozen configuration. Raises ConfigError for an unknown key, a required key without a value, a value
-    that is not allowed, and a URL with credentials."""
+    that is not allowed, a URL with credentials, and a value without effect of a key in `typed` (see `effective`)."""
     if unknown := next(_unknown_keys(composed), None):
         raise ConfigError(f"{unknown} is not a key of the configuration.{key_remedy(unknown)}")
     if missing := sorted(_missing_keys(composed)):
@@ -24,14 +25,13 @@ def run_config(composed: DictConfig) -> RunConfig:
         config = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key or 'the configuration'} has no value: {_first_line(error)}.") from error
-    _require_no_credentials(config)
     _require_data(config.data, "data", "data=fineweb")
     if isinstance(config.data, GenerateData):
         _require_data(config.data.prompts, "data.prompts", "data@data.prompts=arc")
     require_within_limits(config)
     if reason := unusable_store_path(config.store.path):
         raise ConfigError(reason)
-    return config
+    return effective(config, typed)
 
 
 def _unknown_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
@@ -63,15 +63,3 @@ def _require_data(data: object, key: str, choice: str) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
-
-
-def _require_no_credentials(config: RunConfig) -> None:
-    """Raises ConfigError for a URL with a password or a signature, since the configuration is stored and logged."""
-    for group, values in asdict(config).items():
-        by_key = {f"{group}.{key}": value for key, value in values.items()} if isinstance(values, dict) else {}
-        for key, value in by_key.items():
-            if has_credentials(str(value)):
-                raise ConfigError(
-                    f"{key} has a URL with credentials, which would be stored and logged. Provide them in "
-                    f"the way that the storage's own tools expect (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
-                )

@@ -1,113 +1,23 @@
-"""The values of keys with a fixed set of choices."""
+"""The values of keys with a fixed set of choices. A choice's value is its name."""
 
 from enum import StrEnum
 
-
-class ComputeDtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-
-
-class Int8OrSame(StrEnum):
-    """`same`: as `model.dtype`."""
-
-    same = "same"
-    int8 = "int8"
-
-
-class StorageDtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    int8 = "int8"
-    float8_e4m3fn = "float8_e4m3fn"
-    float8_e5m2 = "float8_e5m2"
-
-
-class Attention(StrEnum):
-    auto = "auto"
-    xla = "xla"
-    splash = "splash"
-    cudnn = "cudnn"
-
-
-class Weights(StrEnum):
-    auto = "auto"
-    replicated = "replicated"
-    tensor = "tensor"
-    fsdp = "fsdp"
-
-
-class Init(StrEnum):
-    checkpoint = "checkpoint"
-    random = "random"
-
-
-class Packing(StrEnum):
-    pack = "pack"
-    pad = "pad"
-
-
-class LongDocuments(StrEnum):
-    split = "split"
-    cut = "cut"
-
-
-class Positions(StrEnum):
-    all = "all"
-    last = "last"
-    every = "every"
-    token = "token"
-    regex = "regex"
-    sample = "sample"
-
-
-class When(StrEnum):
-    document = "document"
-    decode = "decode"
-
-
-class Keep(StrEnum):
-    features = "features"
-    both = "both"
-
-
-class FeatureDtype(StrEnum):
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class LongPrompts(StrEnum):
-    refuse = "refuse"
-    cut = "cut"
-
-
-class OnError(StrEnum):
-    fail = "fail"
-    skip = "skip"
-
-
-class OnNotFinite(StrEnum):
-    fail = "fail"
-    warn = "warn"
-
-
-class SpecialTokens(StrEnum):
-    tokenizer = "tokenizer"
-    none = "none"
-
-
-class Compression(StrEnum):
-    none = "none"
-    zstd = "zstd"
-
-
-class Template(StrEnum):
-    plain = "plain"
-    chat = "chat"
-
-
-class Geometry(StrEnum):
-    none = "none"
-    rotations = "rotations"
-    dihedral = "dihedral"
+ComputeDtype = StrEnum("ComputeDtype", "float32 bfloat16")
+Int8OrSame = StrEnum("Int8OrSame", "same int8")  # `same`: as `model.dtype`
+StorageDtype = StrEnum("StorageDtype", "float32 bfloat16 float16 int8 float8_e4m3fn float8_e5m2")
+FeatureDtype = StrEnum("FeatureDtype", "bfloat16 float32")
+Attention = StrEnum("Attention", "auto xla splash cudnn")
+Weights = StrEnum("Weights", "auto replicated tensor fsdp")
+Init = StrEnum("Init", "checkpoint random")
+Packing = StrEnum("Packing", "pack pad")
+LongDocuments = StrEnum("LongDocuments", "split cut")
+LongPrompts = StrEnum("LongPrompts", "refuse cut")
+Positions = StrEnum("Positions", "all last every token regex sample")
+When = StrEnum("When", "document decode")
+Keep = StrEnum("Keep", "features both")
+OnError = StrEnum("OnError", "fail skip")
+OnNotFinite = StrEnum("OnNotFinite", "fail warn")
+SpecialTokens = StrEnum("SpecialTokens", "tokenizer none")
+Compression = StrEnum("Compression", "none zstd")
+Template = StrEnum("Template", "plain chat")
+Geometry = StrEnum("Geometry", "none rotations dihedral")

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from pipeline.config import checks, hydra_schemas
 from pipeline.config.messages import COMPOSING_ERRORS, composing_message
 from pipeline.config.schema import DataConfig, RunConfig
+from pipeline.config.typed_text import as_typed, typed_key
 from pipeline.core import errors
 
 PACKAGE = Path(__file__).parent.parent
@@ -20,10 +21,10 @@ def compose(overrides: list[str]) -> RunConfig:
     prepare()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose("config", overrides)
+            composed = hydra.compose("config", as_typed(overrides))
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, overrides)) from error
-    return checks.run_config(composed)
+    return checks.run_config(composed, set(map(typed_key, overrides)))
 
 
 def from_values(data: type[DataConfig], values: Mapping[str, object]) -> RunConfig:
@@ -39,7 +40,7 @@ def from_values(data: type[DataConfig], values: Mapping[str, object]) -> RunConf
             OmegaConf.update(config, key, value)
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, [])) from error
-    return checks.run_config(config)
+    return checks.run_config(config, values.keys() - {"data.repo", "data.subset"})  # required even if unused
 
 
 def prepare() -> None:

@@ -12,6 +12,7 @@ from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Protocol, get_args
 
+from pipeline.core.addresses import has_credentials
 from pipeline.core.errors import ConfigError
 
 _MAX_PATH_BYTES = 3800  # Linux allows 4095; a store appends its keys
@@ -198,7 +199,8 @@ def require_within_limits(config: Any, prefix: str = "") -> None:
     for field in fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
         if not _is_of_kind(value, field.type):
-            raise ConfigError(f"{key} is {shown(value)}. Set it to {expected(type(config), field.name)}.")
+            quotes = " Text that looks like a number needs quotes." if isinstance(value, int | float | list) else ""
+            raise ConfigError(f"{key} is {shown(value)}. Set it to {expected(type(config), field.name)}.{quotes}")
         if is_dataclass(value):
             require_within_limits(value, f"{key}.")
             continue
@@ -209,12 +211,14 @@ def require_within_limits(config: Any, prefix: str = "") -> None:
 
 
 def _is_of_kind(value: object, kind: Any) -> bool:
-    """Whether a group or a list has the schema's type. OmegaConf checks other types, but not the result of an
+    """Whether a group, a list or a text has the schema's type. OmegaConf checks other types, but not the result of an
     interpolation `${...}`."""
     kinds = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    if list[str] in kinds and not (value is None and NoneType in kinds):
+    if value is None:
+        return NoneType in kinds or Any in kinds
+    if list[str] in kinds:
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    return isinstance(value, kind) if is_dataclass(kind) else True
+    return isinstance(value, str if str in kinds else kind) if str in kinds or is_dataclass(kind) else True
 
 
 def expected(cls: type, name: str) -> str:
@@ -261,6 +265,12 @@ def _strings(value: object) -> Iterator[str]:
 
 
 def _require_storable(key: str, text: str) -> None:
-    """Raises ConfigError unless the text can be stored as UTF-8, without NUL, which file names cannot contain."""
+    """Raises ConfigError for a text that is not valid UTF-8, has a NUL, which no file name has, or is a URL with
+    a password or a signature."""
     if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
         raise ConfigError(f"{key} is {shown(text)}. Set it to a string that is valid UTF-8 and has no NUL.")
+    if has_credentials(text):
+        raise ConfigError(
+            f"{key} has a URL with credentials, which would be stored and logged. Provide them in the way that the "
+            f"storage's own tools expect (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
+        )

@@ -10,6 +10,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from pipeline.config.effects import LOADERS
 from pipeline.config.keys import key_remedy
 from pipeline.config.limits import LIMITS, expected, shortened
 from pipeline.core.addresses import without_credentials
@@ -22,7 +23,6 @@ COMPOSING_ERRORS = (
 )
 _DETAILS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
 _QUOTES = " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'."
-_LOADERS = ("json", "csv", "text", "arrow", "parquet")
 
 
 def composing_message(error: Exception, arguments: list[str]) -> str:
@@ -55,7 +55,7 @@ def _unknown_choice(choice: str, options: list[str]) -> str:
     names = [option for option in options if not option.endswith("_schema")]
     other = " For any checkpoint of a known family: model.path=owner/name." if group == "model" else ""
     if group == "data":
-        loader = name if name in _LOADERS else "json"
+        loader = name if name in LOADERS else "json"
         other = f" For {loader} files: data=hf data.path={loader} data.data_files=FILE."
     return f"{group}={name} is not one of {', '.join(names)}.{other}"
 

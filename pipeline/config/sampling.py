@@ -21,9 +21,3 @@ class Sampling:
             raise ConfigError(
                 f"temperature is {self.temperature}. Set it to 0 (greedy), or to at least {_MIN_TEMPERATURE:g}."
             )
-        if not 0 <= self.seed < 1 << 32:  # JAX would drop higher bits
-            raise ConfigError(f"seed is {self.seed}. Set it to 0..{(1 << 32) - 1}.")
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k is {self.top_k}. Set it to at least 1, or to null.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}. Set it to more than 0 and at most 1, or to null.")

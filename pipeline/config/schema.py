@@ -2,8 +2,8 @@
 
 A run composes the command line and the YAML files, which contain only differences from these defaults, into these
 frozen dataclasses (`run_config`); the rest of the program sees no dict. `limits.py` has the values that each key
-allows. `pipeline.planning` checks values against each other and against the model. `make readme` writes the README's
-table of keys from this file.
+allows, and `effects.py` checks that a value has an effect. `pipeline.planning` checks values against each other and
+against the model. `make readme` writes the README's table of keys from this file.
 """
 
 from dataclasses import dataclass, field
@@ -34,9 +34,14 @@ from pipeline.config.choices import (
 REQUIRED = "???"  # a key without a default: omegaconf.MISSING, which is not imported here
 
 
-def key(default: Any, doc: str) -> Any:
-    """A key's default, and its row in the README's table. Enum keys name every choice in `doc`."""
-    return field(default=default, metadata={"doc": doc})
+def key(default: Any, doc: str, needs: str = "", *, has_text: bool = False) -> Any:
+    """A key's default, and its row in the README's table. Enum keys name every choice in `doc`.
+
+    needs: when the key has an effect, if not always: another key of the group, or a dotted one, alone or followed by
+    `=` or `!=` and patterns, e.g. `positions=last|token`. `HUB` is any name on the Hub; ` or ` joins alternatives.
+    has_text: whether a key of type Any contains text.
+    """
+    return field(default=default, metadata={"doc": doc, "needs": needs, "has_text": has_text})
 
 
 def list_key(default: tuple[str, ...], doc: str) -> Any:
@@ -50,7 +55,7 @@ class ModelConfig:
     path: str = key(
         REQUIRED, "HF directory, remote path (`gs://...`) or Hub id; `${assets:tiny-qwen2}` is the bundled model"
     )
-    revision: str | None = key(None, "for a Hub id: a branch, tag or commit; null: `main`")
+    revision: str | None = key(None, "a branch, tag or commit; null: `main`", "path=HUB")
     dtype: ComputeDtype = key(ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
     weights_dtype: Int8OrSame = key(
         Int8OrSame.same,
@@ -60,11 +65,12 @@ class ModelConfig:
         Int8OrSame.same,
         "the inputs of int8 matrices: `same` as `model.dtype`, or `int8`, scaled per token (not for experts): faster "
         "on TPUs, less exact",
+        "weights_dtype=int8",
     )
     attention: Attention = key(Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, or `auto`: see Limits")
     weights: Weights = key(Weights.auto, "`replicated`, `tensor`, `fsdp`, or `auto`: chosen to fit the devices")
     init: Init = key(Init.checkpoint, "`checkpoint`, or `random`: reads only config.json and the tokenizer")
-    seed: int = key(0, "seed of `model.init=random`")
+    seed: int = key(0, "seed of the weights", "init=random")
     tokenizer: str | None = key(None, "directory or Hub id of the tokenizer; null: the model's")
 
     @property
@@ -93,7 +99,7 @@ class DataConfig:
         SpecialTokens.tokenizer, "`tokenizer`: those it adds by default (BOS, CLS ... SEP), or `none`"
     )
     prefix: str | None = key(None, "text of a single token to put before every document, e.g. `<|endoftext|>`")
-    suffix: str | None = key(None, "text of a single token to put after every document; not for `data=generate`")
+    suffix: str | None = key(None, "text of a single token to put after every document", "data!=generate")
     template_kwargs: Any = key(  # any JSON value by str
         None, "with `template=chat`: variables for the chat template, e.g. `{enable_thinking: false}`; null: none"
     )
@@ -111,9 +117,9 @@ class ParquetData(DataConfig):
         None,
         "file, directory or glob, local or remote (`gs://`, `hf://`; `s3://` with s3fs); null: `repo` and `subset`",
     )
-    repo: str = key(REQUIRED, "Hub data set to stream if `data.path` is null")
-    subset: str = key(REQUIRED, "the Hub data set's folder of parquet files")
-    revision: str | None = key(None, "for the Hub data set: a branch, tag or commit; null: `main`")
+    repo: str = key(REQUIRED, "Hub data set to stream", "path=null")
+    subset: str = key(REQUIRED, "the Hub data set's folder of parquet files", "path=null")
+    revision: str | None = key(None, "a branch, tag or commit; null: `main`", "path=null")
     row_groups_per_shard: int | None = key(
         None, "row groups per source shard, the unit divided among streams; null: a file is one source shard"
     )
@@ -126,12 +132,12 @@ class ArcData(DataConfig):
     """ARC-AGI grid tasks as prompts: a document per test input and augmentation."""
 
     path: str = key(REQUIRED, "directory of task files, `*_challenges.json`, `.jsonl`, or `hf://datasets/owner/name`")
-    split: str = key("train", "split of a Hub data set")
-    revision: str | None = key(None, "for a Hub data set: a branch, tag or commit; null: `main`")
-    solutions: str | None = key(None, "the `*_solutions.json` for a `*_challenges.json`")
+    split: str = key("train", "split of the data set", "path=hf://*")
+    revision: str | None = key(None, "a branch, tag or commit; null: `main`", "path=hf://*")
+    solutions: str | None = key(None, "the `*_solutions.json` for a `*_challenges.json`", "path=*.json")
     encoder: str = key("digits", "`digits`, `separated`, `repeated`, `symbols`, or several joined by `+`")
-    symbols: str = key("0123456789", "with `encoder=symbols`: ten characters for the colours 0 to 9")
-    repeat: int = key(2, "with `encoder=repeated`: how often each symbol is written")
+    symbols: str = key("0123456789", "ten characters for the colours 0 to 9", "encoder=*symbols*")
+    repeat: int = key(2, "how often each symbol is written", "encoder=*repeated*")
     row_numbers: bool = key(False, "begin each row of a grid with its number, from 1")
     shape_header: bool = key(False, "a line such as `shape: 3x4` (rows x columns) before the rows")
     code_block: bool = key(False, "put the grid into a fenced code block")
@@ -141,11 +147,11 @@ class ArcData(DataConfig):
     include_solution: bool = key(False, "end the prompt with the test's output, if it is known")
     augmentations: int = key(1, "versions of each task; the first is the original task")
     geometry: Geometry = key(
-        Geometry.dihedral, "in augmented versions: `none`, `rotations`, or `dihedral`: rotations and mirror images"
+        Geometry.dihedral, "`none`, `rotations`, or `dihedral`: rotations and mirror images", "augmentations!=1"
     )
-    permute_colors: bool = key(True, "in augmented versions: permute the colours")
-    permute_examples: bool = key(True, "in augmented versions: change the order of the examples")
-    seed: int = key(0, "seed of the augmented versions")
+    permute_colors: bool = key(True, "permute the colours", "augmentations!=1")
+    permute_examples: bool = key(True, "change the order of the examples", "augmentations!=1")
+    seed: int = key(0, "seed of the augmented versions", "augmentations!=1")
     tasks_per_shard: int = key(64, "tasks per source shard, the unit divided among streams")
 
 
@@ -154,10 +160,10 @@ class HfData(DataConfig):
     """Any data set that `datasets` can stream. A Jinja template turns a row into text."""
 
     path: str = key(REQUIRED, "Hub id, local directory, or a loader's name (json, csv, parquet, text)")
-    subset: str | None = key(None, "the Hub data set's configuration")
+    subset: str | None = key(None, "the data set's configuration", "path!=json|csv|text|arrow|parquet")
     split: str = key("train", "the data set's split")
-    revision: str | None = key(None, "for the Hub data set: a branch, tag or commit; null: `main`")
-    data_files: Any = key(None, "for a loader: a file, a glob, or a list of these")  # str or list of str
+    revision: str | None = key(None, "a branch, tag or commit; null: `main`", "path=HUB")
+    data_files: Any = key(None, "for a loader: a file, a glob, or a list of these", has_text=True)  # or list
     text: str = key(
         "{{ text }}", "template over the row's columns; `{{ choices.text[0] }}` selects from a nested column"
     )
@@ -180,9 +186,11 @@ class GenerateData(DataConfig):
     )
     max_new_tokens: int = key(256, "maximum number of tokens in a completion")
     temperature: float = key(0.0, "0: greedy, the likeliest token")
-    top_k: int | None = key(None, "sample only from the k likeliest tokens")
-    top_p: float | None = key(None, "sample only from the smallest set of likeliest tokens with this total probability")
-    seed: int = key(0, "seed for sampling")
+    top_k: int | None = key(None, "sample only from the k likeliest tokens", "temperature!=0")
+    top_p: float | None = key(
+        None, "sample only from the smallest set of likeliest tokens with this total probability", "temperature!=0"
+    )
+    seed: int = key(0, "seed for sampling", "temperature!=0")
     end_tokens: list[str] | None = key(
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
@@ -226,54 +234,54 @@ class CaptureConfig:
     )
     when: When = key(
         When.document,
-        "with `data=generate`: compute activations from the finished `document`, or keep those computed during "
-        "`decode`",
+        "compute activations from the finished `document`, or keep those computed during `decode`",
+        "data=generate",
     )
     positions: Positions = key(
         Positions.all,
         "which tokens: `all`, `last` of each document, `every` k-th, one `token`, a `regex`, or a random `sample`",
     )
-    every: int | None = key(None, "with `every`: the k-th, 2k-th, ... token of each window of a document")
+    every: int | None = key(None, "the k-th, 2k-th, ... token of each window of a document", "positions=every")
     token: str | None = key(
-        None, "with `token`: its text, e.g. `'\"<|im_end|>\"'` (quotes for Hydra and for the shell)"
+        None, "its text, e.g. `'\"<|im_end|>\"'` (quotes for Hydra and for the shell)", "positions=token"
     )
     regex: str | None = key(
-        None, "with `regex`: searched for in each token's text, e.g. `'capture.regex=\"^ ?[A-Z]\"'`"
+        None, "searched for in each token's text, e.g. `'capture.regex=\"^ ?[A-Z]\"'`", "positions=regex"
     )
-    rate: float | None = key(None, "with `sample`: the fraction of tokens")
-    seed: int | None = key(None, "with `sample`: the seed; null: 0")
+    rate: float | None = key(None, "the fraction of tokens", "positions=sample")
+    seed: int | None = key(None, "the seed; null: 0", "positions=sample")
     per_row: int | None = key(
         None,
-        "with `last`, `token`, `regex`: slots per row for selected tokens. Unused slots are stored as padding; a row "
-        "ends early if its slots are full; null: length / 16",
+        "slots per row for selected tokens. Unused slots are stored as padding; a row ends early if its slots are "
+        "full; null: length / 16",
+        "positions=last|token|regex",
     )
     dtype: StorageDtype = key(
         StorageDtype.bfloat16,
         "store as `bfloat16`, `float16`, `float32`, `int8` with a scale per token, `float8_e4m3fn` or `float8_e5m2`",
     )
     int8_group: int | None = key(
-        None, "with `int8`: neighbouring features that share a scale; null: all features of a token"
+        None, "neighbouring features that share a scale; null: all features of a token", "dtype=int8"
     )
     outputs: list[str] = list_key(
         (),
         "list of `loss entropy top_logprobs`: what the model's head predicts after each stored token; needs all layers",
     )
-    top_logprobs: int = key(8, "with `outputs`: the number of likeliest next tokens")
+    top_logprobs: int = key(8, "the number of likeliest next tokens", "outputs=top_logprobs")
     encode: Any = key(  # str, list of str or dict of str, by str
         None,
         "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*.resid_post` "
         "with `{layer}` in the address; several SAEs for one array: a list; null: none",
+        has_text=True,
     )
-    encode_top: int = key(64, "with `encode`: features stored per token: those with the largest values")
-    encode_threshold: float = key(0.0, "with `encode`: a feature fires if its value is larger than this")
-    encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "with `encode`: store values as `bfloat16` or `float32`")
-    encode_index: bool = key(
-        True, "with `encode`: also store an index by feature, to read one feature without the others"
-    )
+    encode_top: int = key(64, "features stored per token: those with the largest values", "encode")
+    encode_threshold: float = key(0.0, "a feature fires if its value is larger than this", "encode")
+    encode_dtype: FeatureDtype = key(FeatureDtype.bfloat16, "store values as `bfloat16` or `float32`", "encode")
+    encode_index: bool = key(True, "also store an index by feature, to read one feature without the others", "encode")
     encode_error: bool = key(
-        False, "with `encode`: also store how well SAEs reconstruct each token (a second matrix product)"
+        False, "also store how well SAEs reconstruct each token (a second matrix product)", "encode"
     )
-    keep: Keep = key(Keep.features, "for encoded arrays: `features` only, or `both`: also the activations")
+    keep: Keep = key(Keep.features, "of encoded arrays `features` only, or `both`: also the activations", "encode")
     statistics: bool = key(True, "mean, variance and norms of every array, computed on the devices")
     on_not_finite: OnNotFinite = key(
         OnNotFinite.fail, "`fail`, or `warn` and keep values that are NaN or too large for `capture.dtype`"
@@ -286,7 +294,9 @@ class StoreConfig:
 
     path: str = key(REQUIRED, "local path, `gs://` or `s3://`; a new store needs an empty or new folder")
     shard_mib: float = key(
-        16.0, "target size of a store shard, the unit of writing and resuming; 64-512 on object storage"
+        16.0,
+        "target size of a store shard, the unit of writing and resuming; 64-512 on object storage",
+        "rows_per_block=null",
     )
     rows_per_block: int | None = key(
         None,
@@ -294,20 +304,23 @@ class StoreConfig:
         "process's rows per step; null: as many as fit in `store.shard_mib`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
-    retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, 8, ... times the delay")
-    retry_delay_s: float = key(1.0, "delay before the first retry, times a random number from 0.75 to 1.25")
+    retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, 8, ... times the delay", "path=*://*")
+    retry_delay_s: float = key(
+        1.0, "delay before the first retry, times a random number from 0.75 to 1.25", "path=*://*"
+    )
     concurrency: int | None = key(
         None, "concurrent requests; null: 32, for local files the number of cores, at least 4"
     )
     ramp_up: int | None = key(
         None,
-        "initial writes per second to `gs://`, over all processes; the rate doubles every 20 minutes; 1000 for a "
-        "new bucket; null: no limit",
+        "initial writes per second, over all processes; the rate doubles every 20 minutes; 1000 for a new bucket; "
+        "null: no limit",
+        "path=gs://*",
     )
     copy_threads: int | None = key(
         None,
-        "threads that encode and decode chunks (in uncompressed local stores: `store.concurrency`); null: the number "
-        "of cores",
+        "threads that encode and decode chunks; null: the number of cores",
+        "path=*://* or compression=zstd",
     )
 
 
@@ -339,10 +352,10 @@ class RunOptions:
     max_tokens: int | None = key(
         None, "valid tokens to store, to within one row per stream; raise it to extend a store; null: all of the data"
     )
-    worker_index: int = key(0, "with `run.worker_count`: which of the workers this one is, from 0")
+    worker_index: int = key(0, "which of the workers this one is, from 0", "worker_count!=1")
     worker_count: int = key(1, "independent jobs that fill one store, each with a fixed share of its streams")
     claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
-    lease_s: float = key(60.0, "with `run.claim`: how long a worker may be silent before others take over its streams")
+    lease_s: float = key(60.0, "how long a worker may be silent before others take over its streams", "claim")
     max_inflight_mib: float = key(
         2048.0, "activations in flight between device and host; at most 4 steps, or 1 on a CPU with two cores"
     )
@@ -361,8 +374,8 @@ class RunOptions:
         "bits of values; null: none",
     )
     profile: str | None = key(None, "local directory for a `jax.profiler` trace; null: none")
-    profile_after: int = key(10, "steps before the trace")
-    profile_steps: int = key(20, "steps in the trace")
+    profile_after: int = key(10, "steps before the trace", "profile")
+    profile_steps: int = key(20, "steps in the trace", "profile")
     progress: bool = key(True, "show a progress bar")
     metrics_interval_s: float = key(
         10.0, "minimum seconds between lines of the run's log in `_metrics`; at least 1 % of the run's time"
@@ -371,24 +384,27 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Assumptions and output of `pipeline.plan` if `topology` names a TPU slice."""
+    """Assumptions and output of `pipeline.plan` for a TPU slice."""
 
-    search: bool = key(False, "find the largest `batch.rows` that fits, by compiling")
-    json: bool = key(False, "print JSON")
+    search: bool = key(False, "find the largest `batch.rows` that fits, by compiling", "topology")
+    json: bool = key(False, "print JSON", "topology")
     mfu: float | None = key(
-        None, "model FLOPs utilisation of the forward pass; null: from published figures of chip and kind of model"
+        None,
+        "model FLOPs utilisation of the forward pass; null: from published figures of chip and kind of model",
+        "topology",
     )
-    fill: float = key(0.95, "fraction of token slots with a valid token")
+    fill: float = key(0.95, "fraction of token slots with a valid token", "topology")
     mean_tokens: float | None = key(
         None,
         "mean document length, to exclude the attention blocks that splash skips in packed rows; lengths are assumed "
         "to be log-normal; null: one document per row",
+        "topology",
     )
     store_gb_per_s: float | None = key(
-        None, "write rate of the store; null: as for a new bucket, 1000 objects per second"
+        None, "write rate of the store; null: as for a new bucket, 1000 objects per second", "topology"
     )
-    usd_per_chip_hour: float | None = key(None, "null: the list price")
-    usd_per_tb_month: float = key(20.0, "price of storage")
+    usd_per_chip_hour: float | None = key(None, "price of a chip; null: the list price", "topology")
+    usd_per_tb_month: float = key(20.0, "price of storage", "topology")
 
 
 @dataclass(frozen=True)

@@ -122,19 +122,11 @@ def _in_order(places: Int64[np.ndarray, " m"]) -> Chosen:
 
 
 def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
-    """K, or None with positions=all. Raises ConfigError for settings that contradict each other or the row length."""
+    """K, or None with positions=all. Raises ConfigError for a missing setting, or one that exceeds the row length."""
     positions = capture.positions
-    all_settings = {name for names in _SETTINGS.values() for name in names}
-    given = {name for name in all_settings if getattr(capture, name) is not None}
-    wanted = set(_SETTINGS[positions])
-    if missing := sorted(wanted - given - _OPTIONAL):
-        raise ConfigError(f"capture.positions={positions} needs capture.{missing[0]}. Give it a value.")
-    if surplus := sorted(given - wanted):
-        owners = " or ".join(str(choice) for choice, names in _SETTINGS.items() if surplus[0] in names)
-        raise ConfigError(
-            f"capture.{surplus[0]} is {getattr(capture, surplus[0])!r} with capture.positions={positions}, but applies "
-            f"only to capture.positions={owners}. Remove it, or change capture.positions."
-        )
+    needed = (name for name in _SETTINGS[positions] if name not in _OPTIONAL)
+    if missing := next((name for name in needed if getattr(capture, name) is None), None):
+        raise ConfigError(f"capture.positions={positions} needs capture.{missing}. Give it a value.")
     for name, least in (("every", 2), ("per_row", 1)):
         if (getattr(capture, name) or 0) > length:
             raise ConfigError(

@@ -100,8 +100,6 @@ def _open_prompts(
                 f"data.prompts.{name} is {theirs}, but data.{name} is {ours}. Set only data.{name}, which also applies "
                 "to the prompts."
             )
-    if config.suffix is not None:
-        raise ConfigError(f"data.suffix is {config.suffix!r}, but prompts are followed by completions. Set it to null.")
     if isinstance(prompts, ArcData):
         if prompts.include_solution:
             raise ConfigError(

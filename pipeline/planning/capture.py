@@ -190,15 +190,10 @@ def _first_repeated(values: Sequence[object]) -> str:
 
 
 def _int8_group(capture: CaptureConfig, arrays: Collection[ArraySpec]) -> int | None:
-    """`capture.int8_group`. If it is set, raises ConfigError unless it divides all widths and the dtype is int8."""
+    """`capture.int8_group`. If it is set, raises ConfigError unless it divides all widths."""
     group = capture.int8_group
     if group is None:
         return None
-    if capture.dtype is not StorageDtype.int8:
-        raise ConfigError(
-            f"capture.int8_group is {group} with capture.dtype={capture.dtype}, but only int8 uses scales. "
-            f"Set capture.int8_group=null, or capture.dtype=int8."
-        )
     widths = [array.width for array in arrays]
     undivided = [f"{array.width} of {array.name}" for array in arrays if group < 1 or array.width % group]
     if undivided:

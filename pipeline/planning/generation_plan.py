@@ -49,8 +49,6 @@ def plan_generation(
     """
     options, keeps_activations = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
-        if keeps_activations:
-            raise ConfigError("capture.when is decode, which is only for data=generate. Set it to document.")
         return None
     tensor, weights = _divide_weights(config, model, tensor, topology)
     data = topology.devices // tensor
@@ -136,15 +134,12 @@ def logits_bytes(arch: Architecture, rows: int) -> int:
 
 def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
     options = config.data
-    for name in ("prompt_length", "max_new_tokens", "group"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"data.{name} is {getattr(options, name)}. Set it to at least 1.")
     if options.prompt_length + options.max_new_tokens > model.max_positions:
         raise ConfigError(
             f"data.prompt_length + data.max_new_tokens = {options.prompt_length} + {options.max_new_tokens} exceeds "
             f"the model's {model.max_positions} positions. Lower one of them."
         )
-    if options.rows < 1 or options.rows % data:
+    if options.rows % data:
         raise ConfigError(
             f"data.rows = {options.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."

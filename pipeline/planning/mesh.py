@@ -23,7 +23,7 @@ class MeshPlan:
 def plan_mesh(options: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapping[str, int]) -> MeshPlan:
     """Divides `rows` per step among the processes. Raises ConfigError if mesh, devices, model and rows do not match."""
     data, tensor = mesh_shape(options, topology, tensor_dims)
-    if rows < 1 or rows % data:
+    if rows % data:
         raise ConfigError(
             f"batch.rows = {rows} is not a multiple of the {data} devices that share the rows. "
             f"Set batch.rows to a multiple of {data}."
@@ -43,8 +43,6 @@ def mesh_shape(options: MeshConfig, topology: Topology, tensor_dims: Mapping[str
     Raises ConfigError.
     """
     tensor = options.tensor
-    if tensor < 1:
-        raise ConfigError(f"mesh.tensor is {tensor}. Set it to at least 1.")
     data = options.data if options.data is not None else max(1, topology.devices // tensor)
     if data * tensor != topology.devices:
         raise ConfigError(

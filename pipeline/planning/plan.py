@@ -10,7 +10,6 @@ from typing import NamedTuple, Self
 from pipeline.cluster.topology import Topology, reserved_bytes
 from pipeline.config.schema import RunConfig
 from pipeline.core.counts import counted
-from pipeline.core.errors import ConfigError
 from pipeline.planning.capture import CheckPlan, plan_checks, plan_step
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block
@@ -132,7 +131,6 @@ def make_plan(
     Raises ConfigError for a configuration that cannot work.
     """
     geometry = stored or StoredGeometry()
-    _require_int8_weights(config)
     step = plan_step(config, model, encoders)
     mesh = plan_mesh(config.mesh, step.rows, topology, model.tensor_dims)
     with_int8 = config.model.has_int8_weights
@@ -157,12 +155,3 @@ def make_plan(
         generation=generation,
         reserved_bytes=reserved_bytes(config.run),
     )
-
-
-def _require_int8_weights(config: RunConfig) -> None:
-    options = config.model
-    if options.has_int8_inputs and not options.has_int8_weights:
-        raise ConfigError(
-            "model.activations_dtype=int8 with model.weights_dtype=same: int8 activations need int8 weights. Set "
-            "model.weights_dtype=int8, or model.activations_dtype=same."
-        )

@@ -7,7 +7,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import hydra
 from omegaconf import OmegaConf
 
 from pipeline.config import composing
+from pipeline.config.effects import condition
 from pipeline.config.schema import REQUIRED, ArcData, DataConfig, GenerateData, HfData, ParquetData, RunConfig
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -46,32 +47,34 @@ def _rows(cls: type, prefix: str, composed: Mapping[str, Any]) -> Iterator[str]:
             yield from _rows(f.type, f"{f.name}.", composed[f.name])
         elif prefix + f.name == "data":
             yield f"| **data** | **{_summary(DataConfig)}** | |"
-            yield _row("data", f.metadata["doc"], "demo")
+            yield _row("", f, "demo")
             yield from _data_rows()
         else:
-            yield _row(prefix + f.name, f.metadata["doc"], composed[f.name])
+            yield _row(prefix, f, composed[f.name])
 
 
 def _data_rows() -> Iterator[str]:
     """The keys that all sources have, then the other keys of each source."""
     common = fields(DataConfig)
     for f in common:
-        yield _row(f"data.{f.name}", f.metadata["doc"], f.default)
+        yield _row("data.", f, f.default)
     for choices, cls in SOURCES.items():
         yield f"| **data={', '.join(choices)}** | **{_summary(cls)}** | |"
         defaults = _composed(f"data={choices[0]}")["data"]
         for f in fields(cls)[len(common) :]:
             default = REQUIRED if f.name == "prompts" else defaults[f.name]  # a source of its own
-            yield _row(f"data.{f.name}", f.metadata["doc"], default)
+            yield _row("data.", f, default)
 
 
-def _row(key: str, doc: str, default: Any) -> str:
+def _row(prefix: str, key: Field, default: Any) -> str:
+    doc, needs = key.metadata["doc"], key.metadata.get("needs")
+    doc = f"with {condition(needs, prefix)}: {doc}" if needs else doc
     shown = "" if default == REQUIRED else f"`{OmegaConf.to_yaml([default], resolve=False)[2:].strip()}`"
     if isinstance(default, list):
         shown = f"`[{', '.join(map(str, default))}]`"
     elif isinstance(default, float):
         shown = f"`{default:g}`"
-    cells = (f"`{key}`", doc, shown)
+    cells = (f"`{prefix}{key.name}`", doc, shown)
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 

@@ -156,9 +156,6 @@ def test_slots_of_a_row_follow_the_settings(settings, slots):
     [
         ({"positions": "every"}, "capture.positions=every needs capture.every"),
         ({"positions": "token"}, "capture.positions=token needs capture.token"),
-        ({"every": 8}, r"capture.every is 8 with capture.positions=all, but applies only to capture.positions=every"),
-        ({"positions": "last", "seed": 1}, r"capture.seed is 1 .* applies only to capture.positions=sample"),
-        ({"positions": "every", "every": 8, "per_row": 2}, r"applies only to capture.positions=last or token or regex"),
         ({"positions": "every", "every": 13}, "capture.every is 13. Set it to 2 to 12"),
         ({"positions": "last", "per_row": 13}, "capture.per_row is 13. Set it to 1 to 12"),
         ({"positions": "token", "token": "w1 w2"}, "capture.token='w1 w2' is 2 tokens"),

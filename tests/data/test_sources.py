@@ -50,7 +50,7 @@ def test_a_config_file_states_only_what_differs_from_its_class(name, config):
 def test_only_augmentations_have_a_seed(name):
     with pytest.raises(ConfigCompositionException, match="data.seed"):
         compose(name, "data.path=p", "data.seed=1")
-    assert compose("arc", "data.path=p", "data.seed=1").seed == 1
+    assert compose("arc", "data.path=p", "data.augmentations=2", "data.seed=1").seed == 1
 
 
 @pytest.mark.parametrize(

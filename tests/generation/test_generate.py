@@ -258,7 +258,7 @@ def test_answers_to_real_arc_tasks_are_graded(shared, tmp_path, compilation_cach
         ("data.prompt_length=1000", "data.prompt_length.* = 1000 \\+ 48 exceeds the model's 1024 positions"),
         ("data.temperature=-1", "temperature is -1"),
         ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),
-        ("data.suffix=a", "data.suffix is 'a', but prompts are followed by completions"),
+        ("data.suffix=a", "data.suffix is 'a', but has an effect only with data other than generate"),
         ("data.prompts.on_error=skip", "data.prompts.on_error is skip, but data.on_error is fail"),
         ("data.prompts.include_solution=true", "prompts must not contain answers"),
         ("run.claim=true", "run.claim is true, but data=generate"),

@@ -19,7 +19,6 @@ from pipeline.config.schema import (
     CaptureConfig,
     GenerateData,
     ModelConfig,
-    ParquetData,
     RunConfig,
     RunOptions,
 )
@@ -126,15 +125,11 @@ def test_a_plan_that_exceeds_device_memory_is_refused():
         plan_generation(CONFIG, MODEL, width=0, tensor=1, topology=topology)
 
 
-def test_kept_activations_take_memory_and_need_generation():
+def test_kept_activations_take_memory():
     config = replace(CONFIG, capture=CaptureConfig(when=When.decode))
     plan = plan_generation(config, MODEL, width=256, tensor=2, topology=Topology(devices=8))
     assert plan.kept_bytes == 256 * 2 * 16 * 128 // 4
     assert f"{plan.kept_bytes / 2**20:.1f} MiB of activations" in plan.describe()
-    with pytest.raises(ConfigError, match="capture.when is decode, which is only for data=generate"):
-        plan_generation(
-            replace(config, data=ParquetData(source="parquet")), MODEL, width=0, tensor=1, topology=Topology(1)
-        )
 
 
 def test_int8_weights_with_several_workers_are_refused():

@@ -57,13 +57,7 @@ def test_keys_differ_with_the_seed_and_either_half_of_the_number() -> None:
     assert len(np.unique(keys, axis=0)) == 50
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"temperature": -1.0}, {"temperature": 1e-40}, {"temperature": float("nan")}),
-        *({"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}, {"seed": 1 << 32}),
-    ],
-)
-def test_wrong_settings_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        Sampling(**{"temperature": 1.0} | wrong)
+@pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("nan")])
+def test_a_temperature_without_finite_logits_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        Sampling(temperature)

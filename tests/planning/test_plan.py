@@ -320,7 +320,6 @@ REFUSED = {
     ),
     "no sites": (dict(capture=CaptureConfig(layers=[1], sites=[])), "capture.sites contains nothing"),
     "row longer than the model's positions": (dict(batch=BatchConfig(length=40_000)), "batch.length is 40000"),
-    "no rows": (dict(batch=BatchConfig(rows=0)), "batch.rows = 0"),
     "less memory in flight than a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
     "nameless compiler options": (
         dict(run=RunOptions(compiler_options=[1])),
@@ -337,7 +336,6 @@ REFUSED = {
     ),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
     "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), r"mesh.data \* mesh.tensor = 1 \* 2 .* devices, 1\."),
-    "an empty tensor axis": (dict(mesh=MeshConfig(tensor=0)), "mesh.tensor is 0"),
     "weights along no tensor axis": (
         dict(model=ModelConfig(weights=Weights.tensor)),
         "model.weights=tensor does not match mesh.tensor=1",

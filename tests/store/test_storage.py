@@ -44,12 +44,6 @@ def test_settings_out_of_range_are_refused(wrong):
         Storage.open("memory://settings", StorageOptions(**wrong))
 
 
-@pytest.mark.parametrize("path", ["memory://settings", "s3://bucket/store"])
-def test_only_writes_to_google_cloud_storage_are_limited(path):
-    with pytest.raises(ConfigError, match=f"store.ramp_up applies only to gs://, but the store is at {path}"):
-        Storage.open(path, StorageOptions(writes_per_s=15.6))
-
-
 @pytest.mark.parametrize(
     ("cores", "given", "threads"), [(2, None, "4"), (24, None, "24"), (112, None, "32"), (112, "7", "7")]
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import fsspec
 
 from pipeline.config.schema import ArcData
-from pipeline.core.errors import ConfigError, InputError
+from pipeline.core.errors import InputError
 from pipeline.data.arc.tasks import Task, parse_task
 from pipeline.data.files import InputFile, find_files, input_errors, is_glob
 
@@ -46,8 +46,6 @@ def open_tasks(config: ArcData) -> TaskCollection:
     Raises InputError for missing or invalid files, and ConfigError for settings that contradict each other.
     """
     repo = hub_id(config.path)
-    if config.solutions is not None and not config.path.endswith(".json"):
-        raise ConfigError(f"data.solutions requires that data.path is a *_challenges.json file, got {config.path}.")
     if repo:
         return _hub_tasks(repo, config)
     files = find_files(config.path, ".json")

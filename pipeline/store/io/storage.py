@@ -315,8 +315,6 @@ class Storage(KeyValueStore):
         require_not_forked("TensorStore")
         spec = _kvstore_spec(path)
         if options.writes_per_s is not None:
-            if spec["driver"] != "gcs":
-                raise ConfigError(f"store.ramp_up applies only to gs://, but the store is at {path}. Remove it.")
             spec |= {_RATE_LIMITER: _RATE_LIMITER}
         set_request_defaults()
         opening = ts.KvStore.open(spec, context=context)

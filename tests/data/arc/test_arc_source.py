@@ -190,16 +190,9 @@ def test_files_without_tasks_are_refused(tmp_path, name, content, settings, mess
         source(tmp_path / settings.get("path", name), on_error=on_error)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"solutions": "x_solutions.json"}, "data.solutions requires that data.path is a"),
-        ({"template": Template.chat}, "tokenizer words has no chat template"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(folder, settings, message):
-    with pytest.raises(ConfigError, match=message):
-        source(folder, **settings)
+def test_a_chat_needs_a_template(folder):
+    with pytest.raises(ConfigError, match="tokenizer words has no chat template"):
+        source(folder, template=Template.chat)
 
 
 @pytest.mark.parametrize(
