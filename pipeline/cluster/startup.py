@@ -5,6 +5,7 @@ Imports take seconds, and an interruption in that time must not look like a cras
 
 import atexit
 import os
+import re
 import signal
 import sys
 import threading
@@ -13,8 +14,10 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from pipeline.core.errors import EXIT_INTERRUPTED
+from pipeline.core.printing import printable
 
 _STDERR = 2
+_CURSOR_MOVES = re.compile(r"\r?(\n*(\x1b\[A)+$)?")  # of progress bars, at the start of what they write
 
 
 def prepare_process() -> None:
@@ -71,15 +74,17 @@ def _open_closed_streams() -> None:
 
 
 class _Messages:
-    """A text stream that ignores some errors, so that failing to print a message does not end a job."""
+    """A text stream that ignores some errors, so that failing to print a message does not end a job, and escapes the
+    control characters in what it prints, except those of progress bars."""
 
     def __init__(self, stream: TextIO, ignored: type[OSError]) -> None:
         self._stream = stream
         self._ignored = ignored
 
     def write(self, text: str) -> int:
+        moves = _CURSOR_MOVES.match(text)[0]
         with suppress(self._ignored):
-            self._stream.write(text)
+            self._stream.write(moves + printable(text[len(moves) :]))
         return len(text)
 
     def flush(self) -> None:

@@ -18,6 +18,8 @@ _NEARLY_URL = re.compile(
 )
 HUB_SCHEME = "hf://"
 HUB_REMEDY = "Fill a store at a local path, gs:// or s3://, and upload it with python -m pipeline.push."
+# Control characters, a separator of Windows, and the ending of TensorStore's lock files.
+_UNUSABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\\]|\.__lock(?=/|$)")
 _CHOOSE = "Give a local path, gs://bucket/folder or s3://bucket/folder."
 
 
@@ -51,12 +53,14 @@ def unusable_path(path: str, name: str) -> str | None:
         return f"{name} is {path!r}. Give a folder or a file."
     if path != path.strip():
         return f"{name} is {path!r}, which begins or ends with whitespace. Remove it."
-    if "\0" in path:
-        return f"{name} is {path!r}, which contains a NUL byte. Choose another name."
     try:
         path.encode()
     except UnicodeEncodeError:
         return f"{name} is {path!r}, which is not UTF-8. Choose another name."
+    if wrong := _UNUSABLE.search(path):
+        return f"{name} is {path!r}, which contains {wrong[0]!r}. Choose another name."
+    if "://" not in path and (variable := re.search(r"\$(\w+|\{\w+\})", path)):
+        return f"{name} is {path!r}, but the shell did not replace {variable[0]}. Remove the single quotes."
     if "://" not in path and os.path.expanduser(path).startswith("~"):
         return f"{name} is {path!r}, but there is no such user. For a folder of that name, write ./{path}."
     return None

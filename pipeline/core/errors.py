@@ -15,6 +15,7 @@ A message has four parts: the subject, what was expected, what was found, and wh
 """
 
 from pipeline.core.addresses import without_credentials
+from pipeline.core.printing import printable
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -28,7 +29,7 @@ class PipelineError(Exception):
     exit_code = EXIT_FAILED
 
     def __str__(self) -> str:
-        return without_credentials(super().__str__())
+        return printable(without_credentials(super().__str__()))
 
 
 class ConfigError(PipelineError):

@@ -6,8 +6,7 @@ from contextlib import ExitStack, closing
 
 import jax
 
-from pipeline.cluster import joining, preemption, processes
-from pipeline.cluster.devices import topology
+from pipeline.cluster import devices, joining, preemption, processes
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import Feed, InTurn, StreamWork
@@ -22,6 +21,7 @@ from pipeline.generation.kept_rows import KeptRows
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job
 from pipeline.job.watchdog import Watchdog
+from pipeline.models.attention.choosing import choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.partition import Partition
@@ -60,7 +60,7 @@ def run(config: RunConfig) -> None:
 def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
     """As `run`, for an open job. `load` returns its step, and is called only if there is work."""
     config = job.config
-    log.info("%s", job.plan.describe())
+    log.info("%s\ndevices   %s", job.plan.describe(), describe_devices(job))
     stop.check()
     processes.require_same_config(config, str(job.plan.weights.sharding), str(job.plan.generation))
     store = open_store(job)
@@ -80,6 +80,14 @@ def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
     elif processes.is_first():
         complete(job, store)
     processes.wait_for_all()
+
+
+def describe_devices(job: Job) -> str:
+    """What the job runs on, and its attention. Raises ConfigError for attention that these devices do not have."""
+    model, mesh = job.config.model, make_partition(job.plan.mesh.tensor, job.plan.weights.sharding).mesh
+    step, dtype = job.plan.step, str(model.dtype)
+    attention = choose_attention(step.attention, job.model.arch, mesh, step.rows, step.length, dtype)
+    return f"{devices.describe(mesh)}; {attention.describe()}"
 
 
 def open_store(job: Job) -> StoreWriter:
@@ -195,7 +203,7 @@ def fill(
     ConfigError if a device lacks the memory for a step.
     """
     options = job.config.run
-    plan = job.plan.fitted(step.compiled.memory, topology(options).device_bytes)
+    plan = job.plan.fitted(step.compiled.memory, devices.topology(options).device_bytes)
     if plan.memory.inflight_steps < job.plan.memory.inflight_steps:
         log.warning("%s", plan.memory.notes[-1])
     known = [] if options.claim else job.plan.streams.local

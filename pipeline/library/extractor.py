@@ -217,7 +217,6 @@ class Extractor:
     def _loaded(self, shape: Shape) -> LoadedStep:
         """The step for one shape, compiled on first use."""
         if shape not in self._compiled:
-            log.info("compiling the step for %d rows of %d tokens", *shape)
             spec = replace(self.plan.step, rows=shape.rows, length=shape.length)
             self._compiled[shape] = compile_step(self.model, spec, self._params, self._partition)
             self.plan = self.plan.fitted(self._compiled[shape].memory, topology(self.config.run).device_bytes)

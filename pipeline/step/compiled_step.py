@@ -4,6 +4,7 @@ Letters: B rows, T positions, D width of the site, S slots of a row for activati
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -102,7 +103,6 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     """
     mesh, dtype = partition.mesh, params["embed"].dtype
     chosen = choose_attention(spec.attention, model.arch, mesh, spec.rows, spec.length, dtype.name)
-    log.info("%s", chosen.describe())
 
     def capture(
         params: Params, finish: Finish, tokens: Array, segments: Array, positions: Array, *selected: Array
@@ -184,8 +184,12 @@ def _compile(
         return StepOutputs((*(activation.values for activation in kept), *scales, *outputs), statistics, counts)
 
     jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
+    log.info("compiling the step for %d rows of %d tokens", spec.rows, spec.length)
+    start = time.monotonic()
     lowered, options = jitted.lower(params, *_inputs(spec, mesh)), compiler_options(mesh, spec.rows * spec.length)
-    return compile_with_options(lowered, options, dict(spec.compiler_options))
+    executable = compile_with_options(lowered, options, dict(spec.compiler_options))
+    log.info("compiled the step in %.1f s", time.monotonic() - start)
+    return executable
 
 
 def _inputs(spec: StepSpec, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:

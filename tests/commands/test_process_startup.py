@@ -291,3 +291,74 @@ def test_a_job_continues_without_the_reader_of_its_messages(overrides, tmp_path)
     process.stderr.close()
     assert process.wait(timeout=60) == 0
     assert committed(tmp_path / "store") > 0
+
+
+# Device files, the environment, and the extra that the message names; None: the CPU may be used.
+MACHINES = [
+    ((), {}, None),
+    (("null", "kvm", "vfio/vfio", "accel/accel0", "nvidia-caps/nvidia-cap1"), {}, None),  # no TPU: a laptop's
+    (("accel0", "accel1"), {}, "tpu"),
+    (("vfio/vfio", "vfio/0"), {}, "tpu"),
+    (("nvidia0", "nvidiactl"), {}, "cuda"),
+    (("nvidia7",), {}, "cuda"),
+    (("nvidia0",), {"CUDA_VISIBLE_DEVICES": ""}, None),
+    (("accel0",), {"CUDA_VISIBLE_DEVICES": ""}, "tpu"),
+]
+UNASKED_CPU = """
+import json, os, sys
+from pathlib import Path
+import jax
+from pipeline.cluster.devices import open_devices, require_accelerator, skip_absent_tpu
+from pipeline.core.errors import ConfigError
+if not skip_absent_tpu(Path(sys.argv[1])):
+    jax.config.update("jax_platforms", "cpu")  # without libtpu
+jax.devices()
+for folder, environment in json.loads(sys.argv[2]):
+    jax.config.update("jax_platforms", None)
+    os.environ |= environment
+    try:
+        require_accelerator(Path(folder))
+        print("cpu")
+    except ConfigError as error:
+        print(error)
+    for name in environment:
+        del os.environ[name]
+    assert next(Path(folder).glob("[an]*[0-9]"), None) is None or not skip_absent_tpu(Path(folder))
+    jax.config.update("jax_platforms", "cpu")  # as JAX_PLATFORMS=cpu
+    require_accelerator(Path(folder))
+"""
+
+
+def test_an_accelerator_that_jax_does_not_find_is_not_replaced_by_the_cpu(tmp_path):
+    cases = []
+    for number, (files, environment, _) in enumerate(MACHINES):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for file in files:
+            (folder / file).parent.mkdir(exist_ok=True)
+            (folder / file).touch()
+        cases.append((str(folder), environment))
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    command = [sys.executable, "-c", UNASKED_CPU, cases[0][0], json.dumps(cases)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line, (_, _, extra) in zip(done.stdout.splitlines(), MACHINES, strict=True):
+        assert (line == "cpu") if extra is None else (f"the extra `{extra}`" in line and "JAX_PLATFORMS=cpu" in line)
+
+
+CONTROL = "a\x1b[2Jb\x07\x9b31m\x7f\u202ec\rd\x00\udc80"
+
+
+def test_printed_data_does_not_control_the_terminal():
+    """Errors, logs and results are escaped; progress bars still move the cursor."""
+    shown = r"a\x1b[2Jb\x07\x9b31m\x7f\u202ec\rd\x00\udc80"
+    code = (
+        "import logging, sys\nfrom pipeline.cluster.startup import prepare_process\nprepare_process()\n"
+        "from pipeline.core.errors import InputError\n"
+        f"text = {CONTROL!r}\nprint(text, InputError(text))\n"
+        "logging.basicConfig(format='%(message)s')\nlogging.warning('%s', text)\n"
+        "sys.stderr.write('\\rbar\\t|')\nsys.stderr.write('\\n\\x1b[A')\nprint(str(InputError(text)) == text)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert done.stdout.decode() == f"{shown} {shown}\nFalse\n"
+    assert done.stderr.decode() == f"{shown}\n\rbar\t|\n\x1b[A"

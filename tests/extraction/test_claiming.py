@@ -98,7 +98,7 @@ def hold_all_streams(store: Path) -> Claims:
 
 def wait_until_compiling(worker: subprocess.Popen) -> None:
     with killed_after(120, worker):
-        read_until("attention ", worker)
+        read_until("compiling the step", worker)
 
 
 def stop_each_at_its_first_stream(store: Path, count: int, *launched: subprocess.Popen) -> None:

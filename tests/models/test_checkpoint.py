@@ -65,6 +65,11 @@ def only_an_adapter(path: Path) -> None:
     (path / "model.safetensors").rename(path / "adapter_model.safetensors")
 
 
+def a_peft_folder(path: Path) -> None:
+    only_an_adapter(path)
+    (path / "config.json").rename(path / "adapter_config.json")
+
+
 def int8_weights(tensors: dict[str, np.ndarray]) -> None:
     tensors[UP] = tensors[UP].astype(np.int8)
 
@@ -113,6 +118,7 @@ DAMAGED = {
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no weights.*model.init=random"),
     "pickled weights": (only_pickles, r"got .*pytorch_model\.bin.*Pickled weights are never read.*save_pretrained"),
     "adapter": (only_an_adapter, "weights of an adapter"),
+    "PEFT folder": (a_peft_folder, "is a PEFT adapter .* merge_and_unload"),
 }
 
 

@@ -25,6 +25,10 @@ _SAMPLES_PER_TENSOR = 16
 _MANY_TENSORS = 1024  # with more tensors there are fewer samples per tensor, but at least one
 _SAMPLE_BYTES = 4096
 _DIGEST_THREADS = 32  # many, since reads from object storage mostly wait
+_MERGE = (
+    "Merge it into its base model, and give the folder of the merged model: PeftModel.from_pretrained(base, path)"
+    ".merge_and_unload().save_pretrained(new_path)."
+)
 
 
 def current_name(name: str) -> str:
@@ -59,6 +63,8 @@ class Checkpoint:
     @cached_property
     def config(self) -> Mapping[str, object]:
         """The content of config.json."""
+        if not self._files.has("config.json") and self._files.has("adapter_config.json"):
+            raise CheckpointError(f"{self.where} is a PEFT adapter (it has adapter_config.json), not a model. {_MERGE}")
         return read_json(self._files, "config.json", "Is it a directory in Hugging Face format?")
 
     @cached_property
@@ -192,7 +198,7 @@ class Checkpoint:
     def _no_weights(self) -> CheckpointError:
         names = self._files.names()
         if any(name.startswith("adapter_model") for name in names):
-            remedy = "These are the weights of an adapter: merge it into its base model and save the merged model."
+            remedy = f"These are the weights of an adapter. {_MERGE}"
         elif any(name.endswith((".bin", ".pt", ".pth")) for name in names):
             remedy = (
                 "Pickled weights are never read. Convert them: AutoModelForCausalLM.from_pretrained(path)"

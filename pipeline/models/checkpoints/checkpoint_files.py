@@ -180,7 +180,8 @@ def _open_hub(repo: str, revision: str | None) -> Repository:
     repository = open_repository(repo, revision, file="config.json", key="model.path", invalid=CheckpointError)
     if repository is None:
         raise CheckpointError(
-            f"{repo} on the Hub has no config.json in revision {revision or 'main'}. Is it a model for transformers?"
+            f"{repo} on the Hub has no config.json in revision {revision or 'main'}. Is it a model for transformers? A "
+            "PEFT adapter must first be merged into its base model, and saved to a folder."
         )
     return repository
 
