@@ -118,7 +118,7 @@ DAMAGED = {
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no weights.*model.init=random"),
     "pickled weights": (only_pickles, r"got .*pytorch_model\.bin.*Pickled weights are never read.*save_pretrained"),
     "adapter": (only_an_adapter, "weights of an adapter"),
-    "PEFT folder": (a_peft_folder, "is a PEFT adapter .* merge_and_unload"),
+    "PEFT folder": (a_peft_folder, "is a PEFT adapter .*merge_and_unload"),
 }
 
 
