@@ -91,14 +91,15 @@ def describe_devices(job: Job) -> str:
 
 
 def open_store(job: Job) -> StoreWriter:
-    """Creates or resumes the job's store. A store that holds less than the job asks for is opened for more blocks.
+    """Opens the job's store, which is created with its first block. One that holds less than the job asks for is
+    opened for more blocks.
 
     Raises StoreMismatch for a store of a different configuration. Raises StoreError if the store was created after the
     job was planned: planned again, with the store's geometry, the job may fit.
     """
     path = job.config.store.path
     try:
-        store = StoreWriter.open(job.storage, job.metadata, job.layout)
+        store = StoreWriter.open_or_plan(job.storage, job.metadata, job.layout)
     except StoreMismatch as error:
         if job.stored is not None:
             raise
@@ -108,7 +109,7 @@ def open_store(job: Job) -> StoreWriter:
     if not (store.complete and are_own_streams_done(job, store)):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:
-            store.allow_not_finite()
+            store.record(may_be_not_finite=True)
     return store
 
 
@@ -155,10 +156,10 @@ def measure_int8(job: Job, store: StoreWriter) -> None:
     """Records the errors of int8 weights, and of an int8 cache of generation, unless the store has them."""
     config = job.config
     if config.model.has_int8_weights and store.root.weights_error is None:
-        store.record_weights_error(int8_probe.weights_error(job))
+        store.record(weights_error=int8_probe.weights_error(job))
     has_int8_cache = job.plan.generation is not None and config.data.has_int8_cache
     if has_int8_cache and store.root.cache_error is None:
-        store.record_cache_error(int8_probe.cache_error(job))
+        store.record(cache_error=int8_probe.cache_error(job))
 
 
 def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedStep:

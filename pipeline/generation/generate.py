@@ -35,7 +35,8 @@ def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None
     Raises Interrupted after a stop request. Complete groups are stored.
     """
     opened = (
-        _open_stream(job, stream, blocks) for stream, blocks in store.streams.some(job.plan.streams.local).items()
+        _open_stream(job, store, stream, blocks)
+        for stream, blocks in store.streams.some(job.plan.streams.local).items()
     )
     streams = [stream for stream in opened if stream is not None]
     if processes.any_process(any(not stream.is_done for stream in streams)):
@@ -100,7 +101,7 @@ def _compile(job: Job) -> Generator:
     return compile_generator(job.model, params, partition, spec)
 
 
-def _open_stream(job: Job, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
+def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
     """A stream's missing groups; None if all its blocks are committed."""
     point = resume_point(blocks, job.plan.streams.budget(stream))
     if point is None:
@@ -114,6 +115,7 @@ def _open_stream(job: Job, stream: int, blocks: StreamBlocks) -> StreamGroups | 
         number=lambda cursor: _number(cursor, stream, job.plan.streams.count),
         describe=_describer(job),
         kept=job.plan.step.keys if job.plan.keeps_activations else (),
+        before_write=store.create,
     )
 
 

@@ -42,9 +42,11 @@ class StreamGroups:
         number: Callable[[Cursor], int],
         describe: Callable[[TokenisedDocument, Completion], dict[str, object]],
         kept: Sequence[ActivationKey] = (),
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         """`demand` counts documents from `start` on. `number` returns a prompt's number for its cursor, and `describe`
-        the columns of a completed document. `kept` are the activations that completions include.
+        the columns of a completed document. `kept` are the activations that completions include. `before_write`
+        is called before each group is stored.
 
         Raises StoreInvalid for a damaged stored group.
         """
@@ -53,6 +55,7 @@ class StreamGroups:
         self._describe = describe
         self._demand = demand
         self._kept = kept
+        self._before_write = before_write
         self._start = start
         first = start.ordinal // groups.size
         self._num_stored = groups.count([key.name for key in kept], first)
@@ -123,6 +126,7 @@ class StreamGroups:
         while self._open and not self._open[0].num_missing and not self._demand.is_met:
             group = self._open.popleft()
             stored = Group(self._num_stored, tuple(group.items), group.next, group.exhausted)
+            self._before_write()
             self._groups.write(stored, self._kept_activations(group))
             self._num_stored += 1
             self._count(self._demand, stored.documents)

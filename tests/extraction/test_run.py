@@ -1,5 +1,7 @@
 """The main job in this process: its compilations, transfers and stores."""
 
+import json
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline.cluster import devices, preemption
 from pipeline.config import composing
-from pipeline.core.errors import NotFiniteError, StoreError
+from pipeline.core.errors import ConfigError, InputError, NotFiniteError, StoreError, StoreMismatch
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.extraction.job_run import fill, load_step, open_store, run, work_left
 from pipeline.job.opening import open_job, print_plan
@@ -196,9 +198,8 @@ def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stor
     overrides = [f"model.path={model}", "capture.sites=[resid_post]", "run.max_tokens=2000"]
     with pytest.raises(NotFiniteError, match=r"blocks\.2\.resid_post.*capture\.dtype=bfloat16"):
         run(job_config(text, tmp_path / "a", *overrides, "capture.dtype=float16"))
-    assert ActivationStore.open(str(tmp_path / "a")).num_tokens == 0
-    run(job_config(text, tmp_path / "b", *overrides, "capture.dtype=bfloat16"))
-    assert ActivationStore.open(str(tmp_path / "b")).num_tokens >= 2000
+    run(job_config(text, tmp_path / "a", *overrides, "capture.dtype=bfloat16"))
+    assert ActivationStore.open(str(tmp_path / "a")).num_tokens >= 2000
     run(job_config(text, tmp_path / "c", *overrides, "capture.dtype=float16", "capture.on_not_finite=warn"))
     store = ActivationStore.open(str(tmp_path / "c"))
     statistics = store.statistics(2, "resid_post")
@@ -206,6 +207,27 @@ def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stor
     assert statistics.not_finite > 0
     assert np.isfinite(statistics.mean).all()
     assert verify_store(str(tmp_path / "c")) == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("data.text='\"{{ body }}\"'", "data.text='\"{{ text }}\"'"),
+        ("data.id_column=body", "data.id_column=null"),
+        ("batch.length=64 data.prefix=[", "batch.length=128"),
+    ],
+)
+def test_a_failed_first_run_leaves_no_store_that_refuses_the_corrected_command(wrong, right, tmp_path):
+    lines = [json.dumps({"text": f"line {number}" * 9, "body": "x" if number < 5 else None}) for number in range(40)]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    base = ["data=hf", "data.path=json", f"data.data_files={tmp_path / 'lines.jsonl'}", "batch.rows=2"]
+    base += [f"store.path={tmp_path / 'store'}", "run.progress=false", "batch.length=128"]
+    with pytest.raises((InputError, ConfigError)):
+        run(composing.compose([*base, *shlex.split(wrong)]))
+    run(composing.compose([*base, *shlex.split(right)]))
+    assert verify_store(str(tmp_path / "store")) == []
+    with pytest.raises(StoreMismatch, match="capture"):  # a store with blocks is never replaced
+        run(composing.compose([*base, *shlex.split(right), "capture.layers=[1]"]))
 
 
 def test_the_printed_plan_gives_the_models_parameters_sites_and_flops(text, tmp_path, capsys):

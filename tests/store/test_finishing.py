@@ -25,7 +25,9 @@ def test_finishing_does_not_shrink_a_complete_store_that_lost_a_record(store_pat
     assert read_root(Storage.open(store_path)).blocks[0] == record.block
 
 
-@pytest.mark.parametrize("change", [StoreWriter.finish, StoreWriter.reopen, StoreWriter.allow_not_finite])
+@pytest.mark.parametrize(
+    "change", [StoreWriter.finish, StoreWriter.reopen, lambda store: store.record(may_be_not_finite=True)]
+)
 def test_a_root_that_was_deleted_meanwhile_is_not_written_again(tmp_path, change):
     writer = write_store(str(tmp_path / "store"))
     writer.storage.write(ROOT_KEY, None)

@@ -5,6 +5,9 @@ Several processes may have a writer for the same store, each for its own streams
 """
 
 import concurrent.futures
+import os
+import socket
+import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -47,6 +50,7 @@ from pipeline.store.io.digests import values_digest
 from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
 from pipeline.store.io.storage import Storage, StorageLike
+from pipeline.store.write.claims import TEST_PREFIX
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.vacancy import require_vacant
@@ -117,6 +121,30 @@ class StoreWriter:
         self._may_reference = not storage.path.startswith("memory://")
         self.root = root
         self.arrays = arrays
+        self._exists = True
+
+    @classmethod
+    def open_or_plan(cls, storage: Storage, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
+        """As `open`, but a new store is created with its first block, or by `create`, so that a run that fails before
+        leaves no store. Writes and deletes an object, to notice now if the storage cannot be written."""
+        if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
+            return cls.open(storage, metadata, layout)
+        key = f"{TEST_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        for content in (b"", None):
+            storage.write(key, content)
+        planned = cls(storage, layout, new_root(metadata, layout), {})
+        planned._exists = False
+        return planned
+
+    def create(self) -> None:
+        """Creates the store unless it exists, with what was recorded so far. Raises as `open`."""
+        if self._exists:
+            return
+        planned, opened = self.root, StoreWriter.open(self.storage, self.metadata, self.layout)
+        self.root, self.arrays, self._exists = opened.root, opened.arrays, True
+        self.reopen(planned.target)
+        recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
+        self.record(**{name: value for name, value in recorded.items() if value})
 
     @classmethod
     def open(cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
@@ -157,17 +185,13 @@ class StoreWriter:
         """How many tokens the store shall hold, according to the root as last read."""
         return self.root.target
 
-    def record_weights_error(self, errors: Json) -> None:
-        """Records the relative error that int8 weights cause, by array, in the store's attributes."""
-        self._change_root(weights_error=errors)
+    def record(self, **facts: Json | bool) -> None:
+        """Records `weights_error`, `cache_error` or `may_be_not_finite` in the root. See `StoreRoot`."""
 
-    def record_cache_error(self, errors: Json) -> None:
-        """Records the relative error that int8 keys and values of generation cause, by array."""
-        self._change_root(cache_error=errors)
+        def recorded(root: StoreRoot) -> StoreRoot:
+            return replace(root, **facts)
 
-    def allow_not_finite(self) -> None:
-        """Records in the store's attributes that activations may be not finite."""
-        self._change_root(may_be_not_finite=True)
+        self.root = change_root(self.storage, recorded) if self._exists else recorded(self.root)
 
     def begin_block(self, stream: int, block: int, arrays: Mapping[str, np.ndarray]) -> PendingBlock:
         """Starts writing a block's arrays; does not wait. Call `write_tables` next.
@@ -180,6 +204,7 @@ class StoreWriter:
         Raises StoreInvalid for a block beyond the last row that a store can have, StoreError, and ValueError for arrays
         that do not match the layout, a complete store, or a committed block that is not truncated.
         """
+        self.create()
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
         if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
@@ -271,6 +296,9 @@ class StoreWriter:
 
     def reopen(self, target: Target | None = None) -> None:
         """Opens a store, complete or not, for more blocks. No process completes it before it holds `target` tokens."""
+        if not self._exists:
+            self.root = replace(self.root, target=target)
+            return
         # Grow the arrays first, then change the root; finishing does the reverse. So an incomplete store always has
         # room for a block.
         set_rows(self.storage, self.root.array_names, MAX_ROWS)
@@ -290,6 +318,7 @@ class StoreWriter:
         Call it only when no process has a block left to commit. Reads all streams again, since other processes wrote
         some. See `finish_store`. Raises StoreError.
         """
+        self.create()
         root = finish_store(self.storage, self.layout, self.streams.read_all_again, force)
         self.root = self.root if root is None else root
         return root is not None
@@ -297,9 +326,6 @@ class StoreWriter:
     def write_metrics(self, name: str, text: bytes) -> None:
         """Writes or replaces `_metrics/<name>`. Raises only StoreError; the store is then unchanged."""
         self.storage.write(metrics_key(name), text)
-
-    def _change_root(self, **changes: object) -> None:
-        self.root = change_root(self.storage, lambda root: replace(root, **changes))
 
     def _withdraw(self, stream: int, block: int) -> int:
         """Deletes the record of a truncated block that is about to be replaced. Returns its number of tokens."""
@@ -350,6 +376,12 @@ def metrics_key(name: str) -> str:
     return f"_metrics/{name}"
 
 
+def new_root(metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot:
+    """The root of a new store."""
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    return StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target=target_of(metadata.config))
+
+
 def create_root(storage: Storage, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
     """Creates the root of a new store. Returns None if there is a root already, or another process creates it first.
 
@@ -358,6 +390,5 @@ def create_root(storage: Storage, metadata: StoreMetadata, layout: StoreLayout) 
     """
     if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
         return None
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    root = StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target_of(metadata.config))
+    root = new_root(metadata, layout)
     return root if storage.write_if_absent(ROOT_KEY, root.to_json()) else None
