@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 from pipeline.cluster.topology import Topology, reserved_bytes
 from pipeline.config.schema import RunConfig
 from pipeline.core.counts import counted
+from pipeline.core.errors import ConfigError
 from pipeline.planning.capture import CheckPlan, plan_checks, plan_step
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block

@@ -62,7 +62,7 @@ ROWS = [
 # A new key must be listed here, or say in the schema what it needs and have a row above.
 ALWAYS = {
     "ModelConfig": "path dtype weights_dtype attention weights init tokenizer",
-    "DataConfig": "source num_streams on_error special_tokens prefix",
+    "DataConfig": "source num_streams on_error special_tokens prefix template_kwargs date",
     "ParquetData": "path row_groups_per_shard text_column id_column",
     "ArcData": "path encoder row_numbers shape_header code_block template include_solution augmentations "
     "tasks_per_shard",
