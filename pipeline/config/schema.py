@@ -92,9 +92,7 @@ class DataConfig:
         "number of independent sequences of rows, fixed when a store is created; null: chosen then, from the data and "
         "the number of processes",
     )
-    on_error: OnError = key(
-        OnError.fail, "`fail`, or `skip` and record bad documents; with `data=hf`, a damaged file always fails"
-    )
+    on_error: OnError = key(OnError.fail, "`fail`, or `skip` and record bad documents and the damaged parts of files")
     special_tokens: SpecialTokens = key(
         SpecialTokens.tokenizer, "`tokenizer`: those it adds by default (BOS, CLS ... SEP), or `none`"
     )

@@ -12,6 +12,9 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Int32, Int64
 
+from pipeline.config.choices import OnError
+from pipeline.core.errors import InputError
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -31,11 +34,19 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class SkippedDocument:
-    """A document that `data.on_error=skip` left out, and the reason."""
+    """What `data.on_error=skip` left out, and the reason: the source's row `index`, or `rows` rows from there on. rows:
+    None if their number is unknown, as after the damage in a compressed file."""
 
     source: str
     index: int
     reason: str
+    rows: int | None = 1
+
+    def if_allowed(self, on_error: OnError, where: str, remedy: str) -> "SkippedDocument":
+        """This skip. Raises InputError unless skips are allowed. where, remedy: for the message."""
+        if on_error is OnError.fail:
+            raise InputError(f"{where}: {self.reason}. {remedy}, or set data.on_error=skip.")
+        return self
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -23,6 +23,10 @@ _LOADERS = {  # loaders of `datasets`, by the file extensions that they read
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     **{".txt": "text", ".arrow": "arrow", _PARQUET: "parquet"},
 }
+
+
+# What listings of remote storage have to identify content: Google's, the Hub's, S3's and HTTP's, Azure's.
+_CHECKSUMS = ("crc32c", "blob_id", "ETag", "etag")
 
 
 class NoSuchFiles(InputError):
@@ -89,12 +93,20 @@ class InputStream:
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """One file. name: its path relative to the directory that was searched, which does not depend on the machine."""
+    """One file. name: its path relative to the directory that was searched, which does not depend on the machine.
+    checksum: what the listing has to identify the content, as `kind:value`; None if it has nothing."""
 
     filesystem: AbstractFileSystem
     path: str
     name: str
-    size: int
+    size: int | None
+    checksum: str | None = None
+
+    @classmethod
+    def listed(cls, filesystem: AbstractFileSystem, path: str, name: str, info: Mapping[str, Any]) -> "InputFile":
+        """A file with the facts of a listing."""
+        kind = next((kind for kind in _CHECKSUMS if info.get(kind)), None)
+        return cls(filesystem, path, name, info["size"], kind and f"{kind}:{info[kind]}")
 
     def read_bytes(self) -> bytes:
         with input_errors(self.path):
@@ -149,7 +161,7 @@ def _listed_files(filesystem: AbstractFileSystem, root: str, suffix: str) -> tup
     """The files at a path, in any order, including hidden ones; and whether the path itself is a file."""
     listed, base, is_file = _listing(filesystem, root, suffix)
     files = [
-        InputFile(filesystem, file, file[len(base) :].lstrip("/"), info["size"])
+        InputFile.listed(filesystem, file, file[len(base) :].lstrip("/"), info)
         for file, info in listed.items()
         if not _is_directory(filesystem, file, info)
     ]
@@ -171,30 +183,17 @@ def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> Non
         raise InputError(f"the name of {path!r} is not UTF-8. Rename the file.") from error
     if not isinstance(filesystem, LocalFileSystem) or not os.path.exists(path):
         return
-    if not os.path.isfile(path):
-        kind = "a directory" if os.path.isdir(path) else "a FIFO, a device or a socket"
+    is_of_system = os.path.realpath(path).startswith("/proc/")
+    if is_of_system or not os.path.isfile(path):
+        kind = "a FIFO, a device or a socket"
+        kind = "in /proc" if is_of_system else "a directory" if os.path.isdir(path) else kind
         raise InputError(f"{path} is {kind}, expected a file. Check {key}.")
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except PermissionError as error:
         raise InputError(
             f"{path} cannot be read: {error.strerror}. Grant this user read permission, or check {key}."
         ) from error
-    try:
-        if os.fstat(opened).st_size == 0 and _has_content(opened):
-            raise InputError(
-                f"{path} has size 0 but is not empty, like files in /proc: expected a file on disk. Check {key}."
-            )
-    finally:
-        os.close(opened)
-
-
-def _has_content(opened: int) -> bool:
-    """Whether reading returns bytes or fails, now or later."""
-    try:
-        return os.read(opened, 1) != b""
-    except OSError:
-        return True
 
 
 def is_glob(path: str) -> bool:

@@ -1,41 +1,55 @@
 """Documents from any dataset that `datasets` can stream. A template makes each row a text."""
 
 import datetime
-import hashlib
 import json
 import os
 import posixpath
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
+from itertools import chain, islice
 from typing import Any
 
-import datasets
 import fsspec
 import jinja2
 import pyarrow as pa
-from datasets.packaged_modules.json.json import Json
-from fsspec.implementations.local import LocalFileSystem
+import pyarrow.parquet as pq
+from datasets import DatasetBuilder
 
-from pipeline.config.choices import OnError
 from pipeline.config.schema import HfData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.core.retries import repeated
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
-from pipeline.data.files import input_errors, require_readable
+from pipeline.data.files import InputFile, input_errors, require_readable
 from pipeline.data.hub_files import dataset_errors, is_damage, open_builder
+from pipeline.data.manifest import MakeManifest, Manifest, file_entries, make_alone
+from pipeline.data.parquet_file import Row, Types, parquet_rows
+from pipeline.data.rows import csv_rows, json_rows, open_text, text_rows
 from pipeline.data.text.templates import RenderError, TextTemplate
 
-_PEEKED_BYTES = 1 << 12
+_FIRST_ROWS = 100  # a column that is in none of these is missing
+_THREADS = 16
+
+# The settings of `datasets`' loaders that the own readers of a format follow, or that do not change rows.
+_DIALECT = ("quotechar", "escapechar", "doublequote", "skipinitialspace", "quoting")
+_SETTINGS = {"name", "version", "data_dir", "data_files", "description", "features", "chunksize", "block_size"}
+_SETTINGS |= {"sep", "delimiter", "names", "column_names", *_DIALECT}
+
+_IndexedRow = tuple[int, Row]
 
 
 class HfSource:
-    """One source shard per shard of the streamed dataset, which is a file in most formats."""
+    """One source shard per shard of the streamed dataset, which is a file in most formats.
+
+    Parquet, JSON, CSV and text are read here, and all other formats by `datasets`.
+    """
 
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
-    def __init__(self, config: HfData) -> None:
-        """Finds the dataset's files.
+    def __init__(self, config: HfData, agree: Callable[[MakeManifest], Manifest] = make_alone) -> None:
+        """Finds the dataset's files. agree: as in `open_source`.
 
         Raises ConfigError for an invalid template or name, and InputError if there are no files.
         """
@@ -50,32 +64,34 @@ class HfSource:
             raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
         if twice := [name for name in config.info_columns if config.info_columns.count(name) > 1]:
             raise ConfigError(f"data.info_columns has {twice[0]} twice. Remove one of them.")
-        self._dataset, files = _stream(config)
-        if len({posixpath.isabs(file) for file in files}) > 1:
-            raise ConfigError("data.data_files has both local files and URLs, expected one kind. Move or copy some.")
-        base = posixpath.commonpath([posixpath.dirname(file) for file in files])
-        self._files = tuple(posixpath.relpath(file, base) for file in files)
-        self._files_sha256 = _files_sha256(files, self._files)
-        count = self._dataset.num_shards
-        numbered = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
-        self.shards = self._files if len(files) == count else numbered
+        identifiers = [config.id_column] if config.id_column else []
+        self._columns = {*self._template.columns, *config.info_columns, *identifiers}
+        self._builder, self._files = _open_files(config)
+        self._manifest = agree(lambda _: Manifest(file_entries(self._files)))
+        if all(file.size == 0 for file in self._files):
+            raise InputError(f"{config.path}: all files are empty. Check data.path and data.data_files.")
+        self.shards = tuple(file.name for file in self._files)
+        self._dataset = None
+        if not _is_read_here(self._builder, self._files):
+            with dataset_errors(config.path):
+                self._dataset = self._builder.as_streaming_dataset(split=config.split)
+            count = self._dataset.num_shards
+            if count != len(self._files):
+                self.shards = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
         self.info_schema = pa.schema([(name, pa.string()) for name in config.info_columns])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        """The documents of a shard from row `start` on. Earlier rows are read, but not tokenised."""
+        """The documents of a shard from row `start` on. Earlier rows are read, but not tokenised; of parquet files,
+        only those in the same row group."""
         name = self.shards[shard]
-        rows = iter(self._dataset.shard(len(self.shards), shard).skip(start))
-        index = start
-        while (row := self._next(rows, name, index)) is not None:
+        rows = self._with_damage(self._rows(shard, start), name, start)
+        if not start:
+            rows = self._with_columns(rows, name)
+        for item in rows:
             try:
-                yield self._document(row, name, index)
+                yield self._skip(item) if isinstance(item, SkippedDocument) else self._document(*item, name)
             except ValueError as error:
-                if self._config.on_error is OnError.fail:
-                    raise InputError(
-                        f"{self._config.path}, {name} row {index}: {error}. Repair the data or set data.on_error=skip."
-                    ) from error
-                yield SkippedDocument(name, index, str(error))
-            index += 1
+                yield self._skip(SkippedDocument(name, item[0], str(error)))
 
     def fingerprint(self) -> dict[str, object]:
         """The template and columns, and a digest of the names and sizes of the dataset's files."""
@@ -87,93 +103,132 @@ class HfSource:
             "text": config.text,
             "id_column": config.id_column,
             "info_columns": list(config.info_columns),
-            "num_files": len(self._files),
-            "files_sha256": self._files_sha256,
+            **self._manifest.identity(),
         }
 
-    def _next(self, rows: Iterator[dict[str, Any]], name: str, index: int) -> dict[str, Any] | None:
-        place = f"{self._config.path}, {name}"
-        with input_errors(f"{place} row {index}"):
+    def _rows(self, shard: int, start: int) -> Iterator[_IndexedRow | SkippedDocument]:
+        """The rows of a shard from row `start` on, and skips for lines that are no rows. Blank lines are left out."""
+        if self._dataset is not None:
+            yield from enumerate(self._dataset.shard(len(self.shards), shard).skip(start), start)
+            return
+        file, settings = self._files[shard], self._builder.config
+        match self._builder.name:
+            case "parquet":
+
+                def columns(parquet: pq.ParquetFile) -> Types:
+                    self._require_columns(file.name, parquet.schema_arrow.names)
+                    return dict.fromkeys(sorted(self._columns))
+
+                yield from parquet_rows(file, start, columns)
+                return
+            case "csv":
+                separator = "\t" if settings.sep == "," and ".tsv" in file.name else settings.sep
+                dialect = {name: getattr(settings, name) for name in _DIALECT}
+                read = partial(csv_rows, names=settings.names, delimiter=separator, **dialect)
+            case kind:
+                read = json_rows if kind == "json" else text_rows
+        with open_text(file) as text:
+            for index, row in enumerate(read(text)):
+                if index >= start and row is not None:
+                    yield SkippedDocument(file.name, index, row) if isinstance(row, str) else (index, row)
+
+    def _with_damage(
+        self, rows: Iterator[_IndexedRow | SkippedDocument], name: str, start: int
+    ) -> Iterator[_IndexedRow | SkippedDocument]:
+        """The rows, with one skip for all rows after damage to the file."""
+        index = start
+        with input_errors(f"{self._config.path}, {name}"):
             try:
-                return next(rows, None)
+                for item in rows:
+                    index = 1 + (item.index if isinstance(item, SkippedDocument) else item[0])
+                    yield item
             except Exception as error:
                 if not is_damage(error):
                     raise
-                raise InputError(
-                    f"{place} is not readable from row {index} on: {error}. Repair or replace the file."
-                ) from error
+                yield SkippedDocument(name, index, f"not readable from here on: {error}", None)
 
-    def _document(self, row: dict[str, Any], shard: str, index: int) -> Document:
-        """Raises ValueError for a bad row, and InputError for a column that the dataset lacks."""
-        config = self._config
-        wanted = {*self._template.columns, *config.info_columns, *([config.id_column] if config.id_column else [])}
-        if missing := sorted(wanted - row.keys()):
+    def _with_columns(
+        self, rows: Iterator[_IndexedRow | SkippedDocument], name: str
+    ) -> Iterator[_IndexedRow | SkippedDocument]:
+        """The rows. Raises InputError if a column is in none of the first ones."""
+        first, found = [], {}
+        for item in islice(rows, _FIRST_ROWS):
+            first.append(item)
+            found |= {} if isinstance(item, SkippedDocument) else dict.fromkeys(item[1])
+            if self._columns <= found.keys():
+                break
+        if found:
+            self._require_columns(name, found)
+        return chain(first, rows)
+
+    def _require_columns(self, name: str, columns: Iterable[str]) -> None:
+        if missing := sorted(self._columns - {*columns}):
             raise InputError(
-                f"{config.path}, {shard} has no column {', '.join(missing)}, only {', '.join(row)}. "
+                f"{self._config.path}, {name} has no column {', '.join(missing)}, only {', '.join(columns)}. "
                 "Use only these columns in data.text, data.id_column and data.info_columns."
             )
+
+    def _skip(self, skip: SkippedDocument) -> SkippedDocument:
+        where = f"{self._config.path}, {skip.source} row {skip.index}"
+        return skip.if_allowed(self._config.on_error, where, "Repair or replace the file")
+
+    def _document(self, index: int, row: Row, shard: str) -> Document:
+        """Raises ValueError for a bad row."""
+        config = self._config
         try:
             text = self._template(row)
         except RenderError as error:
             raise ValueError(f"data.text does not render: {error}") from error
         if not text:
             raise ValueError("the text is empty")
-        identity = row[config.id_column] if config.id_column else f"{shard}#{index}"
+        identity = row.get(config.id_column) if config.id_column else f"{shard}#{index}"
         if identity is None:
             raise ValueError(f"{config.id_column!r} is null")
-        info = {name: None if row[name] is None else _as_text(name, row[name]) for name in config.info_columns}
+        info = {name: _as_text(name, row.get(name)) for name in config.info_columns}
         return Document(str(identity), text, shard, index, info)
 
 
-def _as_text(column: str, value: Any) -> str:
-    """Strings and dates as they are, all others as JSON. Raises ValueError for values that JSON does not have."""
-    if isinstance(value, str | datetime.date | datetime.time):
-        return str(value)
+def _as_text(column: str, value: Any) -> str | None:
+    """Strings and dates as they are, null as None, all others as JSON. Raises ValueError for values that JSON does not
+    have."""
+    if value is None or isinstance(value, str | datetime.date | datetime.time):
+        return value and str(value)
     try:
         return json.dumps(value, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"{column!r} cannot be stored as text: {error}") from error
 
 
-def _stream(config: HfData) -> tuple[datasets.IterableDataset, list[str]]:
-    """The dataset, opened for streaming, and the paths or URLs of its split's files."""
+def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
+    """The dataset's builder, and its split's files, named relative to their common directory."""
     data_files = config.data_files
     if data_files is not None:
         data_files = [data_files] if isinstance(data_files, str) else data_files
         data_files = [os.path.expanduser(file) for file in data_files]
     path = os.path.expanduser(config.path)
     builder = open_builder(path, config.subset, split=config.split, data_files=data_files, revision=config.revision)
-    files = [str(file) for file in builder.config.data_files[config.split]]
-    for file in files:
-        with input_errors(file):
-            filesystem, file_path = fsspec.core.url_to_fs(file)
-            require_readable(filesystem, file_path, "data.data_files")
-            if isinstance(builder, Json) and isinstance(filesystem, LocalFileSystem):
-                _require_objects(file_path)
-    with dataset_errors(path):
-        dataset = builder.as_streaming_dataset(split=config.split)
-    return dataset, files
+    addresses = [str(file) for file in builder.config.data_files[config.split]]
+    if len({posixpath.isabs(address) for address in addresses}) > 1:
+        raise ConfigError("data.data_files has both local files and URLs, expected one kind. Move or copy some.")
+    base = posixpath.commonpath([posixpath.dirname(address) for address in addresses])
+
+    def listed(address: str) -> InputFile:
+        with input_errors(address):
+            filesystem, path = fsspec.core.url_to_fs(address)
+            require_readable(filesystem, path, "data.data_files")
+            info = repeated(path, lambda: filesystem.info(path))
+        return InputFile.listed(filesystem, path, posixpath.relpath(address, base), info)
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return builder, list(pool.map(listed, addresses))
 
 
-def _require_objects(path: str) -> None:
-    """Raises InputError for JSON that begins with null: pyarrow crashes on a block that has nothing else."""
-    try:
-        with fsspec.open(path, "rb", compression="infer") as file:
-            begin = file.read(_PEEKED_BYTES).lstrip()
-    except Exception as error:
-        if not is_damage(error):
-            raise
-        raise InputError(f"{path} is not readable: {error}. Repair or replace the file.") from error
-    if begin.startswith(b"null"):
-        raise InputError(f"{path} begins with null, expected an object for each row. Repair or replace the file.")
-
-
-def _files_sha256(files: Sequence[str], names: Sequence[str]) -> str:
-    """The digest of the files' names and sizes in bytes."""
-    sizes = []
-    for file, name in zip(files, names, strict=True):
-        with input_errors(file):
-            filesystem, path = fsspec.core.url_to_fs(file)
-            info = repeated(path, partial(filesystem.info, path))
-            sizes.append(f"{name} {info['size']}")
-    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()
+def _is_read_here(builder: DatasetBuilder, files: Sequence[InputFile]) -> bool:
+    """Whether `rows.py` and `parquet_file.py` read the files as the dataset's card asks for."""
+    config = builder.config
+    asked = (field for field in fields(config) if field.name not in _SETTINGS)
+    return (
+        builder.name in ("json", "csv", "text", "parquet")
+        and all(getattr(config, field.name) == field.default for field in asked)
+        and not any(file.name.endswith(".zip") for file in files)
+    )

@@ -1,5 +1,6 @@
 """Opens datasets with `datasets`, and turns its errors into the program's, with what is wrong and what to do."""
 
+import csv
 import gzip
 import lzma
 import os
@@ -24,7 +25,7 @@ from pipeline.data.files import hf_settings
 datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
 
 _DAMAGE = (ValueError, DatasetsError, EOFError, RecursionError, OverflowError)
-_DAMAGE += (zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+_DAMAGE += (zlib.error, lzma.LZMAError, zipfile.BadZipFile, csv.Error, pa.ArrowException)
 
 
 def open_builder(
@@ -95,13 +96,12 @@ def is_damage(error: Exception) -> bool:
     """Whether `error` means that a file's content is damaged or has a different format, not that the file cannot be
     reached.
 
-    Errors of pyarrow, json, pandas and Unicode are ValueErrors. For damage inside a parquet file, pyarrow raises an
-    OSError without errno; a truncated compressed file causes an EOFError. If Arrow cannot parse JSON, `datasets` passes
-    it to pandas, which may raise anything.
+    Errors of pyarrow, json and Unicode are ValueErrors. For damage inside a file, pyarrow raises an OSError without
+    errno; a truncated compressed file causes an EOFError.
     """
     if isinstance(error, OSError):
         return type(error) in (OSError, gzip.BadGzipFile) and error.errno is None
-    return isinstance(error, (*_DAMAGE, pa.ArrowException)) or isinstance(error.__context__, pa.ArrowInvalid)
+    return isinstance(error, _DAMAGE)
 
 
 def _is_unreachable(error: BaseException) -> bool:

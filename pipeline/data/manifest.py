@@ -1,41 +1,59 @@
-"""The list of parquet files, with facts from their footers, that one process makes for all others.
+"""The list of a source's files, which one process makes for all others, and the store keeps.
 
-Reading ten thousand footers from remote storage takes a minute, and every process of a pod would do so at each start.
-So one process lists the files and reads the footers, and the store keeps the result.
+It has facts from the footers of parquet files: reading ten thousand footers from remote storage takes a minute, and
+every process of a pod would do so at each start. And it identifies the files' content, so that a changed file is
+noticed before a store is extended from it.
 """
 
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 
 from pipeline.core.errors import InputError
 from pipeline.data.files import InputFile, open_filesystem
 
 log = logging.getLogger("pipeline")
 
-_VERSION = 1
+_FORMAT = 1
+_THREADS = 16  # each file in remote storage takes a round trip
+_WHOLE_BYTES = 4 << 20  # of a larger file, the digest only covers samples
+_SAMPLES, _SAMPLE_BYTES = 64, 16 << 10
+_MAX_NAMED = 5  # changed files in a message
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One file. `row_groups` and `rows` are None if the footer was not read, or is damaged and the file is skipped."""
+    """One file. content: what identifies its content, as `kind:value`; kind is the name of a checksum that the storage
+    lists, or `sampled`. size: None if a server does not tell. `row_groups` and `rows` are None if the footer was not
+    read, or is damaged and the file is skipped."""
 
     name: str
     size: int | None
+    content: str
     row_groups: int | None = None
     rows: int | None = None
+
+    def change(self, earlier: "FileEntry") -> str | None:
+        """How this file differs from `earlier`, which has its name; None if it does not, or if the contents cannot be
+        compared, because they are in different kinds of storage."""
+        if self.size != earlier.size:
+            return f"{self.name} ({self.size} bytes, earlier {earlier.size})"
+        kinds = {entry.content.partition(":")[0] for entry in (self, earlier)}
+        return f"{self.name} (other content)" if len(kinds) == 1 and self.content != earlier.content else None
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Parquet files, sorted by name. A file's path is `folder` + name. info_columns: the columns of the first file that
-    go into `Document.info`."""
+    """A source's files. A file's path is `folder` + name. info_columns: the columns of the first parquet file that go
+    into `Document.info`. changes: how the files differ from those that the store's blocks were made from."""
 
-    folder: str
-    info_columns: tuple[str, ...]
     files: tuple[FileEntry, ...]
+    folder: str = ""
+    info_columns: tuple[str, ...] = ()
+    changes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -44,49 +62,101 @@ class Manifest:
     def from_json(cls, text: str) -> "Manifest":
         """The inverse of `to_json`."""
         values = json.loads(text)
-        files = tuple(FileEntry(**file) for file in values["files"])
-        return cls(values["folder"], tuple(values["info_columns"]), files)
+        files = tuple(FileEntry(**file) for file in values.pop("files"))
+        return cls(
+            files, **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        )
 
     def input_files(self, path: str) -> list[InputFile]:
         """The files, in the file system of `path`."""
         filesystem, _ = open_filesystem(path)
         return [InputFile(filesystem, self.folder + file.name, file.name, file.size) for file in self.files]
 
+    def identity(self) -> dict[str, object]:
+        """For the source's fingerprint: a digest of the files' names and sizes, which do not depend on their place."""
+        listing = "\n".join(f"{file.name} {file.size}" for file in self.files)
+        return {"num_files": len(self.files), "files_sha256": _sha256(listing)}
 
-KnownFooters = Mapping[tuple[str, int | None], FileEntry]
-"""Entries with facts from the footer, by name and size, which identify a file."""
+    def compared(self, earlier: Iterable[FileEntry]) -> "Manifest":
+        """This manifest, with how its files differ from the earlier ones."""
+        left = {entry.name: entry for entry in earlier}
+        if not left:
+            return self
+        pairs = [(entry, left.pop(entry.name, None)) for entry in self.files]
+        changes = [f"{entry.name} (new)" if old is None else entry.change(old) for entry, old in pairs]
+        changes += [f"{name} (missing)" for name in left]
+        return replace(self, changes=tuple(filter(None, changes)))
+
+    def describe_changes(self) -> str:
+        """The changed files, and what to do; "" if there are none."""
+        if not self.changes:
+            return ""
+        more = f", and {len(self.changes) - _MAX_NAMED:,} more" if len(self.changes) > _MAX_NAMED else ""
+        return (
+            "the input files are not those that the store was made from: "
+            f"{', '.join(self.changes[:_MAX_NAMED])}{more}. Restore these files, or choose a different store.path"
+        )
 
 
-def footers_to_bytes(files: Iterable[FileEntry]) -> bytes:
-    """What a store keeps: the files whose footers were read, and a digest. Does not depend on the files' location."""
-    known = [file for file in files if file.row_groups is not None and file.size is not None]
-    entries = [[file.name, file.size, file.row_groups, file.rows] for file in known]
-    content = json.dumps(entries)
-    return json.dumps({"version": _VERSION, "sha256": _sha256(content), "files": entries}).encode()
+KnownFiles = Sequence[FileEntry]
+MakeManifest = Callable[[KnownFiles], Manifest]
+"""Makes a manifest. It takes facts from the footers of files with the same name, size and content as a known one."""
 
 
-def footers_from_bytes(content: bytes, where: str) -> KnownFooters:
-    """The inverse of `footers_to_bytes`. Damaged content gives {} and a warning: the footers are then read again."""
+def make_alone(make: MakeManifest) -> Manifest:
+    """The manifest outside of a job, where no other process and no store has one."""
+    return make(())
+
+
+def file_entries(files: Sequence[InputFile]) -> tuple[FileEntry, ...]:
+    """The files' entries, without facts from footers. Raises PipelineError for a file that cannot be read."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        contents = pool.map(lambda file: file.checksum or f"sampled:{_sampled_sha256(file)}", files)
+        return tuple(FileEntry(file.name, file.size, content) for file, content in zip(files, contents, strict=True))
+
+
+def _sampled_sha256(file: InputFile) -> str:
+    """The sha256 of a small file, or of evenly spaced parts of a large one, among them its beginning and its end."""
+    digest = hashlib.sha256()
+    with file.open() as stream:
+        if file.size is None or file.size <= _WHOLE_BYTES:
+            digest.update(stream.read(_WHOLE_BYTES))
+        else:
+            for number in range(_SAMPLES):
+                stream.seek((file.size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def entries_to_bytes(files: Iterable[FileEntry]) -> bytes:
+    """What a store keeps: the files, and a digest. Does not depend on the files' location."""
+    entries = [list(asdict(file).values()) for file in files]
+    return json.dumps({"version": _FORMAT, "sha256": _sha256(json.dumps(entries)), "files": entries}).encode()
+
+
+def entries_from_bytes(content: bytes, where: str) -> KnownFiles:
+    """The inverse of `entries_to_bytes`. Damaged content gives () and a warning: the files are then read again."""
     try:
         values = json.loads(content)
-        if values["version"] != _VERSION or values["sha256"] != _sha256(json.dumps(values["files"])):
+        if values["version"] != _FORMAT or values["sha256"] != _sha256(json.dumps(values["files"])):
             raise ValueError("its digest does not match")
-        entries = [FileEntry(*file) for file in values["files"]]
-        if wrong := [entry for entry in entries if not _is_possible(entry)]:
-            raise ValueError(f"{wrong[0]} is impossible")
+        entries = tuple(FileEntry(*file) for file in values["files"])
+        if not all(map(_is_possible, entries)):
+            raise ValueError("an entry is impossible")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        log.warning("%s is damaged (%s): reading the footers of all input files again", where, error)
-        return {}
-    return {(entry.name, entry.size): entry for entry in entries}
+        log.warning("%s is damaged (%s): changed input files are not noticed at this start", where, error)
+        return ()
+    return entries
 
 
 def _is_possible(entry: FileEntry) -> bool:
-    """Whether the numbers are possible: each row group takes some bytes of the file."""
-    numbers = (entry.size, entry.row_groups, entry.rows)
+    """Whether the values are possible: each row group takes some bytes of the file."""
+    facts = (entry.row_groups, entry.rows)
+    numbers = [number for number in (entry.size, *facts) if number is not None]
     return (
-        isinstance(entry.name, str)
+        all(type(text) is str for text in (entry.name, entry.content))
         and all(type(number) is int and number >= 0 for number in numbers)
-        and entry.row_groups <= entry.size
+        and (facts == (None, None) or (entry.size is not None and None not in facts and entry.row_groups <= entry.size))
     )
 
 

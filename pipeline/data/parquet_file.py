@@ -3,26 +3,36 @@
 import atexit
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
-from typing import TypeVar
+from itertools import accumulate, chain, islice
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import InputError, PipelineError
+from pipeline.data.documents import SkippedDocument
 from pipeline.data.files import InputFile
 
 _ROWS_PER_READ = 512
 _BYTES_PER_READ = 64 << 20  # fewer rows are read at once if they are larger than this together
 _MAX_BYTES_AHEAD = 64 << 20  # decoded size up to which a row group is read while the previous one is used
 
+_PART_BYTES = 16 << 20
+_ALL = slice(None)
+
+# pyarrow's errors about a file's content. Errors of the system or the network are already PipelineErrors, from
+# `InputStream`.
+_DAMAGE = (pa.ArrowException, OSError)
+
 _EXIT_TIMEOUT_S = 10.0  # how long a read may delay the exit of the process
 
 T = TypeVar("T")
+Types = Mapping[str, pa.DataType | None]
+Row = Mapping[str, Any]
 
 
 class _Reads:
@@ -61,28 +71,30 @@ atexit.register(_reads.end)
 
 
 class ParquetDamage(InputError):
-    """The file's content cannot be read from `row` on, the first row of a batch. reason: the message without the file's
-    path and a remedy."""
+    """The file's footer cannot be read. reason: the message without the file's path and a remedy."""
 
-    def __init__(self, file: InputFile, place: str, row: int, error: Exception) -> None:
-        self.row = row
-        self.reason = f"{place}: not readable as parquet: {' '.join(str(error).split()).rstrip('.')}"
+    def __init__(self, file: InputFile, error: Exception) -> None:
+        self.reason = f"footer: {_reason(error)}"
         super().__init__(
             f"{file.path}, {self.reason}. Expected a complete parquet file. Download it again, or set "
-            "data.on_error=skip to skip the rest."
+            "data.on_error=skip to skip it."
         )
+
+
+def _reason(error: Exception) -> str:
+    return f"not readable as parquet: {' '.join(str(error).split()).rstrip('.')}"
 
 
 @contextmanager
 def open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
     """Opens a file and reads its footer. Raises ParquetDamage; InputError if the file is missing, or its size has
     changed since it was listed; PipelineError if it cannot be reached."""
-    with open_readers(file) as (parquet, _):
+    with _open_readers(file) as (parquet, _):
         yield parquet
 
 
 @contextmanager
-def open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFile]]:
+def _open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFile]]:
     """Two readers of one open file, for two threads. See `open_parquet`."""
     with file.open() as stream:
         if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
@@ -90,28 +102,83 @@ def open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFi
                 f"{file.path} has {size} bytes, but had {file.size} when it was listed. Do not change the files of a "
                 "running job. Restore the file, and run the same command again."
             )
-        with _reads, _damage_named(file, "footer", 0):
-            # Without pre_buffer, every column of a row group takes a separate request.
-            parquet = pq.ParquetFile(stream, pre_buffer=True)
-        yield parquet, pq.ParquetFile(stream.duplicate(), metadata=parquet.metadata, pre_buffer=True)
+        # Without pre_buffer, every column of a row group takes a separate request.
+        options = {"pre_buffer": True, "page_checksum_verification": True}
+        try:
+            with _reads:
+                parquet = pq.ParquetFile(stream, **options)
+        except _DAMAGE as error:
+            raise ParquetDamage(file, error) from error
+        yield parquet, pq.ParquetFile(stream.duplicate(), metadata=parquet.metadata, **options)
 
 
-def read_row_groups(
+def parquet_rows(
+    file: InputFile, start: int, columns: Callable[[pq.ParquetFile], Types], groups: slice = _ALL
+) -> Iterator[tuple[int, Row] | SkippedDocument]:
+    """The rows of some row groups of a file from row `start` on, each with its number in the file. Does not read
+    earlier row groups.
+
+    columns: checks the file, and returns the names of the columns to read, and the types to convert them to.
+    A skip stands for a row group from the damage on, or for a file whose footer is damaged. Raises InputError for a
+    column that cannot be converted.
+    """
+    try:
+        with _open_readers(file) as readers:
+            metadata = readers[0].metadata
+            types = columns(readers[0])
+            begins = [0, *accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))]
+            wanted = [
+                (group, begins[group]) for group in range(metadata.num_row_groups)[groups] if start < begins[group + 1]
+            ]
+            for batches in _read_row_groups(file, readers, wanted, list(types)):
+                for item in batches:
+                    if isinstance(item, SkippedDocument):
+                        yield item
+                        continue
+                    for index, part in _parts(*item, start):
+                        rows = zip(*(_values(_converted(file, part, *field)) for field in types.items()), strict=True)
+                        yield from enumerate((dict(zip(types, row, strict=True)) for row in rows), index)
+    except ParquetDamage as damage:
+        yield SkippedDocument(file.name, start, damage.reason, None)
+
+
+def _converted(file: InputFile, batch: pa.RecordBatch, name: str, kind: pa.DataType | None) -> pa.Array:
+    try:
+        return batch[name] if kind is None else batch[name].cast(kind)
+    except pa.ArrowException as error:
+        raise InputError(
+            f"{file.path}: column {name!r} is {batch[name].type}, which cannot be converted to {kind}, its type in "
+            f"FineWeb: {error}. Rename or convert the column."
+        ) from error
+
+
+def _parts(index: int, batch: pa.RecordBatch, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """The batch from row `start` on in small parts, or of one row, which limits the memory for Python objects."""
+    if index < start:
+        index, batch = start, batch.slice(start - index)
+    if batch.num_rows <= 1 or batch.nbytes <= _PART_BYTES:
+        yield index, batch
+        return
+    half = batch.num_rows // 2
+    yield from _parts(index, batch.slice(0, half), start)
+    yield from _parts(index + half, batch.slice(half), start)
+
+
+def _read_row_groups(
     file: InputFile,
     readers: tuple[pq.ParquetFile, pq.ParquetFile],
     groups: Sequence[tuple[int, int]],
     columns: Sequence[str],
-) -> Iterator[Iterator[tuple[int, pa.RecordBatch]]]:
+) -> Iterator[Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]]:
     """The batches of each row group. groups: the row groups' numbers and first rows.
 
     While one row group is used, a thread fetches the next one, unless it is large, and decodes its first batch. The two
-    `readers` alternate, since each keeps the bytes of its last row group. ParquetDamage is raised after the batches
-    before the damage.
+    `readers` alternate, since each keeps the bytes of its last row group.
     """
     metadata = readers[0].metadata
 
-    def begin(position: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-        batches = row_batches(file, readers[position % 2], *groups[position], columns)
+    def begin(position: int) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
+        batches = _row_batches(file, readers[position % 2], *groups[position], columns)
         return chain(list(islice(batches, 1)), batches)
 
     current = partial(begin, 0)
@@ -138,13 +205,11 @@ def _in_background(call: Callable[[], T]) -> Callable[[], T]:
     return future.result
 
 
-def row_batches(
+def _row_batches(
     file: InputFile, parquet: pq.ParquetFile, group: int, first: int, columns: Sequence[str]
-) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The batches of one row group, each with its first row in the file. first: the row group's first row.
-
-    Raises ParquetDamage. The batches of a file always begin at the same rows.
-    """
+) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
+    """The batches of one row group, each with its first row in the file, or a skip of its rows from the damage on.
+    first: the row group's first row. The batches of a file always begin at the same rows."""
     index = first
     sizes = parquet.metadata.row_group(group)
     row_bytes = max(1, sizes.total_byte_size // max(1, sizes.num_rows))
@@ -152,21 +217,23 @@ def row_batches(
     # Without threads of pyarrow, which might release the bytes that were read while Python exits.
     batches = parquet.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
     while True:
-        with _reads, _damage_named(file, f"row {index}", index):
-            batch = next(batches, None)
+        try:
+            with _reads:
+                batch = next(batches, None)
+        except _DAMAGE as error:
+            yield SkippedDocument(file.name, index, _reason(error), first + sizes.num_rows - index)
+            return
         if batch is None:
             return
         yield index, batch
         index += batch.num_rows
 
 
-@contextmanager
-def _damage_named(file: InputFile, place: str, row: int) -> Iterator[None]:
-    """Turns pyarrow's errors about the file's content, including OSError, into ParquetDamage.
-
-    Errors of the system or the network are already PipelineErrors, from `InputStream`.
-    """
+def _values(column: pa.Array) -> list[Any]:
+    """The column as Python values, with texts instead of bytes. Those that are not UTF-8 have lone surrogates, which
+    are noticed where they are used."""
     try:
-        yield
-    except (pa.ArrowException, OSError) as error:
-        raise ParquetDamage(file, place, row, error) from error
+        found = column.to_pylist()
+    except UnicodeDecodeError:
+        found = column.cast(pa.large_binary()).to_pylist()
+    return [value.decode(errors="surrogateescape") if isinstance(value, bytes) else value for value in found]

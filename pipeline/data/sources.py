@@ -14,8 +14,8 @@ from pipeline.core.hub import is_hub_id
 from pipeline.data.arc.loading import hub_id
 from pipeline.data.documents import Source
 from pipeline.data.files import hf_settings, is_glob
-from pipeline.data.manifest import Manifest
-from pipeline.data.parquet import ParquetSource, make_manifest
+from pipeline.data.manifest import MakeManifest, Manifest, make_alone
+from pipeline.data.parquet import ParquetSource
 from pipeline.data.text.chat import ChatSource
 from pipeline.data.text.tokenizer import TextTokenizer
 
@@ -23,27 +23,27 @@ from pipeline.data.text.tokenizer import TextTokenizer
 def open_source(
     config: DataConfig,
     tokenizer: TextTokenizer,
-    manifest_of: Callable[[ParquetData], Manifest] = make_manifest,
+    agree: Callable[[MakeManifest], Manifest] = make_alone,
 ) -> Source:
     """Opens a source: lists its shards, and checks what can be checked without reading all of them. For `data=generate`
     it is the source of the prompts.
 
-    tokenizer: renders chat templates. manifest_of: lists parquet files; in a job, only one process does. Raises
-    InputError or ConfigError.
+    tokenizer: renders chat templates. agree: makes the manifest of the source's files; in a job, on one process.
+    Raises InputError or ConfigError.
     """
     match config:
         case ParquetData(source="parquet"):
-            return ParquetSource(config, manifest_of(config))
+            return ParquetSource(config, agree)
         case ArcData(source="arc"):
             from pipeline.data.arc.source import ArcSource
 
-            return ArcSource(config, tokenizer)
+            return ArcSource(config, tokenizer, agree)
         case HfData(source="hf"):
             from pipeline.data.hf import HfSource
 
-            return HfSource(config)
+            return HfSource(config, agree)
         case GenerateData(source="generate"):
-            return _open_prompts(config, tokenizer, manifest_of)
+            return _open_prompts(config, tokenizer, agree)
     raise ConfigError(
         f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data with data=fineweb, "
         "fineweb_edu, arc, ai2_arc, hf or generate, and do not set data.source."
@@ -87,9 +87,7 @@ def hub_repository(config: DataConfig) -> str | None:
     return None
 
 
-def _open_prompts(
-    config: GenerateData, tokenizer: TextTokenizer, manifest_of: Callable[[ParquetData], Manifest]
-) -> Source:
+def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, agree: Callable[[MakeManifest], Manifest]) -> Source:
     prompts = config.prompts
     if isinstance(prompts, GenerateData):
         raise ConfigError("data.prompts is also generate. Choose a different source with data@data.prompts=...")
@@ -107,5 +105,5 @@ def _open_prompts(
             )
         if prompts.template is Template.chat and config.template is Template.chat:
             raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
-    source = open_source(prompts, tokenizer, manifest_of)
+    source = open_source(prompts, tokenizer, agree)
     return ChatSource(source, tokenizer, config.on_error) if config.template is Template.chat else source

@@ -130,12 +130,11 @@ class TokenisedDocuments:
         return np.concatenate([tokens[:num_before], tokens[num_before + num_cut :]])
 
     def _bad(self, document: Document, reason: str) -> SkippedDocument:
-        if self._on_error is OnError.fail:
-            raise InputError(
-                f"{document.source} row {document.index} (id {_storable(document.id)}): {reason}. "
-                "Repair the data, check that the tokenizer belongs to the model, or set data.on_error=skip."
-            )
-        return SkippedDocument(document.source, document.index, reason)
+        return SkippedDocument(document.source, document.index, reason).if_allowed(
+            self._on_error,
+            f"{document.source} row {document.index} (id {_storable(document.id)})",
+            "Repair the data, check that the tokenizer belongs to the model",
+        )
 
 
 def _batches(

@@ -30,6 +30,8 @@ from pipeline.planning.encoders import Encoder
 from pipeline.planning.plan import Plan
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
+from pipeline.store.check.skips import describe_skips
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -100,9 +102,11 @@ def open_store(job: Job) -> StoreWriter:
     path = job.config.store.path
     try:
         store = StoreWriter.open_or_plan(job.storage, job.metadata, job.layout)
+        if job.manifest.changes and any(len(blocks.table) for blocks in store.streams.all().values()):
+            job.manifest.require_unchanged()
     except StoreMismatch as error:
         if job.stored is not None:
-            raise
+            raise StoreMismatch(f"{error}\n{job.manifest.changes}".rstrip()) from None
         raise StoreError(
             f"the store {path} was created while this job was being planned. Run the same command again."
         ) from error
@@ -234,6 +238,8 @@ def complete(job: Job, store: StoreWriter) -> None:
     """Marks the store complete if it holds what was asked for. Call it on one process, after all have committed."""
     is_complete = store.finish()
     streams = [blocks.table for blocks in store.streams.all().values()]
+    if skips := describe_skips(store.storage, BlockTable.join(streams)):
+        log.warning("%s skipped %s", store.path, skips)
     if job.is_done(streams):
         if missing := job.shortfall(streams):
             log.warning("%s: %s", store.path, missing)

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
+from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.arrays import stored_layout
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import ITEM_BYTES, MIB, ArraySpec, StoreLayout
@@ -28,6 +29,7 @@ class Summary:
     """A store without its activations.
 
     blocks: in the order of their rows. document_tokens: lengths of the documents in up to MAX_TABLES blocks.
+    skips: what was left out of the input.
     storage_errors: `Statistics.relative_error` by array name, if the store is complete and has int8 or float8 arrays.
     runs: the lines of each run's log, by name; a line is a `pipeline.job.metrics.Metrics.snapshot()`.
     """
@@ -38,6 +40,7 @@ class Summary:
     blocks: BlockTable
     document_tokens: np.ndarray
     storage_errors: Mapping[str, float]
+    skips: str
     runs: Mapping[str, list[Mapping[str, Any]]]
 
     @property
@@ -62,7 +65,7 @@ class Summary:
         metadata, config = self.root.metadata, self.root.metadata.config
         model, data, batch = metadata.model, metadata.data, metadata.batch
         per_stream = np.bincount(self.blocks.column("stream"), minlength=metadata.num_streams).tolist()
-        skipped, cut = self.blocks.total("skipped"), self.blocks.total("tokens_cut")
+        cut = self.blocks.total("tokens_cut")
         side_arrays = [spec for spec in self.layout.all_arrays if spec not in self.layout.arrays]
         facts = {
             "state": f"{'complete' if self.root.complete else 'unfinished'}, created {self.root.created}",
@@ -72,7 +75,8 @@ class Summary:
             "tokens": f"{self.num_tokens:,} in {self.num_rows:,} rows; {self.padding:.1%} of their slots are padding",
             "blocks": f"{len(self.blocks):,} of {self.layout.rows_per_block} rows; by stream: {_counts(per_stream)}",
             "documents": f"{self.blocks.total('documents'):,}, counted once per block that has tokens of the document; "
-            f"{skipped:,} skipped, {cut:,} tokens cut",
+            f"{cut:,} tokens cut",
+            "skipped": self.skips,
             "size": f"{self.mib(self.layout.arrays):,.1f} MiB of activations and {self.mib(side_arrays):,.1f} MiB of "
             f"side arrays, before compression ({self.layout.compression})",
             "fingerprint": metadata.fingerprint()[:16],
@@ -101,7 +105,7 @@ class Summary:
             facts["rounding"] = (
                 f"the relative error of storing as {metadata.capture['dtype']} is {low:.3g} to {high:.3g}"
             )
-        return [self.path, *(without_credentials(f"  {name:12}{text}") for name, text in facts.items())]
+        return [self.path, *(without_credentials(f"  {name:12}{text}") for name, text in facts.items() if text)]
 
 
 def summarise(store: ActivationStore) -> Summary:
@@ -124,6 +128,7 @@ def summarise(store: ActivationStore) -> Summary:
         layout=stored_layout(root, store.arrays),
         blocks=blocks,
         document_tokens=np.concatenate([np.empty(0, np.int64), *(pc.drop_null(column) for column in lengths)]),
+        skips=describe_skips(storage, blocks),
         storage_errors={name: error for name, error in errors.items() if error is not None},
         runs={key.removeprefix("_metrics/"): snapshots for key, snapshots in runs.items() if snapshots},
     )

@@ -14,7 +14,7 @@ from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import ArcData, RunConfig, StoreConfig
 from pipeline.core.counts import counted
-from pipeline.core.errors import ConfigError, StoreMismatch
+from pipeline.core.errors import ConfigError, InputError, StoreMismatch
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.arc.grading import GRADES
 from pipeline.data.demand import shortfall
@@ -78,6 +78,7 @@ class Job:
             reads_weights=False,
         )
         self.stored.require_same(asked, self.storage.path)
+        self.manifest.require_unchanged()
 
     def work(self) -> list[StreamWork]:
         """The work in this process's streams where nothing is committed."""
@@ -301,7 +302,7 @@ def print_plan(config: RunConfig) -> None:
     if job.stored is not None:
         try:
             job.require_stored_settings()
-        except StoreMismatch as error:
+        except (StoreMismatch, InputError) as error:
             print(f"note      a run would be refused: {error}")
 
 

@@ -158,7 +158,7 @@ def test_hidden_special_files_are_ignored(special):
 @pytest.mark.parametrize("path", ["/proc/self/{}", "/proc/self/{}*", "link", "link/{}"])
 def test_files_of_proc_are_refused(tmp_path, file, path):
     (tmp_path / "link").symlink_to(f"/proc/self/{file}" if path == "link" else "/proc/self")
-    with pytest.raises(InputError, match=f"{file if path != 'link' else 'link'} has size 0 but is not empty") as e:
+    with pytest.raises(InputError, match=f"{file if path != 'link' else 'link'} is in /proc, expected a file") as e:
         names(tmp_path / path.format(file))
     assert "Check data.path" in str(e.value)
     assert e.value.exit_code == 2

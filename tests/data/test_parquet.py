@@ -95,10 +95,17 @@ def test_ids_are_file_and_row_without_an_id_column(folder):
     ]
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
+TEXT_TYPES = [pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()]
+
+
+@pytest.mark.parametrize("kind", [*TEXT_TYPES, pa.dictionary(pa.int32(), pa.string())], ids=str)
 def test_all_string_types_are_read(tmp_path, kind):
-    write(tmp_path / "a.parquet", text=pa.array(["x", "é"]).cast(kind), id=["1", "2"])
-    assert [document.text for document in source(tmp_path).read(0, 0)] == ["x", "é"]
+    texts, urls = pa.array(["x", "é"]).cast(kind), pa.array(["u", None]).cast(kind)
+    write(tmp_path / "a.parquet", text=texts, id=texts, url=urls)
+    assert [(document.text, document.id, document.info["url"]) for document in source(tmp_path).read(0, 0)] == [
+        ("x", "x", "u"),
+        ("é", "é", None),
+    ]
 
 
 def test_the_fingerprint_does_not_depend_on_the_location(folder, tmp_path_factory):
@@ -112,9 +119,7 @@ def test_the_fingerprint_does_not_depend_on_the_location(folder, tmp_path_factor
 BAD_ROWS = {
     "null text": ({"text": pa.array(["a", None, "b"])}, "'text' is null"),
     "empty text": ({"text": ["a", "", "b"]}, "'text' is empty"),
-    "text not UTF-8": ({"text": invalid_utf8(3)}, "'text' is not UTF-8"),
     "null id": ({"text": ["a", "b", "c"], "id": pa.array(["1", None, "3"])}, "'id' is null"),
-    "url not UTF-8": ({"text": ["a", "b", "c"], "url": invalid_utf8(3)}, "'url' is not UTF-8"),
 }
 
 
@@ -128,6 +133,18 @@ def test_a_bad_row_is_reported_or_skipped(tmp_path, columns, reason):
     assert isinstance(second, SkippedDocument)
     assert (second.source, second.index) == ("a.parquet", 1)
     assert second.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("column", "name"), [("text", "the text"), ("id", "its id"), ("url", "its url")])
+def test_a_row_that_is_not_utf8_is_reported_or_skipped(tmp_path, column, name):
+    columns = {"text": ["w1", "w2", "w3"], "id": ["1", "2", "3"], "url": ["u", "v", "w"]}
+    write(tmp_path / "a.parquet", **(columns | {column: invalid_utf8(3)}))
+    settings = {"rows_per_block": 3, "length": 4}
+    with pytest.raises(InputError, match=rf"a.parquet row 1 .*{name} has a lone surrogate, so is not UTF-8"):
+        list(text_stream(source(tmp_path), word_tokenizer(), **settings).blocks())
+    lenient = source(tmp_path, on_error=OnError.skip)
+    [block] = text_stream(lenient, word_tokenizer(), **settings, on_error=OnError.skip).blocks()
+    assert (block.table["index"].to_pylist(), [skip.index for skip in block.skipped]) == ([0, 2], [1])
 
 
 @pytest.mark.parametrize("on_error", OnError)
@@ -196,17 +213,19 @@ def test_damage_in_a_file_is_reported_with_its_row(tmp_path):
     damaged_in_the_middle(tmp_path)
     documents = source(tmp_path).read(0, 0)
     assert [next(documents).id for _ in range(3)] == ["0", "1", "2"]
-    with pytest.raises(InputError, match=r"a.parquet, row 3: not readable as parquet.*or set data.on_error=skip"):
+    with pytest.raises(InputError, match=r"a.parquet row 3: not readable as parquet.*or set data.on_error=skip"):
         next(documents)
 
 
-@pytest.mark.parametrize("start", range(4))
-def test_rows_before_the_damage_are_kept(tmp_path, start):
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 7])
+def test_only_the_damaged_row_group_is_skipped(tmp_path, start):
     damaged_in_the_middle(tmp_path)
-    *documents, skipped = source(tmp_path, on_error=OnError.skip).read(0, start)
-    assert [document.id for document in documents] == ["0", "1", "2"][start:]
-    assert (skipped.source, skipped.index) == ("a.parquet", 3)
-    assert skipped.reason.startswith("row 3: not readable as parquet: ")
+    items = list(source(tmp_path, on_error=OnError.skip).read(0, start))
+    skips = [item for item in items if isinstance(item, SkippedDocument)]
+    documents = [item.id for item in items if isinstance(item, Document)]
+    assert documents == [str(row) for row in (0, 1, 2, 6, 7, 8) if row >= start]
+    assert [(skip.source, skip.index, skip.rows) for skip in skips] == [("a.parquet", 3, 3)] * (start < 6)
+    assert all(skip.reason.startswith("not readable as parquet: ") for skip in skips)
 
 
 def test_row_groups_as_shards_are_read_after_the_damage(tmp_path):
@@ -228,9 +247,11 @@ def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
         return text_stream(opened, word_tokenizer(), rows_per_block=1, length=2)
 
     blocks = list(stream().blocks())
-    assert [block.table["id"].to_pylist() for block in blocks] == [["0"], ["1"], ["2"], ["b"]]
-    assert [[skip.index for skip in block.skipped] for block in blocks] == [[], [], [3], []]
-    for done in range(1, 4):
+    assert [block.table["id"].to_pylist() for block in blocks] == [
+        *([name] for name in "012678b"),
+    ]
+    assert [[skip.index for skip in block.skipped] for block in blocks] == [[], [], [3], [], [], [], []]
+    for done in range(1, 7):
         for left, right in zip(stream().blocks(blocks[done - 1].next, done), blocks[done:], strict=True):
             assert_same_block(left, right)
 
@@ -312,7 +333,7 @@ def test_large_rows_are_converted_in_parts(tmp_path, monkeypatch):
     path = str(tmp_path / "a.parquet")
     texts = ["w2", "w3" * 50, "w4", "w5", "w6" * 40, "w7"]
     pq.write_table(pa.table({"text": texts, "id": [str(row) for row in range(6)]}), path)
-    monkeypatch.setattr("pipeline.data.parquet._PART_BYTES", 60)
+    monkeypatch.setattr("pipeline.data.parquet_file._PART_BYTES", 60)
     monkeypatch.setattr("pipeline.data.parquet_file._BYTES_PER_READ", 150)
     for start in (0, 1, 4, 6):
         documents = list(source(path).read(0, start))

@@ -12,13 +12,16 @@ import pytest
 
 from pipeline.config import composing
 from pipeline.config.schema import ParquetData
-from pipeline.core.errors import InputError
-from pipeline.data.manifest import FileEntry, Manifest, footers_to_bytes
+from pipeline.core.errors import InputError, PipelineError
+from pipeline.data.files import find_files
+from pipeline.data.manifest import FileEntry, Manifest, entries_to_bytes, file_entries
 from pipeline.data.parquet import ParquetSource, make_manifest
 from pipeline.extraction.job_run import open_store
-from pipeline.job.opening import Job, open_job
+from pipeline.job.opening import Job, open_job, print_plan
+from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.keys import MANIFEST_KEY
 from tests.hub import Hub, hub_for_this_process
+from tests.jobs import run_here
 
 REPO = "datasets/owner/data"
 FILES = 7
@@ -27,7 +30,7 @@ FILES = 7
 def parquet(rows: int = 10, row_group_size: int = 2, word: str = "text") -> bytes:
     sink = io.BytesIO()
     table = pa.table({"text": [f"{word} {row}" for row in range(rows)], "id": [f"{row}" for row in range(rows)]})
-    pq.write_table(table, sink, row_group_size=row_group_size)
+    pq.write_table(table, sink, row_group_size=row_group_size, compression="none", use_dictionary=False)
     return sink.getvalue()
 
 
@@ -86,7 +89,7 @@ def test_other_processes_send_no_requests(server: Hub, tmp_path: Path) -> None:
     config = job(tmp_path / "store").config.data
     manifest = make_manifest(config)
     server.requests.clear()
-    given = ParquetSource(config, Manifest.from_json(manifest.to_json()))
+    given = ParquetSource(config, lambda make: Manifest.from_json(manifest.to_json()))
     assert server.requests == []
     own = ParquetSource(config)
     assert given.shards == own.shards
@@ -95,15 +98,14 @@ def test_other_processes_send_no_requests(server: Hub, tmp_path: Path) -> None:
     assert list(given.read(20, 0)) == list(own.read(20, 0)) != []
 
 
-def test_files_as_shards_need_no_manifest(server: Hub, tmp_path: Path) -> None:
+def test_files_as_shards_need_no_footers(server: Hub, tmp_path: Path) -> None:
     begun(tmp_path / "store", "data.row_groups_per_shard=null")
     assert {*footers(server)} == {NAMES[0]}
-    assert not (tmp_path / "store" / MANIFEST_KEY).exists()
 
 
 def rewritten(values: dict) -> bytes:
     """A manifest with other entries and the right digest."""
-    return footers_to_bytes(FileEntry(*entry) for entry in values["files"])
+    return entries_to_bytes(FileEntry(*entry) for entry in values["files"])
 
 
 def with_entry(*entry: object) -> Callable[[bytes], bytes]:
@@ -119,9 +121,9 @@ DAMAGE: dict[str, Callable[[bytes], bytes | None]] = {
     "deep": lambda content: b"[" * 100_000,
     "edited": lambda content: content.replace(b"0.parquet", b"9.parquet"),
     "of another version": lambda content: content.replace(b'"version": 1', b'"version": 2'),
-    "too many row groups": with_entry("0.parquet", len(parquet()), 10**12, 10),
-    "negative": with_entry("0.parquet", len(parquet()), -1, 10),
-    "no number": with_entry("0.parquet", len(parquet()), "5", 10),
+    "too many row groups": with_entry("0.parquet", len(parquet()), "blob_id:0", 10**12, 10),
+    "negative": with_entry("0.parquet", len(parquet()), "blob_id:0", -1, 10),
+    "no number": with_entry("0.parquet", len(parquet()), "blob_id:0", "5", 10),
     "too few columns": lambda content: rewritten({"files": []}).replace(b"[]", b"[[1]]"),
 }
 
@@ -180,3 +182,67 @@ def test_a_file_replaced_during_a_job_is_reported(same_size: bool, tmp_path: Pat
     expected = "2 row groups and 10 rows, expected 5 and 10" if same_size else f"bytes, but had {size} when"
     with pytest.raises(InputError, match=f"a.parquet has.* {expected}.*[Rr]estore (it|the file)"):
         list(source.read(1, 0))
+
+
+def grids(color: int) -> bytes:
+    pairs = [{"input": [[number, color]], "output": [[color] * 9] * 9} for number in range(3)]
+    return json.dumps({"train": pairs[1:], "test": pairs[:1]}).encode()
+
+
+LINES = [f"text {number} with some words" for number in range(99)]
+FORMATS = {  # options, a file's content, and what is replaced in it
+    "a.parquet": (["data=fineweb"], parquet(99, word="a long text"), b"a long text 7"),
+    "b.parquet": (["data=fineweb", "data.row_groups_per_shard=20"], parquet(99, word="a long text"), b"a long text 7"),
+    "c.parquet": (["data=hf"], parquet(99, word="a long text"), b"a long text 7"),
+    "d.jsonl": (["data=hf"], b"".join(json.dumps({"text": line}).encode() + b"\n" for line in LINES), b"text 98"),
+    "e.csv": (["data=hf"], "\n".join(["text", *LINES]).encode(), b"text 98"),
+    "f.txt": (["data=hf"], "\n".join(LINES).encode(), b"text 98"),
+    "g.json": (["data=arc", "data.augmentations=9"], grids(7), b"7, 7"),
+}
+
+
+@pytest.mark.usefixtures("cached_steps")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_store_is_extended_only_from_the_files_that_it_was_made_from(name: str, tmp_path: Path, capsys) -> None:
+    options, content, part = FORMATS[name]
+    options = [*options, f"store.path={tmp_path / 'store'}", "capture.layers=[0]", "batch.rows=1", "batch.length=32"]
+    options += ["store.rows_per_block=1", "data.num_streams=1"]
+
+    def run_from(folder: str, tokens: int, **files: bytes) -> None:
+        for file, text in files.items():
+            (tmp_path / folder).mkdir(exist_ok=True)
+            (tmp_path / folder / f"{file}{name}").write_bytes(text)
+        run_here(*options, f"data.path={tmp_path / folder}", f"run.max_tokens={tokens}")
+
+    run_from("here", 32, x=content)
+    run_from("copy", 64, x=content)
+    refused = {
+        f"x{name} \\(other content\\)": {"x": content.replace(part, part.replace(b"7", b"6").swapcase(), 1)},
+        f"z{name} \\(new\\)": {"x": content, "z": content},
+        f"x{name} \\(missing\\)": {"y": content},
+    }
+    for folder, (difference, files) in enumerate(refused.items()):
+        with pytest.raises(PipelineError, match=f"input files are not those .*{difference}.*Restore these files") as no:
+            run_from(f"{folder}", 96, **files)
+        assert no.value.exit_code == 2
+        print_plan(composing.compose([*options, f"data.path={tmp_path / f'{folder}'}"]))
+        assert "a run would be refused" in capsys.readouterr().out
+    assert verify_store(str(tmp_path / "store")) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 4 << 20, 5 << 20])
+def test_a_file_is_identified_by_its_content(size: int, tmp_path: Path) -> None:
+    """At any size up to 4 MiB every byte counts, and above it the beginning and the end."""
+
+    def entry(content: bytes) -> FileEntry:
+        (tmp_path / "a.txt").write_bytes(content)
+        [file] = file_entries(find_files(str(tmp_path), ".txt"))
+        return file
+
+    before = entry(bytes(size))
+    assert entry(bytes(size)) == before
+    assert entry(bytes(size + 1)).change(before) == f"a.txt ({size + 1} bytes, earlier {size})"
+    middle = [size // 3] if size <= 4 << 20 else []
+    for place in {0, size - 1, *middle} & {*range(size)}:
+        changed = bytes(place) + b"x" + bytes(size - place - 1)
+        assert entry(changed).change(before) == "a.txt (other content)"

@@ -36,7 +36,13 @@ CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 def record(stream: int, block: int, **changes) -> CommitRecord:
     """The record of a block of 7 tokens; every second block begins within a document."""
     start, stop = ({**CURSOR, "token": b % 2, "ordinal": 3 * b} for b in (block, block + 1))
-    counts = {"rows": 2, "tokens": 7, "documents": 3, "tokens_cut": 1 << 40, "skipped": ({"index": 1},)}
+    counts = {
+        "rows": 2,
+        "tokens": 7,
+        "documents": 3,
+        "tokens_cut": 1 << 40,
+        "skipped": ({"source": "a", "index": 1, "reason": "", "rows": 1},),
+    }
     fixed = {"start": start, "next": stop, "exhausted": False, "truncated": False}
     return CommitRecord(stream, block, **(counts | fixed | changes))
 

@@ -4,10 +4,12 @@ Opening a collection reads its files (a Hub dataset is downloaded and memory-map
 invalid task is noticed, or skipped, when it is loaded. A file with several tasks must be valid JSON.
 """
 
+import codecs
 import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,22 +18,30 @@ import fsspec
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import InputError
 from pipeline.data.arc.tasks import Task, parse_task
-from pipeline.data.files import InputFile, find_files, input_errors, is_glob
+from pipeline.data.files import InputFile, find_files, input_errors
+from pipeline.data.manifest import FileEntry
+from pipeline.data.rows import require_utf8
 
 if TYPE_CHECKING:
     import datasets
 
+_THREADS = 16
 _NAME_KEYS = ("id", "task_id", "name")
 
 
 @dataclass(frozen=True)
 class TaskCollection:
-    """Tasks in a fixed order. load: parses task i; raises InputError if it is invalid. identity: what identifies all
-    tasks, as plain JSON values."""
+    """Tasks in a fixed order. load: parses task i; raises InputError if it is invalid. files: those that were read."""
 
     size: int
     load: Callable[[int], Task]
-    identity: dict[str, object]
+    files: tuple[FileEntry, ...]
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What identifies all tasks, as plain JSON values."""
+        contents = "\n".join(f"{file.name} {file.content}" for file in self.files)
+        return {"num_tasks": self.size, "tasks_sha256": hashlib.sha256(contents.encode()).hexdigest()}
 
 
 def hub_id(path: str) -> str | None:
@@ -53,24 +63,19 @@ def open_tasks(config: ArcData) -> TaskCollection:
         return _json_lines(files[0])
     if len(files) == 1 and config.path.endswith(".json"):
         return _one_file(files[0], config)
-    return _directory(files, config)
+    return _directory(files)
 
 
-def _directory(files: Sequence[InputFile], config: ArcData) -> TaskCollection:
+def _directory(files: Sequence[InputFile]) -> TaskCollection:
     """One task per file, named after the file's path in the directory."""
-    with input_errors(config.path):
-        plain = [file.path for file in files if not is_glob(file.path)]  # `cat` would treat the others as patterns
-        contents = files[0].filesystem.cat(plain, on_error="return") if plain else {}
-    texts = [content if isinstance(content := contents.get(file.path), bytes) else file.read_bytes() for file in files]
-    digest = hashlib.sha256()
-    for file, text in zip(files, texts, strict=True):
-        digest.update(f"{file.name} {len(text)}\n".encode() + text)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        texts = list(pool.map(InputFile.read_bytes, files))
 
     def load(number: int) -> Task:
         name = files[number].name.removesuffix(".json")
         return parse_task(name, files[number].path, _json(texts[number], files[number].path))
 
-    return TaskCollection(len(files), load, {"num_tasks": len(files), "tasks_sha256": digest.hexdigest()})
+    return TaskCollection(len(files), load, tuple(map(_entry, files, texts)))
 
 
 def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
@@ -81,7 +86,7 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
         tasks = {file.name.removesuffix(".json"): tasks}
     if not isinstance(tasks, dict) or not tasks:
         raise InputError(f"{file.path} has no tasks, expected an object of tasks by id. Correct data.path.")
-    digest = hashlib.sha256(text)
+    entries = [_entry(file, text)]
     solutions: dict[str, Any] = {}
     if config.solutions is not None:
         solution_file, *others = find_files(config.solutions, ".json", "data.solutions")
@@ -90,7 +95,7 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
                 f"data.solutions is {config.solutions}, which has {1 + len(others)} files, expected one. Give the file."
             )
         solution_text = solution_file.read_bytes()
-        digest.update(solution_text)
+        entries.append(_entry(solution_file, solution_text))
         solutions = _json(solution_text, solution_file.path)
         if not isinstance(solutions, dict):
             raise InputError(f"{solution_file.path} is not an object of solutions by task id. Correct data.solutions.")
@@ -100,12 +105,14 @@ def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
         name = names[number]
         return parse_task(name, file.path, tasks[name], solutions.get(name))
 
-    return TaskCollection(len(names), load, {"num_tasks": len(names), "tasks_sha256": digest.hexdigest()})
+    return TaskCollection(len(names), load, tuple(entries))
 
 
 def _json_lines(file: InputFile) -> TaskCollection:
     """One task per line, named after its id, or else after the file and the line number, from 1."""
-    text = file.read_bytes()
+    content = file.read_bytes()
+    require_utf8(content, file.path)
+    text = content.removeprefix(codecs.BOM_UTF8)
     lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
 
     def load(index: int) -> Task:
@@ -114,13 +121,13 @@ def _json_lines(file: InputFile) -> TaskCollection:
         value = _json(line, place)
         return parse_task(_name(value, f"{file.name.removesuffix('.jsonl')}-{number}"), place, value)
 
-    return TaskCollection(len(lines), load, {"num_tasks": len(lines), "tasks_sha256": hashlib.sha256(text).hexdigest()})
+    return TaskCollection(len(lines), load, (_entry(file, content),))
 
 
 def _hub_tasks(repo: str, config: ArcData) -> TaskCollection:
     """A Hub dataset, downloaded and memory-mapped. Raises the same errors as `open_builder`.
 
-    Its identity is a digest of the git blob ids of the split's files, which are digests of their content.
+    It is identified by the git blob ids of the split's files, which are digests of their content.
     """
     from pipeline.data.hub_files import dataset_errors, open_builder
 
@@ -130,14 +137,16 @@ def _hub_tasks(repo: str, config: ArcData) -> TaskCollection:
         rows = builder.as_dataset(split=config.split)
     with input_errors(config.path):
         paths = [fsspec.core.url_to_fs(str(file)) for file in builder.config.data_files[config.split]]
-        blobs = [filesystem.info(path)["blob_id"] for filesystem, path in paths]
-    return dataset_tasks(rows, config.path, hashlib.sha256("\n".join(blobs).encode()).hexdigest())
+        infos = [(path.rpartition("/")[2], filesystem.info(path)) for filesystem, path in paths]
+    return dataset_tasks(
+        rows, config.path, tuple(FileEntry(name, info["size"], f"blob_id:{info['blob_id']}") for name, info in infos)
+    )
 
 
-def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskCollection:
+def dataset_tasks(rows: "datasets.Dataset", place: str, files: tuple[FileEntry, ...]) -> TaskCollection:
     """The tasks in a dataset with the columns `train` and `test`, or `examples` (as in barc0's datasets).
 
-    place: for messages. digest: identifies the rows. Raises InputError for other columns.
+    place: for messages. files: identify the rows. Raises InputError for other columns.
     """
     if "examples" not in rows.column_names and not {"train", "test"} <= set(rows.column_names):
         raise InputError(
@@ -149,7 +158,11 @@ def dataset_tasks(rows: "datasets.Dataset", place: str, digest: str) -> TaskColl
         row = rows[number]
         return parse_task(_name(row, f"row-{number}"), f"{place} row {number}", row)
 
-    return TaskCollection(len(rows), load, {"num_tasks": len(rows), "tasks_sha256": digest})
+    return TaskCollection(len(rows), load, files)
+
+
+def _entry(file: InputFile, content: bytes) -> FileEntry:
+    return FileEntry(file.name, len(content), f"sha256:{hashlib.sha256(content).hexdigest()}")
 
 
 def _name(value: Any, otherwise: str) -> str:
@@ -161,6 +174,7 @@ def _name(value: Any, otherwise: str) -> str:
 
 
 def _json(text: bytes, place: str) -> Any:
+    require_utf8(text, place)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors

@@ -1,6 +1,6 @@
 """ARC-AGI tasks as documents: one prompt per test input and augmentation."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pyarrow as pa
 
@@ -14,6 +14,7 @@ from pipeline.data.arc.loading import open_tasks
 from pipeline.data.arc.prompts import chat_messages, plain_prompt
 from pipeline.data.arc.tasks import Task
 from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.manifest import MakeManifest, Manifest, make_alone
 from pipeline.data.text.templates import RenderError
 from pipeline.data.text.tokenizer import TextTokenizer
 
@@ -43,8 +44,10 @@ class ArcSource:
         ]
     )
 
-    def __init__(self, config: ArcData, tokenizer: TextTokenizer) -> None:
-        """Opens the tasks.
+    def __init__(
+        self, config: ArcData, tokenizer: TextTokenizer, agree: Callable[[MakeManifest], Manifest] = make_alone
+    ) -> None:
+        """Opens the tasks. agree: as in `open_source`.
 
         Raises InputError, and ConfigError for an encoder or chat template that cannot be used.
         """
@@ -54,6 +57,7 @@ class ArcSource:
         self._tokenizer = tokenizer
         self._encoder = grid_encoder(config)
         self._tasks = open_tasks(config)
+        agree(lambda _: Manifest(self._tasks.files))
         self._starts = range(0, self._tasks.size, config.tasks_per_shard)
         self.shards = tuple(f"tasks-{first:06d}" for first in self._starts)
 
@@ -111,11 +115,8 @@ class ArcSource:
         try:
             text = self._text(changed, test)
         except RenderError as error:
-            if config.on_error is OnError.fail:
-                raise InputError(
-                    f"{shard} document {index}, task {name}: {error}. Set data.template=plain or data.on_error=skip."
-                ) from error
-            return SkippedDocument(shard, index, f"task {name}: {error}")
+            skip = SkippedDocument(shard, index, f"task {name}: {error}")
+            return skip.if_allowed(config.on_error, f"{shard} document {index}", "Set data.template=plain")
         return Document(name, text, shard, index, info, answer)
 
     def _text(self, task: Task, test: int) -> str:

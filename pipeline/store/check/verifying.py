@@ -14,6 +14,7 @@ from pipeline.store.check.id_index import StreamIds
 from pipeline.store.check.merged_statistics import StreamStatistics, check_merged, merged, stored_total
 from pipeline.store.check.object_listings import MissingArrays, check_objects
 from pipeline.store.check.scope import EVERYTHING, Level, Scope
+from pipeline.store.check.skips import describe_skips
 from pipeline.store.check.stored_blocks import CheckedBlock, OpenStore, check_block
 from pipeline.store.check.stored_records import StreamRecords, check_records, read_again, read_last
 from pipeline.store.format.arrays import array_mismatches, edited_arrays, open_existing, stored_layout
@@ -60,6 +61,8 @@ def verify_store(
         return [root]
     streams, problems = check_records(storage, root, scope)
     _note_scope(root, scope, note)
+    if skips := describe_skips(storage, BlockTable.join(records.table for records in streams.values())):
+        note(f"skipped {skips}")
     if scope.level == Level.records:
         return problems
     opened = _open(storage, root, problems)

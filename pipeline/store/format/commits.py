@@ -28,6 +28,11 @@ _MAX_COUNT, _MAX_CURSOR = 1 << 32, 1 << 63
 _CURSOR = {"shard", "document", "token", "ordinal"}
 
 
+def _is_skip(entry: Mapping[str, Any]) -> bool:
+    texts, numbers = (entry["source"], entry["reason"]), (entry["index"], entry.get("rows") or 0)
+    return all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
+
+
 @dataclass(frozen=True)
 class CommitRecord:
     """The content of one block of one stream.
@@ -36,7 +41,7 @@ class CommitRecord:
     tokens: the number of valid (not padding) tokens.
     documents: the number of rows of the block's document table.
     tokens_cut: how many tokens `batch.long_documents=cut` dropped from these documents.
-    skipped: the documents that `data.on_error=skip` left out, as {source, index, reason}.
+    skipped: what `data.on_error=skip` left out, as {source, index, reason, rows}, see `SkippedDocument`.
     start, next: the cursors (as JSON) at which this block and the stream's next one start.
     exhausted: the stream has no more documents after this block.
     truncated: `run.max_tokens` ended the block early; a longer run replaces it by a block with the same first rows.
@@ -109,6 +114,7 @@ class CommitRecord:
             and all(type(flag) is bool for flag in (self.exhausted, self.truncated))
             and all(type(text) is str for text in texts)
             and _CURSOR == set(self.start) == set(self.next)
+            and all(map(_is_skip, self.skipped))
         )
 
     @classmethod

@@ -13,7 +13,7 @@ _INDEX_FOLDER = "_features"  # the indexes by feature
 
 IDS_PREFIX = "_ids/"  # the indexes of document ids, one per stream
 
-MANIFEST_KEY = "_data/manifest.json"  # metadata from the footers of input files; written again where it is missing
+MANIFEST_KEY = "_data/manifest.json"  # the input files; written again where it is missing
 
 MAX_ENCODER_NAME = 100
 ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # an SAE's name, as it occurs in the names of its arrays

@@ -38,6 +38,7 @@ _GROUP_SCHEMA = pa.schema(
         ("prompt", pa.list_(pa.int32())),
         ("completion", pa.list_(pa.int32())),
         ("skipped", pa.string()),  # why the document was skipped
+        ("skipped_rows", pa.int64()),  # the number of rows that this skip stands for; null if it is unknown
     ]
 )
 RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names])
@@ -113,7 +114,8 @@ class GeneratedGroups:
 
     def _row(self, item: TokenisedDocument | SkippedDocument) -> dict[str, object]:
         if isinstance(item, SkippedDocument):
-            return {"source": item.source, "index": item.index, "skipped": item.reason}
+            skip = {"skipped": item.reason, "skipped_rows": item.rows}
+            return {"source": item.source, "index": item.index, **skip}
         document, size = item.document, item.document.info["n_prompt"]
         return {
             "document": item.cursor.ordinal * self._num_streams + self.stream,
@@ -128,7 +130,7 @@ class GeneratedGroups:
 
     def _item(self, row: dict) -> TokenisedDocument | SkippedDocument:
         if row["skipped"] is not None:
-            return SkippedDocument(row["source"], row["index"], row["skipped"])
+            return SkippedDocument(row["source"], row["index"], row["skipped"], row["skipped_rows"])
         info = {name: row[name] for name in self.info_schema.names}
         document = Document(row["id"], "", row["source"], row["index"], info)
         cursor = Cursor(row["shard"], row["index"], 0, (row["document"] - self.stream) // self._num_streams)

@@ -109,7 +109,14 @@ PLACES = {
 
 @pytest.mark.parametrize(("name", "content", "tasks"), PLACES.values(), ids=PLACES)
 def test_files_of_every_format_are_read(tmp_path, name, content, tasks):
-    found = documents(source(write(tmp_path / name, content)))
+    path = tmp_path / name
+    found = documents(source(write(path, content)))
+    text = path.read_text()
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert documents(source(path)) == found
+    path.write_bytes(text.encode("utf-16"))
+    with pytest.raises(InputError, match=f"{name} is UTF-16 or UTF-32, expected UTF-8"):
+        documents(source(path))
     assert list(dict.fromkeys(document.info["task"] for document in found)) == (tasks or ["x-1", "b", "7"])
     assert found[0].text == "input:\n1\noutput:\n2\n\ninput:\n3\noutput:\n"
 
@@ -125,13 +132,13 @@ def test_solutions_are_read_from_another_file(tmp_path):
 @pytest.mark.parametrize("columns", ["examples", "train and test"])
 def test_data_sets_are_read(columns):
     rows = [BARC | {"name": "p"}, BARC] if columns == "examples" else [ONE | {"id": "p"}, ONE]
-    tasks = dataset_tasks(datasets.Dataset.from_list(rows), "hf://datasets/some/tasks", "0")
+    tasks = dataset_tasks(datasets.Dataset.from_list(rows), "hf://datasets/some/tasks", ())
     loaded = [tasks.load(number) for number in range(tasks.size)]
     assert [task.name for task in loaded] == ["p", "row-1"]
     for task in loaded:
         assert (task.examples[0].output.tolist(), task.tests[0].input.tolist()) == ([[2]], [[3]])
     with pytest.raises(InputError, match="has the columns text, expected examples, or train and test"):
-        dataset_tasks(datasets.Dataset.from_list([{"text": "a"}]), "hf://datasets/some/texts", "0")
+        dataset_tasks(datasets.Dataset.from_list([{"text": "a"}]), "hf://datasets/some/texts", ())
 
 
 BAD_TASKS = {
