@@ -412,6 +412,33 @@ def npz_with_header(shape: tuple[int, ...]) -> Damage:
     return damage
 
 
+def npz_with_text(header: bytes, version: int = 1) -> Damage:
+    """An array whose header is this text."""
+
+    def damage(folder: Path, rng: np.random.Generator) -> None:
+        sae_files.write_gemma_scope(folder, rng)
+        length = len(header).to_bytes(2 * version, "little")
+        with zipfile.ZipFile(folder / "params.npz", "a", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("extra.npy", b"\x93NUMPY" + bytes([version, 0]) + length + header)
+
+    return damage
+
+
+HEADERS = {
+    "parentheses": b"(" * 9000,
+    "brackets and numbers": b"[" * 90 + b"1" * 9000,
+    "minus signs": b"-" * 9000 + b"1",
+    "sums": b"1" + b"+1" * 4000,
+    "an unhashable key": b"{[]: 1}",
+    "keys of two types": b"{1: 1, 'shape': ()}",
+    "an open string": b"{'descr': ''" + b"'",
+    "null bytes": bytes(100),
+    "an unknown dtype": b"{'descr': '<q9', 'fortran_order': False, 'shape': (3,), }",
+    "a number of 5,000 digits": b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 5000 + b",), }",
+    "nothing": b"",
+}
+
+
 def cut(write: Write, name: str) -> Damage:
     def damage(folder: Path, rng: np.random.Generator) -> None:
         file = write(folder, rng).folder / name
@@ -512,6 +539,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
     "gemma, negative shape": (npz_with_header((-2, -3)), "is not a valid .npz file"),
     "gemma, cut": (cut(GEMMA, "params.npz"), "is not a valid .npz file"),
+    "gemma, a long header": (npz_with_text(b"(" * (64 << 20), 2), "is not a valid .npz file"),
+    **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
     "gemma, no zip": (lambda folder, rng: (folder.mkdir(), (folder / "params.npz").write_bytes(b"\x93NUMPY")), "valid"),
     "gemma 2, architecture": (gemma_2(architecture="relu"), "architecture is 'relu'"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),

@@ -6,6 +6,7 @@ decompress to gigabytes.
 
 import io
 import math
+import re
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -19,7 +20,11 @@ from pipeline.core.json_text import shown
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 
 _DTYPES = (np.dtype("<f4"), np.dtype("<f2"))
-_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+_LENGTH_BYTES = {(1, 0): 2, (2, 0): 4}  # of a header's length, by version of the format
+_HEADER = re.compile(  # as NumPy writes it; its own reader evaluates a literal, on which crafted ones crash
+    r"\{'descr': '(?P<dtype>[<>|=]?\w+)', 'fortran_order': (?P<order>True|False), "
+    r"'shape': \((?P<shape>[\dL, ]*)\),? *\}\s*"
+)
 _COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that NumPy writes
 _BUFFER_BYTES, _PIECE_BYTES = 256 << 10, 16 << 20  # read at a time: for headers, for values
 _MAX_HEADER = 10_000  # bytes of an array's header
@@ -101,12 +106,18 @@ class NpzFile:
 
 def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(file)
-    if version not in _HEADERS:
+    if version not in _LENGTH_BYTES:
         raise ValueError(f"version {version} of the .npy format")
-    shape, is_fortran, dtype = _HEADERS[version](file, max_header_size=_MAX_HEADER)
-    if min(shape, default=1) < 0:
-        raise ValueError(f"a shape of {shape}")
-    return shape, is_fortran, dtype
+    length = int.from_bytes(file.read(_LENGTH_BYTES[version]), "little")
+    header = file.read(min(length, _MAX_HEADER)).decode("latin1")
+    match = _HEADER.fullmatch(header)
+    if match is None or length > _MAX_HEADER:
+        raise ValueError(f"a header of {length} bytes: {header:.80}")
+    shape = tuple(map(int, re.findall(r"\d+", match["shape"])))
+    try:
+        return shape, match["order"] == "True", np.dtype(match["dtype"])
+    except TypeError as error:
+        raise ValueError(f"dtype {match['dtype']:.80}") from error
 
 
 class _RangeReader(io.RawIOBase):
