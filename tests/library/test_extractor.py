@@ -15,9 +15,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from pipeline import Extractor
+from pipeline.cluster.sharding import make_mesh
 from pipeline.core.errors import ConfigError, InputError, NotFiniteError, PipelineError, StoreMismatch
 from pipeline.library import ExtractedDocument
-from pipeline.step.compiler import _onednn_options
+from pipeline.step.compiler import compiler_options
 from pipeline.store import ActivationStore
 from tests.jobs import ROOT, assert_same_store, run_here, write_model_of_zeros, write_text
 
@@ -51,9 +52,9 @@ JOBS = {
         ["capture.dtype=bfloat16", "model.dtype=bfloat16", "batch.packing=pad", "batch.long_documents=cut"],
     ),
     "int8, last": (
-        {"dtype": "int8", "int8_group": 32, "positions": "last", "per_row": 2, "shard_mib": 0.005},
+        {"dtype": "int8", "scale_group": 32, "positions": "last", "per_row": 2, "shard_mib": 0.005},
         [
-            *("capture.dtype=int8", "capture.int8_group=32", "store.shard_mib=0.005"),
+            *("capture.dtype=int8", "capture.scale_group=32", "store.shard_mib=0.005"),
             *("capture.positions=last", "capture.per_row=2"),
         ],
     ),
@@ -203,7 +204,7 @@ def test_on_error_skip_skips_bad_documents(tmp_path):
 
 def test_calls_of_different_sizes_compile_few_programs():
     compiled = []
-    _onednn_options()  # compiles a program, once in a process
+    compiler_options(make_mesh(), 512)  # compiles programs, once in a process
 
     def listen(event: str, duration: float, **_: object) -> None:
         if event == COMPILE_EVENT:
