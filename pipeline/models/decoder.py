@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, LayerKind
+from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.delta_net import Recur, WholeRows, delta_block
 from pipeline.models.experts import experts_block
@@ -276,10 +277,10 @@ def layer_inputs(
 ) -> Float[Array, "L B T p"]:
     """The per-layer inputs of the first `num_layers` layers: an embedding of the token plus a projection of the input
     of layer 0."""
-    projected = jnp.einsum("BTD,LpD->LBTp", x, params["layer_projection"][:num_layers]) * arch.d_model**-0.5
-    projected = norm(projected, params, "layer_projection_norm", arch)
+    projected = jnp.einsum("BTD,LpD->LBTp", x, params["layer_projection"][:num_layers])
+    projected = norm(scaled(projected, arch.d_model**-0.5), params, "layer_projection_norm", arch)
     embedded = jnp.moveaxis(params["layer_embed"][tokens, :num_layers], 2, 0) * arch.layer_inputs**0.5
-    return (projected + embedded) * 2**-0.5
+    return scaled(projected + embedded, 2**-0.5)
 
 
 def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:

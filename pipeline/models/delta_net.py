@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import DELTA_CHUNK, Architecture, Norm
+from pipeline.models.attention.arithmetic import float32_einsum
 from pipeline.models.layers import ACTIVATIONS, Weights, norm, norm_if_any, project
 from pipeline.models.partition import Partition
 
@@ -143,10 +144,10 @@ def delta_rule(
     segments, heads = _chunked(segments, mode="edge"), jax.tree.map(_chunked, heads)  # padding keeps the state
 
     def step(state: Float32[Array, "B J O k v"], chunk: _Chunks) -> tuple[Array, Float32[Array, "B J O C v"]]:
-        values = chunk.values - jnp.einsum("BJOCk,BJOkv->BJOCv", chunk.reads, state)
-        outputs = jnp.einsum("BJCk,BJOkv->BJOCv", chunk.q, state) * chunk.from_state[..., None]
-        outputs += jnp.einsum("BJOCS,BJOSv->BJOCv", chunk.scores, values)
-        written = jnp.einsum("BJCk,BJOCv->BJOkv", chunk.k, values * chunk.to_state[..., None])
+        values = chunk.values - float32_einsum("BJOCk,BJOkv->BJOCv", chunk.reads, state)
+        outputs = float32_einsum("BJCk,BJOkv->BJOCv", chunk.q, state) * chunk.from_state[..., None]
+        outputs += float32_einsum("BJOCS,BJOSv->BJOCv", chunk.scores, values)
+        written = float32_einsum("BJCk,BJOCv->BJOkv", chunk.k, values * chunk.to_state[..., None])
         return state * chunk.from_state[..., -1, None, None] + written, outputs
 
     chunks = _within_chunks(segments, heads)
@@ -162,9 +163,9 @@ def delta_step(
     """The delta rule for one position: its outputs, and the states after it."""
     q, k, v, write, log_decay = (x[:, 0] for x in heads)
     state = state * jnp.exp(log_decay)[..., None, None]
-    predicted = jnp.einsum("BJk,BJOkv->BJOv", k, state)
-    state += jnp.einsum("BJk,BJOv->BJOkv", k, write[..., None] * (v - predicted))
-    return jnp.einsum("BJk,BJOkv->BJOv", q, state)[:, None], state
+    predicted = float32_einsum("BJk,BJOkv->BJOv", k, state)
+    state += float32_einsum("BJk,BJOv->BJOkv", k, write[..., None] * (v - predicted))
+    return float32_einsum("BJk,BJOkv->BJOv", q, state)[:, None], state
 
 
 def _chunked(x: Array, mode: str = "constant") -> Array:
@@ -185,15 +186,15 @@ def _within_chunks(segments: Int32[Array, "n B C"], heads: Heads) -> _Chunks:
     total = jnp.cumsum(log_decay, axis=-1)
     decays = jnp.exp(jnp.where(is_seen, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_state = jnp.where(is_continued, jnp.exp(total), 0)
-    similarities = jnp.einsum("nBJCk,nBJSk->nBJCS", k, k)[:, :, :, None]
+    similarities = float32_einsum("nBJCk,nBJSk->nBJCS", k, k)[:, :, :, None]
     # Each position writes a weighted sum of the values up to its own.
     sums = _inverse(similarities * decays * write[..., None]) * write[..., None, :]
     return _Chunks(
         q=q,
         k=k,
-        values=jnp.einsum("nBJOCS,nBSJOv->nBJOCv", sums, heads.v),
-        reads=jnp.einsum("nBJOCS,nBJSk->nBJOCk", sums * from_state[..., None, :], k),
-        scores=jnp.einsum("nBJCk,nBJSk->nBJCS", q, k)[:, :, :, None] * decays,
+        values=float32_einsum("nBJOCS,nBSJOv->nBJOCv", sums, heads.v),
+        reads=float32_einsum("nBJOCS,nBJSk->nBJOCk", sums * from_state[..., None, :], k),
+        scores=float32_einsum("nBJCk,nBJSk->nBJCS", q, k)[:, :, :, None] * decays,
         from_state=from_state,
         to_state=decays[..., -1, :],
     )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture, BoundedExperts, Experts, ExpertsWithMlp, GroupedExperts
+from pipeline.models.attention.arithmetic import float32_einsum, scaled
 from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
 from pipeline.models.layers import (
     Weights,
@@ -107,9 +108,9 @@ def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = Non
 
 def _logits(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T E"]:
     if "router_scale" in weights:
-        x = norm_without_weight(x, arch) * weights["router_scale"] * arch.d_model**-0.5
+        x = scaled(norm_without_weight(x, arch) * weights["router_scale"], arch.d_model**-0.5)
     if isinstance(arch.experts, GroupedExperts):
-        x, weights = x.astype(jnp.float32), {"router": weights["router"].astype(jnp.float32)}
+        return float32_einsum("BTD,ED->BTE", x.astype(jnp.float32), weights["router"].astype(jnp.float32))
     return project(x, weights, "router")
 
 

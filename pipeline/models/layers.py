@@ -24,6 +24,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Num, PyTree
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LatentAttention, LayerKind, Norm
+from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.choosing import Attend
 from pipeline.models.attention.pattern import attention_entropy, attention_pattern
 from pipeline.models.attention.spec import AttentionSpec
@@ -265,7 +266,7 @@ def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) 
         return ACTIVATIONS[arch.activation](gate) * up
     alpha, limit = arch.experts.alpha, arch.experts.limit
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return (up + 1) * (gate * jax.nn.sigmoid(gate * alpha))
+    return (up + 1) * (gate * jax.nn.sigmoid(scaled(gate, alpha)))
 
 
 @jax.named_scope("mlp")

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
+from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.dividing import divide_attention, obstacle_to_dividing
 from pipeline.models.attention.segment_blocks import reached_blocks
 from pipeline.models.attention.spec import AttentionSpec
@@ -68,10 +69,10 @@ def attend_splash(
 ) -> Float[Array, "B T N W"]:
     """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`.
 
-    The kernel does not scale, so queries are scaled first, in their dtype. `interpret` runs it on a CPU, for tests.
+    The kernel does not scale, so queries are scaled first, in float32. `interpret` runs it on a CPU, for tests.
     """
     attend = divide_attention(partial(_attend_on_device, spec=spec, interpret=interpret), mesh)
-    return attend(q * jnp.asarray(spec.scale, q.dtype), k, v, segments, sinks)
+    return attend(scaled(q, spec.scale), k, v, segments, sinks)
 
 
 def _attend_on_device(
