@@ -4,7 +4,7 @@ from enum import StrEnum
 
 ComputeDtype = StrEnum("ComputeDtype", "float32 bfloat16")
 Int8OrSame = StrEnum("Int8OrSame", "same int8")  # `same`: as `model.dtype`
-StorageDtype = StrEnum("StorageDtype", "float32 bfloat16 float16 int8 float8_e4m3fn float8_e5m2")
+StorageDtype = StrEnum("StorageDtype", "float32 bfloat16 float16 int8 float8_e4m3fn")
 FeatureDtype = StrEnum("FeatureDtype", "bfloat16 float32")
 Attention = StrEnum("Attention", "auto xla splash cudnn")
 Weights = StrEnum("Weights", "auto replicated tensor fsdp")

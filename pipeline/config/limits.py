@@ -165,7 +165,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
     "BatchConfig": {"rows": _COUNT, "length": _COUNT},
     "CaptureConfig": {
         **{"every": Between(2, 1_000_000_000), "rate": Between(0, 1, is_first_open=True, is_last_open=True)},
-        **{"seed": Between(0, (1 << 63) - 1), "per_row": _COUNT, "int8_group": _COUNT},
+        **{"seed": Between(0, (1 << 63) - 1), "per_row": _COUNT, "scale_group": _COUNT},
         **{"top_logprobs": Between(1, 1000), "encode_top": Between(1, 4096), "encode_threshold": Between(0, 1e9)},
     },
     "StoreConfig": {

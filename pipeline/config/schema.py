@@ -256,10 +256,10 @@ class CaptureConfig:
     )
     dtype: StorageDtype = key(
         StorageDtype.bfloat16,
-        "store as `bfloat16`, `float16`, `float32`, `int8` with a scale per token, `float8_e4m3fn` or `float8_e5m2`",
+        "store as `bfloat16`, `float16`, `float32`, or with a scale per token as `int8` or `float8_e4m3fn`",
     )
-    int8_group: int | None = key(
-        None, "neighbouring features that share a scale; null: all features of a token", "dtype=int8"
+    scale_group: int | None = key(
+        None, "neighbouring features that share a scale; null: all features of a token", "dtype=int8|float8_e4m3fn"
     )
     outputs: list[str] = list_key(
         (),

@@ -18,9 +18,12 @@ _DIGITS = 3  # significant digits that do not depend on the number of threads or
 
 log = logging.getLogger("pipeline")
 
+Errors = dict[str, dict[str, float | None]]  # the fields of Int8Error by array name
 
-def weights_error(job: Job) -> dict[str, float | None]:
-    """||a_int8 - a|| / ||a|| by array name, over the valid tokens of the data's first rows; {} if there are no rows.
+
+def weights_error(job: Job) -> Errors:
+    """||a_int8 - a|| / ||a|| by array name, for the valid tokens of the data's first rows: of all together, and the
+    median of each one's. {} if there are no rows.
 
     An error is None if it is undefined: a is 0 or not finite.
     """
@@ -28,18 +31,22 @@ def weights_error(job: Job) -> dict[str, float | None]:
     return _measure(job, "weights", (), Rounding(weights=True, inputs=inputs))
 
 
-def cache_error(job: Job) -> dict[str, float | None]:
+def cache_error(job: Job) -> Errors:
     """As `weights_error`, for int8 keys and values at all positions, with unchanged weights. Includes the input of the
     head, because it determines which tokens are generated."""
     return _measure(job, "keys and values", (FINAL_NORM,), Rounding(attend=attend_rounded))
 
 
-def _measure(job: Job, what: str, extra_keys: tuple[ActivationKey, ...], rounding: Rounding) -> dict[str, float | None]:
+def _measure(job: Job, what: str, extra_keys: tuple[ActivationKey, ...], rounding: Rounding) -> Errors:
     rows = job.first_rows(_PROBE_TOKENS)
     if rows is None:
         return {}
     keys = tuple(dict.fromkeys((*job.plan.step.keys, *(encoder.spec.key for encoder in job.encoders), *extra_keys)))
     errors_by_key = int8_errors(job.model, keys, rows, str(job.config.model.dtype), rounding)
-    errors = {key.name: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for key, e in errors_by_key.items()}
-    log.info("int8 %s, relative error: %s", what, ", ".join(f"{name} {error}" for name, error in errors.items()))
+    errors = {
+        key.name: {what: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for what, e in error._asdict().items()}
+        for key, error in errors_by_key.items()
+    }
+    shown = (f"{name} {error['relative_error']} ({error['token_median']})" for name, error in errors.items())
+    log.info("int8 %s, relative error (median of tokens): %s", what, ", ".join(shown))
     return errors

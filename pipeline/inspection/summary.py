@@ -13,7 +13,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.arrays import stored_layout
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.layout import ITEM_BYTES, MIB, ArraySpec, StoreLayout
+from pipeline.store.format.layout import MIB, ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreRoot, read_root
 from pipeline.store.format.tables import read_tables
 from pipeline.store.io.parsing import parse_store_json
@@ -30,7 +30,7 @@ class Summary:
 
     blocks: in the order of their rows. document_tokens: lengths of the documents in up to MAX_TABLES blocks.
     skips: what was left out of the input.
-    storage_errors: `Statistics.relative_error` by array name, if the store is complete and has int8 or float8 arrays.
+    storage_errors: `Statistics.relative_error` by array name, if the store is complete and its dtype is scaled.
     runs: the lines of each run's log, by name; a line is a `pipeline.job.metrics.Metrics.snapshot()`.
     """
 
@@ -97,9 +97,11 @@ class Summary:
             )
         measured = {"int8": ("weights", self.root.weights_error), "int8 cache": ("keys, values", self.root.cache_error)}
         for name, (what, errors_by_array) in measured.items():
-            errors = [error for error in (errors_by_array or {}).values() if error is not None]
-            if errors:
-                facts[name] = f"{what}; the relative error of activations is {min(errors)} to {max(errors)}"
+            for measure, of in {"relative_error": "activations", "token_median": "a median token"}.items():
+                errors = [e[measure] for e in (errors_by_array or {}).values() if e.get(measure) is not None]
+                if errors:
+                    text = f"the relative error of {of} is {min(errors)} to {max(errors)}"
+                    facts[name] = f"{facts[name]}, {text}" if name in facts else f"{what}; {text}"
         if self.storage_errors:
             low, high = min(self.storage_errors.values()), max(self.storage_errors.values())
             facts["rounding"] = (
@@ -119,7 +121,7 @@ def summarise(store: ActivationStore) -> Summary:
     lengths = [table["n_tokens"] for table in read_tables(storage, blocks[::step])]
     logs = [key for key in storage.list_keys("_metrics/") if key.endswith(".jsonl")]
     has_statistics = root.complete and len(blocks) and blocks.has_statistics.all()
-    is_measured = has_statistics and ITEM_BYTES[root.metadata.capture["dtype"]] == 1
+    is_measured = has_statistics and root.metadata.has_scales
     errors = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
     runs = {key: _snapshots(key, text) for key, text in zip(logs, storage.read_many(logs), strict=True)}
     return Summary(

@@ -99,8 +99,8 @@ def _capture_identity(config: RunConfig, plan: Plan, model: Model, saes: Sequenc
         "statistics": config.capture.statistics,
         "when": str(config.capture.when),
     }
-    if step.int8_group is not None:
-        identity["int8_group"] = step.int8_group
+    if step.scale_group is not None:
+        identity["scale_group"] = step.scale_group
     if step.head_outputs:
         identity["outputs"] = [name for name in OUTPUTS if name in config.capture.outputs]
         identity["head"] = asdict(model.head)

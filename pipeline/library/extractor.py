@@ -91,7 +91,7 @@ class Extractor:
         Every other option is the last part of a key of the command's configuration, with its default and its values:
         revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
         special_tokens, prefix, suffix, template_kwargs and date of `data`; rows, packing and long_documents of `batch`;
-        int8_group, outputs, top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode
+        scale_group, outputs, top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode
         and encode_* of `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`;
         tensor of `mesh`; reserved_mib of `run`.
 

@@ -17,7 +17,7 @@ from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.step.compiled_step import StepOutputs
 from pipeline.step.spec import StepSpec
-from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.frameworks import Framework
 from pipeline.store.read.rows import at_selected
@@ -34,7 +34,7 @@ class ExtractedDocument:
 
     tokens: int32 [n]. positions: int32 [m], the ascending indices of the m tokens among the n. A document longer than a
     row is split into windows that are computed independently: token p has position p % length in its window.
-    activations: [m, D], by array name. scales: with dtype int8, float32 [m, G], by array name; each scale is for D / G
+    activations: [m, D], by array name. scales: with int8 and float8, float32 [m, G], by array name; each is for D / G
     neighbouring features. outputs: outputs of the model's head, [m] or [m, k], by name (option `outputs`), and the
     arrays of features. features: sparse features by SAE name (option `encode`), e.g. "blocks.5.resid_post".
     num_cut: number of tokens that `long_documents="cut"` left out.

@@ -19,7 +19,7 @@ _OPTIONS = {
     "data": ("on_error", "special_tokens", "prefix", "suffix", "template_kwargs", "date"),
     "batch": ("rows", "length", "packing", "long_documents"),
     "capture": (
-        *("layers", "sites", "dtype", "int8_group", "outputs", "top_logprobs", "on_not_finite", "positions", "every"),
+        *("layers", "sites", "dtype", "scale_group", "outputs", "top_logprobs", "on_not_finite", "positions", "every"),
         *("token", "regex", "rate", "per_row", "keep", "encode", "encode_top", "encode_dtype", "encode_threshold"),
         *("encode_index", "encode_error"),
     ),

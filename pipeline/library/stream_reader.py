@@ -19,8 +19,8 @@ from pipeline.extraction.loaded_step import LoadedStep
 from pipeline.job.opening import Job
 from pipeline.library.filling import FeedPosition, Filler, Waits
 from pipeline.library.tee import StoreTee
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, ArraySpec
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.read.frameworks import STORED, Framework
 from pipeline.store.read.gathering import (
     AHEAD,
@@ -151,7 +151,7 @@ def device_bytes(job: Job, step: LoadedStep, reading: Reading) -> int:
     if reading.options.framework is not Framework.jax:
         return program
     dtype = reading.options.dtype
-    widened = np.dtype("float32" if dtype in (None, STORED) else dtype).itemsize  # int8 becomes float32
+    widened = np.dtype("float32" if dtype in (None, STORED) else dtype).itemsize  # scaled dtypes become float32
     arrays = _read_arrays(job, reading)
     widths = {spec.name: spec.width for spec in arrays if spec.name in reading.names}
     token_bytes = sum(max(spec.position_bytes, widths.get(spec.name, 0) * widened) for spec in arrays)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.config.choices import Keep, OnNotFinite, Packing, Positions, StorageDtype, When
+from pipeline.config.choices import Keep, OnNotFinite, Packing, Positions, When
 from pipeline.config.limits import shown
 from pipeline.config.schema import CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
@@ -14,6 +14,7 @@ from pipeline.models.weight_specs import has_site, why_missing
 from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import CompilerOption, EncoderSpec, StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, activation_spec, output_specs
+from pipeline.store.format.scaled import LARGEST
 
 _POSITIONS_WITH_PER_ROW = (Positions.last, Positions.token, Positions.regex)  # these use capture.per_row
 
@@ -75,7 +76,7 @@ def plan_step(config: RunConfig, model: ModelFacts, encoders: tuple[EncoderSpec,
         attention=str(config.model.attention),
         statistics=capture.statistics and bool(keys or encoders),
         selected=selected,
-        int8_group=_int8_group(capture, activations.values()),
+        scale_group=_scale_group(capture, activations.values()),
         encoders=encoders,
         head_outputs=_outputs(capture, model, slots),
         compiler_options=_compiler_options(config.run.compiler_options),
@@ -172,10 +173,10 @@ def captured_layers(layers: object, num_layers: int) -> tuple[int, ...]:
 def _refuse_integers(capture: CaptureConfig) -> None:
     """Raises ConfigError if integers are captured with a setting that converts all activations to one dtype."""
     what = f"capture.sites contains {Site.router_indices}, whose values are integers"
-    if capture.dtype is StorageDtype.int8:
+    if capture.dtype in LARGEST:
         raise ConfigError(
-            f"{what}, with capture.dtype=int8, which stores scaled values. Set capture.dtype=bfloat16, or remove "
-            f"{Site.router_indices}."
+            f"{what}, with capture.dtype={capture.dtype}, which stores scaled values. Set capture.dtype=bfloat16, or "
+            f"remove {Site.router_indices}."
         )
     if capture.when is When.decode:
         raise ConfigError(
@@ -189,16 +190,16 @@ def _first_repeated(values: Sequence[object]) -> str:
     return next((str(value) for index, value in enumerate(values) if value in values[:index]), "")
 
 
-def _int8_group(capture: CaptureConfig, arrays: Collection[ArraySpec]) -> int | None:
-    """`capture.int8_group`. If it is set, raises ConfigError unless it divides all widths."""
-    group = capture.int8_group
+def _scale_group(capture: CaptureConfig, arrays: Collection[ArraySpec]) -> int | None:
+    """`capture.scale_group`. If it is set, raises ConfigError unless it divides all widths."""
+    group = capture.scale_group
     if group is None:
         return None
     widths = [array.width for array in arrays]
     undivided = [f"{array.width} of {array.name}" for array in arrays if group < 1 or array.width % group]
     if undivided:
         raise ConfigError(
-            f"capture.int8_group is {group}, which does not divide the width {undivided[0]}. Set it to a common "
+            f"capture.scale_group is {group}, which does not divide the width {undivided[0]}. Set it to a common "
             f"divisor of {', '.join(map(str, sorted(set(widths))))}, e.g. {math.gcd(*widths, 64)}, or to null."
         )
     return group

@@ -152,7 +152,7 @@ def _compile(
             taken = activation if key.site is Site.attn_pattern else stored.take(activation)  # patterns are selected
             masked = jnp.where(stored.exist[:, :, None], taken, 0)
             dtype = spec.activations[key].dtype if is_kept else str(activation.dtype)
-            return to_stored(masked, dtype, spec.int8_group, spec.measures_error and is_kept)
+            return to_stored(masked, dtype, spec.scale_group, spec.measures_error and is_kept)
 
         def finish(key: ActivationKey, activation: Array) -> _Finished:
             has_outputs = bool(spec.head_outputs) and key == FINAL_NORM

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import LayerKind
@@ -31,14 +32,22 @@ class Rounding:
     attend: Attend = attend_xla  # may round keys and values
 
 
+class Int8Error(NamedTuple):
+    """The relative error of all tokens together, in which few tokens with large values weigh most, and the median of
+    each token's."""
+
+    relative_error: float
+    token_median: float
+
+
 def int8_errors(
     model: Model,
     keys: Sequence[ActivationKey],
     arrays: Mapping[str, Int32[np.ndarray, "B T"]],
     dtype: str,
     rounding: Rounding,
-) -> dict[ActivationKey, float]:
-    """The relative error of each key, or for `router_indices` the share of experts that changed. `arrays` are tokens,
+) -> dict[ActivationKey, Int8Error]:
+    """The error of each key, or for `router_indices` the share of experts that changed. `arrays` are tokens,
     segments and positions; `dtype` is the compute dtype."""
     device = SingleDeviceSharding(jax.local_devices()[0])
     last = max((run.stop for run in layer_runs(keys, model.arch)), default=0)
@@ -59,7 +68,7 @@ def int8_errors(
         x = x_int8 = embed(model.arch, params, tokens, positions)
         batch = Batch(tokens, segments, positions)
         rows, rows_int8 = (LayerRows(model.arch, params, batch, keys, x, last) for _ in range(2))
-        residuals, inner = [0.0], {}
+        residuals, inner = [Int8Error(0.0, 0.0)], {}
         for run, layer_leaves in zip(layer_runs(single, model.arch), run_leaves, strict=True):
             kind = model.arch.kind(run.first)
             inner_keys = [key for key in keys if residual_index(key, model.num_layers) is None]
@@ -73,32 +82,33 @@ def int8_errors(
                 weights = with_int8_inputs(weights, rounding.inputs)
             x_int8, sites_int8 = layer(x_int8, rows_int8.layer(run.first), weights, kind, wanted, rounding.attend)
             rows_int8.keep(run.first, sites_int8)
-            residuals.append(float(_relative_error(x_int8, x, segments != 0)))
+            residuals.append(_error(x_int8, x, segments != 0))
             for site in wanted:
-                measure = _changed_share if site is Site.router_indices else _relative_error
-                error = measure(sites_int8[site], sites[site], segments != 0)
-                inner[ActivationKey(run.first, site)] = float(error)
+                inner[ActivationKey(run.first, site)] = _error(sites_int8[site], sites[site], segments != 0)
         if "final_norm" in params:
             normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_int8, x))
-            inner[FINAL_NORM] = float(_relative_error(*normed, segments != 0))
+            inner[FINAL_NORM] = _error(*normed, segments != 0)
     return {key: inner[key] if key in inner else residuals[residual_index(key, model.num_layers)] for key in keys}
 
 
+def _error(got: Num[Array, "B T *D"], expected: Num[Array, "B T *D"], valid: Bool[Array, "B T"]) -> Int8Error:
+    return Int8Error(*map(float, (_changed if got.dtype == jnp.int32 else _relative)(got, expected, valid)))
+
+
 @jax.jit
-def _relative_error(
+def _relative(
     got: Float[Array, "B T *D"], expected: Float[Array, "B T *D"], valid: Bool[Array, "B T"]
-) -> Float[Array, ""]:
-    got, expected = (
-        jnp.where(valid[:, :, None], values.reshape(*valid.shape, -1).astype(jnp.float32), 0)
-        for values in (got, expected)
-    )
-    return jnp.linalg.norm((got - expected).ravel()) / jnp.linalg.norm(expected.ravel())
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    got, expected = (values.reshape(*valid.shape, -1).astype(jnp.float32) for values in (got, expected))
+    errors, norms = (jnp.where(valid, jnp.linalg.norm(x, axis=-1), 0) for x in (got - expected, expected))
+    each = jnp.where(valid, errors / norms, jnp.nan)
+    return jnp.linalg.norm(errors.ravel()) / jnp.linalg.norm(norms.ravel()), jnp.nanmedian(each)
 
 
 @jax.jit
-def _changed_share(
+def _changed(
     got: Int32[Array, "B T A"], expected: Int32[Array, "B T A"], valid: Bool[Array, "B T"]
-) -> Float[Array, ""]:
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """The share of the tokens' experts that are not among the expected ones."""
-    is_new = (got[..., None] != expected[:, :, None]).all(axis=-1)
-    return jnp.mean(is_new, where=valid[:, :, None])
+    shares = jnp.where(valid, (got[..., None] != expected[:, :, None]).all(axis=-1).mean(axis=-1), jnp.nan)
+    return jnp.nanmean(shares), jnp.nanmedian(shares)

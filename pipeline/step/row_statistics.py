@@ -20,7 +20,7 @@ class RowStatistics(NamedTuple):
 
     moments: Float32[Array, "B 2 W"]  # each feature's mean, and the sum of squared deviations from it
     norms: Float32[Array, "B keys S"]  # each token's norm; 0 in empty slots, NaN if a value is not finite
-    squared_errors: Float32[Array, "B keys"] | None = None  # error of storing; for dtypes of one byte only
+    squared_errors: Float32[Array, "B keys"] | None = None  # error of storing; for scaled dtypes only
 
 
 def row_statistics(

@@ -8,8 +8,8 @@ from functools import cached_property
 from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.models.sae.params import params_bytes
 from pipeline.models.sae.spec import SAESpec
-from pipeline.store.format.int8 import DTYPE as INT8
 from pipeline.store.format.layout import ITEM_BYTES, SELECTED, TOKENS, ArraySpec, feature_specs, scale_spec
+from pipeline.store.format.scaled import LARGEST
 
 CompilerOption = bool | int | float | str
 
@@ -48,7 +48,7 @@ class StoredArrays:
     """A store's arrays that a step fills, in the order of `StepOutputs.arrays`."""
 
     activations: tuple[ArraySpec, ...]
-    scales: tuple[ArraySpec, ...]  # one per activation for int8; else none
+    scales: tuple[ArraySpec, ...]  # one per activation for scaled dtypes; else none
     outputs: tuple[ArraySpec, ...]  # arrays computed from activations, by the model's head and by SAEs
 
     def __iter__(self) -> Iterator[ArraySpec]:
@@ -72,7 +72,7 @@ class StepSpec:
     attention: str = "auto"  # the requested implementation; auto is resolved when the devices are known
     statistics: bool = True  # whether statistics of activations and features are stored
     selected: int | None = None  # K; None: the activations of all tokens are stored
-    int8_group: int | None = None  # int8 only: features that share a scale; None: all of a token's features
+    scale_group: int | None = None  # scaled dtypes only: features that share a scale; None: all of a token's features
     head_outputs: tuple[ArraySpec, ...] = ()  # arrays that the model's head computes for each slot's token
     encoders: tuple[EncoderSpec, ...] = ()  # SAEs whose features are stored
     compiler_options: tuple[tuple[str, CompilerOption], ...] = ()  # XLA options, by name
@@ -84,7 +84,7 @@ class StepSpec:
     @cached_property
     def stored_arrays(self) -> StoredArrays:
         activations = tuple(self.activations.values())
-        groups = [array.width // (self.int8_group or array.width) for array in activations]
+        groups = [array.width // (self.scale_group or array.width) for array in activations]
         slots = (TOKENS if self.selected is None else SELECTED).slots
         features = (
             feature_specs(
@@ -94,7 +94,7 @@ class StepSpec:
         )
         return StoredArrays(
             activations,
-            scales=tuple(map(scale_spec, activations, groups)) if self.dtype == INT8 else (),
+            scales=tuple(map(scale_spec, activations, groups)) if self.dtype in LARGEST else (),
             outputs=(*self.head_outputs, *(array for arrays in features for array in arrays)),
         )
 
@@ -155,8 +155,8 @@ class StepSpec:
 
     @property
     def measures_error(self) -> bool:
-        """Whether the statistics include the error of storing, as for dtypes of one byte."""
-        return self.statistics and bool(self.activations) and ITEM_BYTES[self.dtype] == 1
+        """Whether the statistics include the error of storing, as for scaled dtypes."""
+        return self.statistics and bool(self.activations) and self.dtype in LARGEST
 
     @property
     def statistics_shapes(self) -> dict[str, tuple[int, ...]]:

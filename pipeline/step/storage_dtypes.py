@@ -1,4 +1,4 @@
-"""Converts activations to their stored dtype on the devices, by a cast or by rounding to int8 with scales.
+"""Converts activations to their stored dtype on the devices, by a cast, or with scales.
 
 Letters: B rows, S slots of a row, D features of an activation, G groups of features that share a scale.
 """
@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int8, Num, Shaped
+from jaxtyping import Array, Bool, Float, Float32, Num, Shaped
 
-from pipeline.store.format.int8 import DTYPE as INT8
-from pipeline.store.format.int8 import MAX
+from pipeline.store.format.scaled import LARGEST
 
 
 class Stored(NamedTuple):
-    """Activations in their stored dtype. `scales` belong to int8. `squared_error`, if requested, is summed over each
+    """Activations in their stored dtype; scaled ones have `scales`. `squared_error`, if requested, is summed over each
     row's finite tokens."""
 
     values: Shaped[Array, "B S D"]
@@ -23,21 +22,22 @@ class Stored(NamedTuple):
 
 
 def to_stored(x: Num[Array, "B S D"], dtype: str, group: int | None, with_error: bool) -> Stored:
-    """Converts x to `dtype`. `group` is the number of features that share an int8 scale; None: all of a token's
-    features."""
-    stored = Stored(*_int8(x, group or x.shape[-1]), None) if dtype == INT8 else Stored(x.astype(dtype), None, None)
+    """Converts x to `dtype`. `group` is the number of features that share a scale; None: all of a token's features."""
+    values, scales = _scaled(x, dtype, group or x.shape[-1]) if dtype in LARGEST else (x.astype(dtype), None)
+    stored = Stored(values, scales, None)
     if not with_error:
         return stored
     token_errors = jnp.sum(jnp.square(numbers(stored) - x.astype(jnp.float32)), axis=-1)
     return stored._replace(squared_error=jnp.sum(jnp.where(is_finite(stored), token_errors, 0), axis=-1))
 
 
-def _int8(x: Float[Array, "B S D"], group: int) -> tuple[Int8[Array, "B S D"], Float32[Array, "B S G"]]:
-    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group)
-    scales = jnp.max(jnp.abs(grouped), axis=-1) / MAX  # NaN or infinite if a value is
-    integers = jnp.round(grouped / jnp.where(scales > 0, scales, 1)[..., None])
-    integers = jnp.where(jnp.isfinite(scales)[..., None], jnp.clip(integers, -MAX, MAX), 0)
-    return integers.astype(jnp.int8).reshape(x.shape), scales
+def _scaled(x: Float[Array, "B S D"], dtype: str, group: int) -> tuple[Num[Array, "B S D"], Float32[Array, "B S G"]]:
+    grouped, largest = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group), LARGEST[dtype]
+    scales = jnp.max(jnp.abs(grouped), axis=-1) / largest  # NaN or infinite if a value is
+    values = jnp.clip(grouped / jnp.where(scales > 0, scales, 1)[..., None], -largest, largest)
+    values = jnp.where(jnp.isfinite(scales)[..., None], values, 0)
+    rounded = jnp.round(values) if jnp.issubdtype(dtype, jnp.integer) else values  # a cast to floats rounds
+    return rounded.astype(dtype).reshape(x.shape), scales
 
 
 def is_finite(stored: Stored) -> Bool[Array, "B S"]:
@@ -49,11 +49,9 @@ def numbers(stored: Stored) -> Float32[Array, "B S D"]:
     """The numbers that are stored, in float32. Not a cast and its inverse, because XLA may remove both."""
     values = stored.values
     if stored.scales is not None:
-        grouped = values.reshape(*stored.scales.shape, -1).astype(jnp.float32)
+        grouped = jax.lax.optimization_barrier(values).reshape(*stored.scales.shape, -1).astype(jnp.float32)
         return (grouped * stored.scales[..., None]).reshape(values.shape)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values.astype(jnp.float32)
     info = jnp.finfo(values.dtype)
-    if info.bits == 8:  # not all 8-bit formats follow IEEE 754, as reduce_precision assumes
-        return jax.lax.optimization_barrier(values).astype(jnp.float32)
     return jax.lax.reduce_precision(values.astype(jnp.float32), info.nexp, info.nmant)

@@ -81,7 +81,7 @@ def test_without_shuffling_batches_equal_the_stores(stream, store):
     ("settings", "options"),
     [
         (
-            ["model.dtype=bfloat16", "capture.dtype=int8", "capture.int8_group=32", "capture.statistics=false"],
+            ["model.dtype=bfloat16", "capture.dtype=int8", "capture.scale_group=32", "capture.statistics=false"],
             {"stack": True},
         ),
         (

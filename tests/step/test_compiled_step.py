@@ -14,8 +14,8 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import CompiledStep, compile_step
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import OUTPUT_NAMES, OUTPUTS, SELECTED, output_specs
+from pipeline.store.format.scaled import LARGEST, scale_name
 from tests.specs import SPARSE_SITES, step_spec
 
 ROWS, LENGTH, NUM_LAYERS = 4, 24, 3
@@ -134,8 +134,8 @@ def test_outputs_are_the_models_activations_in_the_stored_dtype(
     ("dtype", "options"),
     [
         ("bfloat16", {"statistics": False}),
-        ("int8", {"int8_group": 8}),
-        ("float8_e5m2", {"selected": 5, "head_outputs": output_specs(OUTPUTS, 3, SELECTED.slots)}),
+        ("int8", {"scale_group": 8}),
+        ("float8_e4m3fn", {"selected": 5, "head_outputs": output_specs(OUTPUTS, 3, SELECTED.slots)}),
     ],
 )
 def test_the_outputs_have_the_shapes_and_dtypes_of_the_specification(model: Model, dtype: str, options: dict) -> None:
@@ -150,7 +150,7 @@ def test_the_outputs_have_the_shapes_and_dtypes_of_the_specification(model: Mode
     shapes = {name: values.shape[1:] for name, values in computed.items() if values is not None}
     assert shapes == spec.statistics_shapes
     names = [key.name for key in KEYS[-2:]]
-    scales = [scale_name(name) for name in names] if dtype == "int8" else []
+    scales = [scale_name(name) for name in names] if dtype in LARGEST else []
     assert [array.name for array in spec.stored_arrays] == [*names, *scales, *(OUTPUT_NAMES if spec.selected else [])]
 
 

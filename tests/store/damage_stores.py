@@ -39,7 +39,7 @@ _GENERATE = (
 OVERRIDES = {
     "bf16": (),
     "float32": ("capture.dtype=float32", "store.shard_mib=0.14"),
-    "int8": ("capture.dtype=int8", "capture.int8_group=32", "store.shard_mib=0.035"),
+    "int8": ("capture.dtype=int8", "capture.scale_group=32", "store.shard_mib=0.035"),
     "int8_weights": ("model.weights_dtype=int8",),
     "selected": ("capture.positions=every", "capture.every=5", "store.shard_mib=0.013"),
     "zeros": ("capture.sites=[mlp_out,resid_post]",),  # the model's layer 1 has an MLP that outputs zeros

@@ -19,8 +19,9 @@ import tensorstore as ts
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store import Batch
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.layout import ArraySpec, StoreLayout, scale_spec
 from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.format.scaled import LARGEST, scale_name
 from pipeline.store.format.statistics import BlockStatistics
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
@@ -50,8 +51,9 @@ class Block:
 
 
 def layout(compression: str = "none", dtype: str = "bfloat16") -> StoreLayout:
-    specs = (ArraySpec(name, dtype, width, {"d": width}) for name, width in WIDTHS.items())
-    return StoreLayout(NUM_STREAMS, ROWS, LENGTH, tuple(specs), compression)
+    specs = tuple(ArraySpec(name, dtype, width, {"d": width}) for name, width in WIDTHS.items())
+    scales = tuple(scale_spec(spec, 1) for spec in specs) if dtype in LARGEST else ()
+    return StoreLayout(NUM_STREAMS, ROWS, LENGTH, specs, compression, scales=scales)
 
 
 def metadata(**changes) -> StoreMetadata:
@@ -273,6 +275,8 @@ def _block(
     arrays = {name: np.zeros(shape, np.int32) for name in ("tokens", "segments", "positions")}
     arrays["documents"] = np.full(shape, -1, np.int64)
     arrays |= {name: np.zeros((*shape, width), dtype) for name, width in WIDTHS.items()}
+    if dtype in LARGEST:
+        arrays |= {scale_name(name): np.ones((*shape, 1), np.float32) for name in WIDTHS}
     ranges: dict[int, tuple[int, int]] = {}
     for r, row in enumerate(rows):
         column = 0

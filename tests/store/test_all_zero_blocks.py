@@ -14,8 +14,8 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import commit_key
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import StoreLayout, output_specs, scale_spec
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket

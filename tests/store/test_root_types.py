@@ -35,7 +35,9 @@ WRONG = {
     "array_digests": (5, {"embed": 5}, []),
     "statistics_digests": ("x", {"embed": None}),
     "may_be_not_finite": (1, "true"),
-    **dict.fromkeys(("weights_error", "cache_error"), ([], 5, {"embed": "x"}, {"embed": []})),
+    **dict.fromkeys(
+        ("weights_error", "cache_error"), ([], 5, {"embed": 0.1}, {"embed": []}, {"embed": {"token_median": "x"}})
+    ),
     "capture.dtype": (5, [], "complex64"),
     "capture.statistics": (None, 1, "true"),
     "batch.length": (0, "8", -8, 9, [8]),

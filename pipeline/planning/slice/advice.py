@@ -99,4 +99,5 @@ def _advise_on_limits(config: RunConfig, limits: Limits) -> Iterator[str]:
         )
         item_bytes = ITEM_BYTES[config.capture.dtype]
         if item_bytes > 1 and not config.capture.encode:
-            yield f"capture.dtype=int8 would copy and store about {1 / item_bytes:.0%} of the bytes"
+            share = (1 + ITEM_BYTES["float32"] / 64) / item_bytes
+            yield f"capture.dtype=int8 capture.scale_group=64 would copy and store about {share:.0%} of the bytes"

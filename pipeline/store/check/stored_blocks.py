@@ -27,10 +27,10 @@ from pipeline.store.check.block_checks import (
 from pipeline.store.features.block_statistics import feature_statistics
 from pipeline.store.features.index_file import by_feature, check_index, encode_index, index_key
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import FEATURE_PARTS, OUTPUT_NAMES, StoreLayout, feature_parts
 from pipeline.store.format.metadata import Json, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.format.statistics import (
     BlockStatistics,
     Statistics,
@@ -290,7 +290,7 @@ def _read_array(
 
 
 def _scales(store: OpenStore, name: str, record: CommitRecord) -> np.ndarray | None:
-    """The scales [R, S, groups] of an int8 array in a block; None if the store has none."""
+    """The scales [R, S, groups] of a scaled array in a block; None if the store has none."""
     if not store.layout.scales:
         return None
     return np.concatenate(list(_read_block(store, scale_name(name), record)))

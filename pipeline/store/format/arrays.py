@@ -11,7 +11,6 @@ import tensorstore as ts
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.core.sites import ActivationKey
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import (
     ITEM_BYTES,
     MAX_ROWS,
@@ -23,6 +22,7 @@ from pipeline.store.format.layout import (
     scale_spec,
 )
 from pipeline.store.format.metadata import StoreRoot
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.io.digests import array_digest, repeated_chunk_digest
 from pipeline.store.io.directories import make_directories
 from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY

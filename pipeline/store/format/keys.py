@@ -4,8 +4,8 @@ import re
 from collections.abc import Collection, Iterable
 
 from pipeline.core.sites import ActivationKey
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import ERROR_PARTS, FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.scaled import scale_name
 
 LOCK_SUFFIX = ".__lock"  # of TensorStore's temporary local files; a killed process leaves them behind
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from pipeline.core.sites import ActivationKey
-from pipeline.store.format.int8 import scale_name
+from pipeline.store.format.scaled import scale_name
 
 MIB = 1 << 20
 
@@ -25,10 +25,7 @@ CHUNK_BYTES = MIB // 2
 # allocations are mapped each time, and the page faults cost more than half of the throughput.
 PIECE_BYTES = 8 * MIB
 
-ITEM_BYTES = {
-    **{"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2},
-    **{"int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1},
-}
+ITEM_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 
 
 @dataclass(frozen=True)
@@ -160,12 +157,12 @@ def feature_specs(
 
 
 def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
-    """The scales of an int8 array. Their chunks hold the same tokens, so that a piece of both is whole chunks."""
+    """The scales of a scaled array. Their chunks hold the same tokens, so that a piece of both is whole chunks."""
     return ArraySpec(
         name=scale_name(activation.name),
         dtype="float32",
         width=groups,
-        attributes={"description": f"of each group of features of {activation.name}: activation = integer * scale"},
+        attributes={"description": f"of each group of features of {activation.name}: activation = value * scale"},
         slots=activation.slots,
         features="group",
         chunked_as=activation,
@@ -178,7 +175,7 @@ class StoreLayout:
 
     arrays: the activation arrays. Every store also has the four side arrays, which align them with the text.
     selected: slots per row; None where the activations of all tokens are stored.
-    scales: of int8 arrays.
+    scales: of scaled arrays.
     outputs: the arrays of `capture.outputs` and of SAEs.
     """
 

@@ -12,11 +12,10 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
-from pipeline.store.format.int8 import DTYPE as INT8
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.keys import encoded_array
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.root_types import require_root_types
+from pipeline.store.format.scaled import LARGEST, scale_name
 from pipeline.store.format.target import Target
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.parsing import parse_store_json
@@ -85,7 +84,7 @@ class StoreMetadata:
 
     @property
     def has_scales(self) -> bool:
-        return self.capture.get("dtype") == INT8
+        return self.capture.get("dtype") in LARGEST
 
     @property
     def outputs(self) -> tuple[ArraySpec, ...]:

@@ -28,8 +28,7 @@ class Remedy(StrEnum):
     )
     other_dtype = (
         "The step produced these values; recomputing them would give the same ones. The largest finite value is 65504 "
-        "in float16, 448 in float8_e4m3fn and 57344 in float8_e5m2. Set capture.dtype=bfloat16 or "
-        "capture.dtype=float32, and a new store.path."
+        "in float16. Set capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path."
     )
     discard = (
         "Objects without a commit record are from a job that was killed. They can be deleted while no job writes to "

@@ -29,6 +29,12 @@ def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
+def _are_errors(value: Any) -> bool:
+    if not isinstance(value, dict) or not all(isinstance(error, dict) for error in value.values()):
+        return False
+    return all(_is_number(number) for error in value.values() for number in error.values())
+
+
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_activation_name, value)) and len(value) == len(set(value))
 
@@ -72,10 +78,7 @@ _RULES = (
         for key in ("statistics_digests", "array_digests")
     ),
     _Rule("may_be_not_finite", lambda v: isinstance(v, bool), "true or false"),
-    *(
-        _Rule(key, lambda v: isinstance(v, dict) and all(map(_is_number, v.values())), "numbers by array")
-        for key in ("weights_error", "cache_error")
-    ),
+    *(_Rule(key, _are_errors, "objects of numbers by array") for key in ("weights_error", "cache_error")),
     _Rule("batch.length", lambda v: _is_count(v, 1), f"1 to {MAX_ROWS}"),
     _Rule("capture.dtype", lambda v: isinstance(v, str) and v in ITEM_BYTES, f"one of {', '.join(ITEM_BYTES)}"),
     _Rule("capture.statistics", lambda v: isinstance(v, bool), "true or false", required=True),

@@ -21,10 +21,10 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.int8 import dequantised
 from pipeline.store.format.keys import block_key
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.norms import l2_norms
+from pipeline.store.format.scaled import dequantised
 from pipeline.store.format.tables import decode_committed, encode_table
 from pipeline.store.io.digests import objects_digest
 from pipeline.store.io.failures import DAMAGE_REMEDY
@@ -157,7 +157,7 @@ def token_statistics(activations: np.ndarray) -> Statistics:
 
 
 def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
-    """The statistics of n tokens' stored values [n, d], computed in float32. int8 values have scales [n, groups]."""
+    """The statistics of n tokens' stored values [n, d], computed in float32. Scaled values have scales [n, groups]."""
     with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow, and scales may be non-finite
         values = values.astype(np.float32) if scales is None else dequantised(values, scales)
         norms = l2_norms(values)

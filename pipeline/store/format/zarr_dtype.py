@@ -1,5 +1,4 @@
-"""The data types `bfloat16`, `float8_e4m3fn` and `float8_e5m2` for zarr-python (3.1 and later), as TensorStore writes
-them.
+"""The data types `bfloat16` and `float8_e4m3fn` for zarr-python (3.1 and later), as TensorStore writes them.
 
 zarr-python finds the classes through entry points once this package is installed:
 
@@ -8,8 +7,8 @@ zarr-python finds the classes through entry points once this package is installe
     [project.entry-points."zarr.buffer"]
     bfloat16 = "pipeline.store.format.zarr_dtype:ZarrBuffer"
 
-bfloat16 is registered at https://github.com/zarr-developers/zarr-extensions/tree/main/data-types/bfloat16; the other
-two have the names of ml_dtypes.
+bfloat16 is registered at https://github.com/zarr-developers/zarr-extensions/tree/main/data-types/bfloat16;
+float8_e4m3fn has the name of ml_dtypes.
 """
 
 import math
@@ -114,18 +113,9 @@ class Float8E4M3FN(_MlDtype):
     item_size: ClassVar[int] = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Float8E5M2(_MlDtype):
-    native = np.dtype(ml_dtypes.float8_e5m2)
-    dtype_cls: ClassVar[type[np.dtype]] = type(native)
-    _zarr_v3_name: ClassVar[str] = "float8_e5m2"
-
-    item_size: ClassVar[int] = 1
-
-
 # zarr-python 3.1 collects the entry points of `zarr.data_type` but does not load them (3.2 does). It does load those
 # of `zarr.buffer` before it opens any array, so this module is listed there too: importing it registers the types.
 # That entry point itself is zarr's own buffer, registered under its usual name.
-for _type in (BFloat16, Float8E4M3FN, Float8E5M2):
+for _type in (BFloat16, Float8E4M3FN):
     data_type_registry.register(_type._zarr_v3_name, _type)
 ZarrBuffer = Buffer

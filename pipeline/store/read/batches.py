@@ -20,8 +20,8 @@ from jaxtyping import Int64
 from pipeline.core.arguments import integer
 from pipeline.core.errors import ArgumentError
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.int8 import scale_name
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.read.batch_options import BatchOptions, Reading
 from pipeline.store.read.buffers import StoredBlocks
 from pipeline.store.read.filters import TokenFilter

@@ -9,9 +9,9 @@ from jaxtyping import Bool, Int, Shaped
 
 from pipeline.core.arguments import integer, items, number, shown
 from pipeline.core.errors import ArgumentError
-from pipeline.store.format.int8 import Dequantised
 from pipeline.store.format.layout import POSITIONS, TOKENS
 from pipeline.store.format.norms import l2_norms
+from pipeline.store.format.scaled import Dequantised
 
 Limits = Mapping[str, tuple[float, float]]
 

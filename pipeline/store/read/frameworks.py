@@ -20,9 +20,9 @@ Dtype = DTypeLike | str
 of narrower floats, whose sums numpy computes as narrowly."""
 
 STORED = "stored"
-_NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_NARROW = ("bfloat16", "float16", "float8_e4m3fn")
 _FLOATS = (*_NARROW, "float32", "float64")
-_WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # not known to numpy's buffer protocol and DLPack
+_WITHOUT_BUFFER = ("bfloat16", "float8_e4m3fn")  # not known to numpy's buffer protocol and DLPack
 
 
 class Framework(StrEnum):

@@ -25,8 +25,8 @@ from pipeline.core.arguments import require_not_forked, shown
 from pipeline.core.errors import ArgumentError
 from pipeline.core.memory import aligned_empty
 from pipeline.core.sites import ByName
-from pipeline.store.format.int8 import Dequantised, dequantised, scale_name
 from pipeline.store.format.layout import SIDE_ARRAYS, StoreLayout
+from pipeline.store.format.scaled import Dequantised, dequantised, scale_name
 from pipeline.store.format.statistics import Statistics, merge, token_statistics
 from pipeline.store.read.batch_options import Reading
 from pipeline.store.read.features import FeatureBatch, feature_batches
@@ -163,7 +163,7 @@ def _checksum(content: Mapping[str, Any]) -> int:
 class TokenMemory:
     """Memory for some rows of each array that is read.
 
-    targets: the memory to fill by array name: [rows, slots, D] of activations, their scales (int8), and features.
+    targets: the memory to fill by array name: [rows, slots, D] of activations, their scales if any, and features.
     side_arrays: the same for side arrays and outputs, [rows, slots] or [rows, slots, k].
     order: the slots that batches use, in order. users: the tasks that still read the memory.
 

@@ -82,7 +82,8 @@ class ActivationStore(HasBatches):
     length: token positions per row. slots: slots per row for activations; `length`, or fewer if only some tokens'
     activations are stored.
     blocks: the committed blocks, in row order.
-    weights_error: the relative error caused by int8 weights, by array name; None without them.
+    weights_error: the relative error caused by int8 weights, by array name: `relative_error` of all tokens together,
+    and `token_median`; None without them.
     cache_error: the relative error caused by int8 keys and values (data=generate), by array name and for final_norm.
     arrays: the TensorStore arrays by name, with the stored values, for other ways of reading.
     storage: the store's storage.
@@ -100,8 +101,8 @@ class ActivationStore(HasBatches):
         self.path = storage.path
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
-        self.weights_error: Mapping[str, float | None] | None = root.weights_error
-        self.cache_error: Mapping[str, float | None] | None = root.cache_error
+        self.weights_error: Mapping[str, Mapping[str, float | None]] | None = root.weights_error
+        self.cache_error: Mapping[str, Mapping[str, float | None]] | None = root.cache_error
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
         self.arrays = arrays
         self.storage = storage

@@ -11,8 +11,8 @@ from jaxtyping import Bool, Int64, Shaped
 from pipeline.core.arguments import shown
 from pipeline.core.errors import ArgumentError, StoreError
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.int8 import dequantised, scale_name
 from pipeline.store.format.layout import MIB, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.scaled import dequantised, scale_name
 from pipeline.store.read.rows import RunsRead, has_nonzero_positions
 from pipeline.store.read.stored_objects import StoredObjects
 
@@ -85,7 +85,7 @@ class StoredRows:
     def activations(
         self, names: Sequence[str], rows: Int64[np.ndarray, " n"]
     ) -> Iterator[tuple[str, Shaped[np.ndarray, "n S D"]]]:
-        """The names and values of activation arrays, dequantised if they are int8. Raises StoreError."""
+        """The names and values of activation arrays, dequantised if they are scaled. Raises StoreError."""
         scaled = bool(self._layout.scales)
         reads = self.reads([part for name in names for part in ([name, scale_name(name)] if scaled else [name])], rows)
         for name, values in reads:
