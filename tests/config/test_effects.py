@@ -42,7 +42,7 @@ ROWS = [
     ("", "capture.rate=0.5", f"{POSITIONS}=sample"),
     ("", "capture.seed=1", f"{POSITIONS}=sample"),
     *(("", "capture.per_row=3", f"{POSITIONS}={choice}") for choice in ("last", "token", "regex")),
-    ("", "capture.int8_group=3", "capture.dtype=int8"),
+    ("", "capture.scale_group=3", "capture.dtype=int8"),
     ("capture.outputs=[loss]", "capture.top_logprobs=3", "capture.outputs=[top_logprobs]"),
     *(("", f"capture.{key}", "capture.encode={a:b}") for key in ("encode_top=3", "encode_threshold=1", "keep=both")),
     *(("", f"capture.{key}", "capture.encode={a:b}") for key in ("encode_dtype=float32", "encode_index=false")),

@@ -18,6 +18,8 @@ from tests.jobs import (
     committed,
     has_loaded,
     objects,
+    read_until,
+    rest_of_output,
     run_and_signal,
     run_here,
     start,
@@ -151,8 +153,8 @@ def test_a_longer_run_extends_a_finished_store(overrides, reference, tmp_path, c
 def test_a_stop_signal_is_obeyed_while_the_model_is_loaded_and_compiled(overrides, tmp_path):
     """Nothing is stored yet, and the exit code says that the job can be resumed."""
     process = start(*overrides, f"store.path={tmp_path / 'store'}")
-    wait_until((tmp_path / "store" / "zarr.json").exists, process, "the store's metadata")
+    begun = read_until("devices  ", process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 42, output
+    output = rest_of_output(process, timeout_s=60)
+    assert process.returncode == 42, [*begun, output]
     assert committed(tmp_path / "store") == 0

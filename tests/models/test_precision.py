@@ -17,7 +17,6 @@ from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.splash import attend_splash
 from pipeline.models.attention.xla import attend_xla
-from pipeline.models.attention.xla_segments import attend_xla_segments
 from pipeline.models.delta_net import Heads, delta_step
 from pipeline.models.head import Head
 from pipeline.models.registry import open_model
@@ -79,13 +78,10 @@ def test_a_factor_is_not_rounded(factor: float) -> None:
 ATTEND = {
     "splash": partial(attend_splash, mesh=a_mesh(), interpret=True),
     "xla": attend_xla,
-    "xla_segments": partial(attend_xla_segments, mesh=a_mesh()),
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "head_dim"), [*(("splash", size) for size in (80, 96, 144, 192)), ("xla", 96), ("xla_segments", 96)]
-)
+@pytest.mark.parametrize(("name", "head_dim"), [*(("splash", size) for size in (80, 96, 144, 192)), ("xla", 96)])
 def test_logits_have_no_systematic_error(name: str, head_dim: int) -> None:
     """With one token per value dim, z is the attention pattern, whose logarithm has the logits' differences."""
     length, scale = 256, head_dim**-0.5

@@ -108,7 +108,6 @@ def test_a_plan_counts_the_bytes_of_values_and_scales():
 @pytest.mark.parametrize(
     ("capture", "message"),
     [
-        ({"scale_group": 64}, r"capture.scale_group is 64 with capture.dtype=bfloat16"),
         ({"dtype": StorageDtype.int8, "scale_group": 100}, r"does not divide the width 896 of blocks.12.resid_post"),
         ({"dtype": StorageDtype.int8, "scale_group": 0}, r"capture.scale_group is 0"),
     ],
