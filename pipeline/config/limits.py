@@ -186,7 +186,7 @@ LIMITS: dict[str, dict[str, Limits]] = {
         **{"profile_steps": _COUNT, "metrics_interval_s": Between(0, 1_000_000_000)},
     },
     "PlanConfig": {
-        **{"mfu": _SHARE, "fill": _SHARE, "store_gb_per_s": _SIZE, "mean_tokens": Between(1, 1_000_000_000)},
+        **{"mfu": _SHARE, "fill": _SHARE, "store_gb_per_s": _SIZE},
         **{"usd_per_chip_hour": Between(0, 1_000_000_000), "usd_per_tb_month": Between(0, 1_000_000_000)},
     },
     "RunConfig": {"topology": Name()},

@@ -392,12 +392,6 @@ class PlanConfig:
         "topology",
     )
     fill: float = key(0.95, "fraction of token slots with a valid token", "topology")
-    mean_tokens: float | None = key(
-        None,
-        "mean document length, to exclude the attention blocks that splash skips in packed rows; lengths are assumed "
-        "to be log-normal; null: one document per row",
-        "topology",
-    )
     store_gb_per_s: float | None = key(
         None, "write rate of the store; null: as for a new bucket, 1000 objects per second", "topology"
     )

@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator
 
-from pipeline.config.choices import Packing
 from pipeline.config.schema import RunConfig
 from pipeline.core.counts import counted
 from pipeline.data.sources import num_named_files
 from pipeline.models.architecture import Architecture
-from pipeline.planning.slice.chips import GIB, Slice
+from pipeline.planning.slice.chips import Slice
 from pipeline.planning.slice.roofline import Limits
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
-_LANES = 128  # columns of the tiles in which TPUs store and multiply matrices
 _MIN_REMOTE_SHARD = 64 * MIB
-_MAX_SHARD = 1024 * MIB
+
+
 _MAX_READING = 1 / 8  # time to read the weights in a step, as a share of the time to compute
 
 
@@ -24,31 +23,17 @@ def advise(
     limits: Limits,
     mfu: float,
     shard_bytes: int,
-    host_bytes: int,
     tokens_per_chip: int,
 ) -> Iterator[str]:
     """A sentence for each setting that should be changed.
 
-    `shard_bytes` is the size of the largest store shard, `host_bytes` the activations in one host's memory,
-    `tokens_per_chip` the tokens of a step on one chip.
+    `shard_bytes` is the size of the largest store shard, `tokens_per_chip` the tokens of a step on one chip.
     """
     yield from _advise_on_data(config, tpu_slice.num_hosts * config.run.worker_count)
-    if config.batch.packing is Packing.pad:
-        yield "batch.packing=pad computes and stores padding in every row; batch.packing=pack fills 95 % of the slots"
     if "://" in config.store.path and shard_bytes < _MIN_REMOTE_SHARD:
         yield (
             f"store shards of {shard_bytes / MIB:.0f} MiB are small for object storage; raise store.shard_mib to "
             f"{_MIN_REMOTE_SHARD // MIB}-512"
-        )
-    if shard_bytes > _MAX_SHARD:
-        yield (
-            f"store shards of {shard_bytes / MIB:.0f} MiB are too large to read in parts; a block holds at least one "
-            f"step of a process, so lower batch.rows"
-        )
-    if host_bytes > tpu_slice.host_memory_bytes / 2:
-        yield (
-            f"activations may take {host_bytes / GIB:.0f} of a host's {tpu_slice.host_memory_bytes / GIB:.0f} GiB; "
-            f"lower batch.rows or run.max_inflight_mib"
         )
     critical_tokens = tpu_slice.chip.critical_tokens
     if arch.experts is not None:  # an expert's weights are read for its own tokens only
@@ -60,17 +45,6 @@ def advise(
             f"compute at {mfu:.0%} of the peak (plan.mfu), which may therefore be too high; raise batch.rows to reach "
             f"at least about {critical_tokens * mfu / _MAX_READING:.0f} tokens"
         )
-    unaligned = [
-        f"{name} {size}"
-        for name, size in (
-            ("model width", arch.d_model),
-            ("MLP width", arch.d_mlp if arch.experts is None else arch.experts.d_expert),
-            ("heads' width", arch.num_heads * arch.head_dim),
-        )
-        if size % _LANES
-    ]
-    if unaligned:
-        yield f"{', '.join(unaligned)}: not a multiple of {_LANES}, so matrices are padded and MFU will be lower"
     yield from _advise_on_limits(config, limits)
 
 

@@ -8,7 +8,6 @@ import logging
 from dataclasses import asdict, dataclass, replace
 
 from pipeline.cluster.topology import Topology, unreserved
-from pipeline.config.choices import Packing
 from pipeline.config.schema import PlanConfig, RunConfig
 from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
@@ -20,7 +19,6 @@ from pipeline.planning.plan import Plan, make_plan
 from pipeline.planning.slice.advice import advise
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
 from pipeline.planning.slice.compile_check import Program, compile_program, largest_power, slice_devices
-from pipeline.planning.slice.packed_rows import attention_shares
 from pipeline.planning.slice.roofline import (
     BUCKET_WRITES_PER_S,
     Bill,
@@ -208,9 +206,7 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
     """The plan of a job whose step was compiled. Pure arithmetic."""
     options, step, memory = config.plan, job.step, job.memory
     rows_per_chip = step.rows // job.mesh.data
-    tokens_per_chip = rows_per_chip * step.length
-    shares = _attention_shares(config, model, program, rows_per_chip)
-    flops = model.flops_per_token(step.forward_keys, step.length, step.head_share, shares) + step.encoder_flops
+    flops = model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops
     mfu = _mfu(config, model, tpu_slice, job, flops)
     cost = Cost(
         flops,
@@ -258,10 +254,8 @@ def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan
         decoding=_decoding(config, model, tpu_slice, job),
         usd_per_chip_hour=price,
         price_source="list price on demand" if options.usd_per_chip_hour is None else "plan.usd_per_chip_hour",
-        notes=_notes(job, program) + _packing_notes(options.mean_tokens, shares),
-        advice=tuple(
-            advise(config, model.arch, tpu_slice, limits, mfu, shard_bytes, memory.host_bytes, tokens_per_chip)
-        ),
+        notes=_notes(job, program),
+        advice=tuple(advise(config, model.arch, tpu_slice, limits, mfu, shard_bytes, rows_per_chip * step.length)),
     )
 
 
@@ -272,31 +266,6 @@ def _mfu(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, flops: in
     step, window = job.step, None if model.arch.local is None else model.arch.local.window
     without_attention = model.flops_per_token(step.forward_keys, step.length, step.head_share, {None: 0, window: 0})
     return forward_mfu(tpu_slice.chip, model.arch, flops, flops - step.encoder_flops - without_attention)
-
-
-def _attention_shares(
-    config: RunConfig, model: Model, program: Program, rows_per_chip: int
-) -> dict[int | None, float] | None:
-    """The share of attention that packed rows compute, by window; None if all of it is computed or counted."""
-    mean_tokens, arch, length = config.plan.mean_tokens, model.arch, config.batch.length
-    if mean_tokens is None or program.attention != "splash" or config.batch.packing is Packing.pad:
-        return None
-    window = None if arch.local is None else arch.local.window
-    return attention_shares(mean_tokens, rows_per_chip, length, ITEM_BYTES[config.model.dtype], arch.causal, window)
-
-
-def _packing_notes(mean_tokens: float | None, shares: dict[int | None, float] | None) -> tuple[str, ...]:
-    if mean_tokens is None:
-        return ()
-    if shares is None:
-        return (
-            "plan.mean_tokens has no effect: only splash attention skips blocks that no document reaches, and only in "
-            "packed rows of 2,048 or more tokens",
-        )
-    parts = ", ".join(
-        f"{share:.0%}" + ("" if window is None else f" (window {window:,})") for window, share in shares.items()
-    )
-    return (f"documents of {mean_tokens:g} tokens (plan.mean_tokens) leave {parts} of attention to compute",)
 
 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:

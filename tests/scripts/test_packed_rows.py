@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pipeline.planning.slice.packed_rows import computed_share, packed_segments
+from scripts.bench.attention_blocks import computed_share, packed_segments
 
 BLOCK = 4
 ROWS = {
