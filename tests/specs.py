@@ -2,18 +2,13 @@
 
 from collections.abc import Sequence
 
-from pipeline.core.sites import ActivationKey
-from pipeline.models.architecture import Architecture, LayerBlocks
+from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.architecture import Architecture
 from pipeline.models.registry import Model
-from pipeline.models.weight_specs import layer_steps
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.layout import SELECTED, TOKENS, activation_spec
 
-_DENSE, _SPARSE = (
-    {site for step in layer_steps(LayerBlocks(False, is_sparse)).values() for site in step.sites}
-    for is_sparse in (False, True)
-)
-SPARSE_SITES = _SPARSE - _DENSE
+SPARSE_SITES = {Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out}
 """Sites that only sparse layers have."""
 
 LLAMA = Architecture(

@@ -1,4 +1,4 @@
-"""The forward pass of a transformer, up to the last captured site.
+"""The forward pass of a transformer, up to the layer of the last captured site.
 
 Letters: B rows, T positions, D model dim, V vocabulary, P learned positions, Y token types, L layers, p dims of
 per-layer inputs.
@@ -79,9 +79,10 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
     captured: dict[ActivationKey, PyTree] = {}
 
     def capture(x: Array, activations: dict[ActivationKey, Array]) -> Array:
-        x, finished = _finish_first(x, activations, spec.finish)
+        is_last = len(captured) + len(activations) == len(spec.keys)  # nothing is computed after it, x is not read
+        read, finished = _finish_first(None if is_last else x, activations, spec.finish)
         captured.update(finished)
-        return x
+        return x if is_last else read
 
     layer = partial(_partitioned_layer, arch, spec.partition)
     residual = spec.partition.residual
@@ -142,7 +143,7 @@ class LayerRows:
 
     def keep(self, layer: int, sites: dict[Site, Array]) -> None:
         """Keeps a layer's keys and values if later layers may attend to them."""
-        if self._arch.shared_keys is not None and self._arch.keys_of(layer) is None and Site.v in sites:
+        if self._arch.shared_keys is not None and self._arch.keys_of(layer) is None:
             self._keys[layer] = sites[Site.k], sites[Site.v]
 
     def layer(self, layer: int) -> Rows:
@@ -159,10 +160,10 @@ class LayerRows:
 
 
 def _finish_first(
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T D"] | None,
     activations: dict[ActivationKey, Array],
     finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree],
-) -> tuple[Float[Array, "B T D"], dict[ActivationKey, PyTree]]:
+) -> tuple[Float[Array, "B T D"] | None, dict[ActivationKey, PyTree]]:
     """Finishes activations before the next layers use x. Otherwise the compiler may keep the activations as well as the
     results.
 
@@ -196,7 +197,7 @@ def _partitioned_layer(
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """`layer_sites` with gathered weights and a residual stream that is replicated along `tensor`."""
     x, sites = layer_sites(arch, x, partition.gather(weights), rows, kind, attend, partition)
-    sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
+    sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES}
     return partition.residual(x), sites
 
 
@@ -237,25 +238,20 @@ def layer_sites(
     attend: Attend | Recur,
     partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
-    """The residual stream after a layer, and the sites that the layer's weights suffice for."""
-    attention, mlp = weights.get("attention", {}), weights.get("mlp", {})
+    """The residual stream after a layer, and the layer's sites."""
+    attention, mlp = weights["attention"], weights["mlp"]
     if "delta" in weights:
         recur = WholeRows() if callable(attend) else attend
         sites = delta_block(x, attention, weights["delta"], arch, rows.segments, partition, recur)
     else:
         sites = attention_block(x, attention, arch, rows, kind, attend)
-    stream = x
-    if Site.attn_out in sites:  # unless the capture ends earlier
-        stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
-        sites[Site.resid_mid] = stream
-    if arch.parallel or Site.attn_out in sites:
-        read = x if arch.parallel else stream
-        is_sparse = "router" in mlp
-        sites |= experts_block(read, mlp, arch, partition) if is_sparse else mlp_block(read, mlp, arch)
-    if Site.mlp_out in sites:
-        stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
-        stream = layer_out(stream, mlp, arch, rows.layer_input)
-    return stream, sites
+    stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
+    sites[Site.resid_mid] = stream
+    read = x if arch.parallel else stream
+    is_sparse = "router" in mlp
+    sites |= experts_block(read, mlp, arch, partition) if is_sparse else mlp_block(read, mlp, arch)
+    stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
+    return layer_out(stream, mlp, arch, rows.layer_input), sites
 
 
 def embed(

@@ -57,39 +57,33 @@ class _Mixed(NamedTuple):
 def experts_block(
     x: Float[Array, "B T D"], weights: Weights, arch: Architecture, partition: Partition
 ) -> dict[Site, Array]:
-    """The sites of a sparse layer that its weights suffice for. `router_indices` are int32; `expert_out` has axes
-    [B, T, A, D]."""
+    """The sites of a sparse layer's MLP. `router_indices` are int32; `expert_out` has axes [B, T, A, D]."""
     stream, x = x, norm_if_any(x, weights, "norm", arch)
     sites = {Site.mlp_in: x}
     if isinstance(arch.experts, ExpertsWithMlp):
         sites |= _dense(stream, weights, arch)
         x = norm_if_any(stream, weights, "mixture_norm", arch)
-    if "router" in weights:
-        sites[Site.router_logits] = _logits(stream if "router_scale" in weights else x, weights, arch)
-        route = partial(_route_in_groups if isinstance(arch.experts, GroupedExperts) else _route, experts=arch.experts)
-        corrections = [weights[name] for name in ("router_correction", "router_expert_scale") if name in weights]
-        routing = partition.by_rows(route, sites[Site.router_logits], *corrections)
-        sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
-    if "experts_down" in weights:
-        prefix = "experts_"
-        expert_weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
-        expert_weights = with_int8_inputs(expert_weights, rounds_inputs=False)  # grouped products need float inputs
-        mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), expert_weights)
-        mlp_out = mixed.mixture
-        if "shared_down" in weights:
-            mlp_out += _shared(x, weights, arch)
-        if Site.mlp_out in sites:
-            mlp_out = sites[Site.mlp_out] + norm(mlp_out, weights, "mixture_post_norm", arch)
-        sites |= {Site.expert_out: mixed.outputs, Site.mlp_out: norm_if_any(mlp_out, weights, "post_norm", arch)}
-    return sites
+    sites[Site.router_logits] = _logits(stream if "router_scale" in weights else x, weights, arch)
+    route = partial(_route_in_groups if isinstance(arch.experts, GroupedExperts) else _route, experts=arch.experts)
+    corrections = [weights[name] for name in ("router_correction", "router_expert_scale") if name in weights]
+    routing = partition.by_rows(route, sites[Site.router_logits], *corrections)
+    sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
+    prefix = "experts_"
+    expert_weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
+    expert_weights = with_int8_inputs(expert_weights, rounds_inputs=False)  # grouped products need float inputs
+    mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), expert_weights)
+    mlp_out = mixed.mixture
+    if "shared_down" in weights:
+        mlp_out += _shared(x, weights, arch)
+    if Site.mlp_out in sites:
+        mlp_out = sites[Site.mlp_out] + norm(mlp_out, weights, "mixture_post_norm", arch)
+    return sites | {Site.expert_out: mixed.outputs, Site.mlp_out: norm_if_any(mlp_out, weights, "post_norm", arch)}
 
 
 def _dense(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
     """The sites of the MLP in a layer that also has experts. `mlp_out` is the MLP's share of the layer's `mlp_out`."""
-    dense = {name: weights[name] for name in ("norm", "gate", "up", "down") if name in weights}
-    if "down" in weights:
-        dense["post_norm"] = weights["dense_post_norm"]
-    return mlp_block(x, dense, arch)
+    dense = {name: weights[name] for name in ("norm", "gate", "up", "down")}
+    return mlp_block(x, dense | {"post_norm": weights["dense_post_norm"]}, arch)
 
 
 def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = None, *, experts: Experts) -> _Routing:

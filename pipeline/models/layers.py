@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 class LayerWeights(TypedDict, total=False):
-    """One layer's weights. If the capture ends inside the layer, only those that its captured sites need."""
+    """One layer's weights. A DeltaNet takes the place of attention, but for the norm before it."""
 
     attention: Weights
     delta: Weights
@@ -154,7 +154,7 @@ def attention_block(
     kind: LayerKind,
     attend: Attend,
 ) -> dict[Site, Array]:
-    """The sites of attention on the residual stream x that its weights suffice for. Heads are axes [N or K, H or W]."""
+    """The sites of attention on the residual stream x. Heads are axes [N or K, H or W]."""
     x = norm_if_any(x, weights, "norm", arch)
     sites = {Site.attn_in: x}
     if arch.latent is None:
@@ -162,22 +162,18 @@ def attention_block(
     else:
         sites |= _latent_heads(x, weights, arch, arch.latent, choose_table(rows.ropes, kind))
     sinks = {"sinks": weights["sinks"]} if "sinks" in weights else {}
-    if sites.keys() >= {Site.q, Site.k}:
-        operands = (sites[Site.q], sites[Site.k], rows.segments)
-        sites[Site.attn_entropy] = _attend(partial(attention_entropy, **sinks), operands, arch, kind.is_local)
-        if rows.selected is not None:
-            operands = (*operands, rows.selected)
-            sites[Site.attn_pattern] = _attend(partial(attention_pattern, **sinks), operands, arch, kind.is_local)
-    if sites.keys() >= {Site.q, Site.k, Site.v}:
-        operands = (sites[Site.q], sites[Site.k], sites[Site.v], rows.segments)
-        z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
-        if "gate" in weights:
-            z *= jax.nn.sigmoid(project(x, weights, "gate"))
-        sites[Site.attn_z] = z
-        if "o" in weights:
-            sites[Site.head_out] = _multiply(z, weights["o"], _product_of_heads)
-            attn_out = project(z, weights, "o")
-            sites[Site.attn_out] = norm_if_any(attn_out, weights, "post_norm", arch)
+    operands = (sites[Site.q], sites[Site.k], rows.segments)
+    sites[Site.attn_entropy] = _attend(partial(attention_entropy, **sinks), operands, arch, kind.is_local)
+    if rows.selected is not None:
+        operands = (*operands, rows.selected)
+        sites[Site.attn_pattern] = _attend(partial(attention_pattern, **sinks), operands, arch, kind.is_local)
+    operands = (sites[Site.q], sites[Site.k], sites[Site.v], rows.segments)
+    z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
+    if "gate" in weights:
+        z *= jax.nn.sigmoid(project(x, weights, "gate"))
+    sites[Site.attn_z] = z
+    sites[Site.head_out] = _multiply(z, weights["o"], _product_of_heads)
+    sites[Site.attn_out] = norm_if_any(project(z, weights, "o"), weights, "post_norm", arch)
     return sites
 
 
@@ -188,7 +184,7 @@ def _heads(
     rows: Rows,
     kind: LayerKind,
 ) -> dict[Site, Array]:
-    """The queries, keys and values that the weights suffice for; keys and values may come from an earlier layer."""
+    """The queries, keys and values. Keys and values may come from an earlier layer."""
     sites = _projected(x, weights)
     if arch.global_heads is not None and arch.global_heads.keys_are_values and not kind.is_local and Site.k in sites:
         sites[Site.v] = sites[Site.k]
@@ -216,7 +212,6 @@ def _latent_heads(
     x: Float[Array, "B T D"], weights: Weights, arch: Architecture, latent: LatentAttention, table: RopeTable
 ) -> dict[Site, Array]:
     """The queries, keys and values of latent attention. Only the last dimensions of queries and keys rotate."""
-    sites = {}
     num_unrotated = arch.head_dim - arch.rotary_dim
 
     def project_low_rank(x: Array, name: str) -> Array:
@@ -224,17 +219,16 @@ def _latent_heads(
         return project(down, weights, f"{name}_up")
 
     latent_arch = replace(arch, norm_eps=latent.norm_eps)
-    if "q" in weights or "q_up" in weights:
-        q = project(x, weights, "q") if "q" in weights else project_low_rank(x, "q")
-        unrotated, rotary = jnp.split(q, [num_unrotated], axis=-1)
-        sites[Site.q] = jnp.concatenate([unrotated, rotate_pairs(rotary, table, latent.pairs)], axis=-1)
-    if "kv_up" in weights:
-        unrotated, sites[Site.v] = jnp.split(project_low_rank(x, "kv"), [num_unrotated], axis=-1)
-        if "k_rotary" in weights:
-            shared = rotate_pairs(project(x, weights, "k_rotary")[:, :, None], table, latent.pairs)  # BT1R
-            shared = jnp.broadcast_to(shared, (*unrotated.shape[:3], arch.rotary_dim))
-            sites[Site.k] = jnp.concatenate([unrotated, shared], axis=-1)
-    return sites
+    q = project(x, weights, "q") if latent.q_rank is None else project_low_rank(x, "q")
+    q, q_rotary = jnp.split(q, [num_unrotated], axis=-1)
+    k, v = jnp.split(project_low_rank(x, "kv"), [num_unrotated], axis=-1)
+    k_rotary = rotate_pairs(project(x, weights, "k_rotary")[:, :, None], table, latent.pairs)  # BT1R
+    k_rotary = jnp.broadcast_to(k_rotary, (*k.shape[:3], arch.rotary_dim))
+    return {
+        Site.q: jnp.concatenate([q, rotate_pairs(q_rotary, table, latent.pairs)], axis=-1),
+        Site.k: jnp.concatenate([k, k_rotary], axis=-1),
+        Site.v: v,
+    }
 
 
 def _attend(
@@ -271,7 +265,7 @@ def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) 
 
 @jax.named_scope("mlp")
 def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
-    """The sites of an MLP that its weights suffice for, with a gate (Shazeer, arXiv 2002.05202) or without.
+    """The sites of an MLP, with a gate (Shazeer, arXiv 2002.05202) or without.
 
     Very long rows are computed in parts: all neurons of such a row would not fit a TPU's memory, and XLA would compute
     them twice. For Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457 ms per layer
@@ -321,18 +315,14 @@ def mlp_parts(length: int) -> int:
 
 def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
     x = norm_if_any(x, weights, "norm", arch)
-    sites = {Site.mlp_in: x}
-    if "up" in weights:
-        sites[Site.mlp_pre_linear if arch.gated else Site.mlp_pre] = project(x, weights, "up")
-    if "gate" in weights:
-        sites[Site.mlp_pre] = project(x, weights, "gate")
-    if sites.keys() >= ({Site.mlp_pre, Site.mlp_pre_linear} if arch.gated else {Site.mlp_pre}):
-        pre, linear = sites[Site.mlp_pre], sites.get(Site.mlp_pre_linear)
-        sites[Site.mlp_post] = gated(pre, linear, arch) if arch.gated else ACTIVATIONS[arch.activation](pre)
-    if "down" in weights:
-        mlp_out = project(sites[Site.mlp_post], weights, "down")
-        sites[Site.mlp_out] = norm_if_any(mlp_out, weights, "post_norm", arch)
-    return sites
+    up = project(x, weights, "up")
+    if arch.gated:
+        gate = project(x, weights, "gate")
+        sites = {Site.mlp_pre: gate, Site.mlp_pre_linear: up, Site.mlp_post: gated(gate, up, arch)}
+    else:
+        sites = {Site.mlp_pre: up, Site.mlp_post: ACTIVATIONS[arch.activation](up)}
+    mlp_out = norm_if_any(project(sites[Site.mlp_post], weights, "down"), weights, "post_norm", arch)
+    return sites | {Site.mlp_in: x, Site.mlp_out: mlp_out}
 
 
 @jax.named_scope("layer_out")

@@ -6,11 +6,12 @@ Letters: L layers of a stack, E experts.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import jax
 from jaxtyping import PyTree
 
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import (
     DELTA_CHUNK,
     Architecture,
@@ -22,7 +23,9 @@ from pipeline.models.architecture import (
     our_keys,
 )
 from pipeline.models.runs import layer_runs
-from pipeline.models.weight_specs import Kind, Step, WeightSpec, weight_spec
+from pipeline.models.weight_specs import Kind, Part, WeightSpec, layer_parts, weight_spec
+
+_BEFORE_MLP = frozenset(takewhile(lambda site: site is not Site.mlp_in, Site))
 
 
 @dataclass(frozen=True)
@@ -87,19 +90,18 @@ LeafTree = PyTree[Leaf]
 
 def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[ActivationKey]) -> LeafTree:
     """Describes the parameters that `keys` need. Raises KeyError for a weight that is not in `WEIGHTS`."""
-    trunk_steps = {Step.embed, *(Step.final_norm for key in keys if key.site is Site.final_norm)}
+    stacks = [stack for run in layer_runs(keys, arch) for stack in run.stacks]
+    trunk_parts = {Part.embed} | ({Part.layer_inputs} if stacks else set())
+    trunk_parts |= {Part.final_norm} if FINAL_NORM in keys else set()
     trunk: dict[str, Leaf] = {}
-    stacks = [(stack, run.steps(arch, stack[0])) for run in layer_runs(keys, arch) for stack in run.stacks]
-    if any(Step.layer_out in steps for _, steps in stacks):
-        trunk_steps.add(Step.layer_inputs)
     layers: list[dict[str, dict[str, Leaf]]] = [{} for _ in stacks]
     for hf_key, entry in table.items():
         for key in our_keys(entry):
-            steps = weight_spec(key).steps
-            if steps & trunk_steps:
+            part = weight_spec(key).part
+            if part in trunk_parts:
                 trunk[key] = make_leaf(arch, key, hf_key, entry=entry)
-            for (stack, stack_steps), layer in zip(stacks, layers, strict=True):
-                if steps & stack_steps:
+            for stack, layer in zip(stacks, layers, strict=True):
+                if part in layer_parts(arch.blocks(stack[0])):
                     block, _, name = key.partition(".")
                     sizes = arch.with_sizes_of(stack[0])
                     layer.setdefault(block, {})[name] = make_leaf(sizes, key, hf_key, stack, entry)
@@ -190,27 +192,37 @@ def flops_per_token(
     attention over the positions that causal masks and windows allow in a row of one document, which is half of PaLM's
     count (arXiv 2204.02311, appendix B). `attention_shares` is the share of that attention that is computed in packed
     rows, by a layer's window (None: no window). Norms, softmax, rotations, routers and the scores of `attn_pattern` are
-    not counted.
+    not counted. In the last layer attention counts as a whole, and the MLP if a captured activation depends on it.
     """
-    leaves = jax.tree.leaves(needed_leaves(arch, table, keys)["runs"])
-    matrices = sum(_used_size(arch, leaf) for leaf in leaves if leaf.is_matrix)
     runs = layer_runs(keys, arch)
-    steps = {layer: run.steps(arch, layer) for run in runs for layer in run.layers}
-    attention, captured = 0, {*keys}
-    for layer in steps:
+    layers = range(runs[-1].stop if runs else 0)
+    stacks = needed_leaves(arch, table, keys)["runs"]
+    if runs and not _reads_mlp(keys, layers[-1]):
+        del stacks[-1]["mlp"]
+    matrices = sum(_used_size(arch, leaf) for leaf in jax.tree.leaves(stacks) if leaf.is_matrix)
+    attention, deltas, captured = 0, 0, {*keys}
+    for layer in layers:
         sizes = arch.with_sizes_of(layer)
         window = arch.local.window if arch.is_local(layer) else None
         mean_keys = _mean_keys(arch, window, length) * (1 if attention_shares is None else attention_shares[window])
-        if Step.z in steps[layer]:
+        if arch.blocks(layer).is_delta:
+            deltas += _delta_flops(arch.delta)
+        else:
             attention += 2 * mean_keys * (sizes.head_dim + sizes.value_dim)
         if ActivationKey(layer, Site.attn_entropy) in captured:  # computes the scores again
             attention += 2 * mean_keys * sizes.head_dim
-        if ActivationKey(layer, Site.head_out) in captured and Step.o in steps[layer]:  # a second output projection
+        if ActivationKey(layer, Site.head_out) in captured:  # a second output projection
             attention += 2 * sizes.value_dim * arch.d_model
-    deltas = sum(_delta_flops(arch.delta) for layer in steps if Step.delta in steps[layer])
-    if any(Step.layer_out in steps[layer] for layer in steps):
+    if runs:
         matrices += arch.num_layers * arch.layer_inputs * arch.d_model
     return 2 * matrices + attention * arch.num_heads + deltas
+
+
+def _reads_mlp(keys: Sequence[ActivationKey], last: int) -> bool:
+    """Whether an activation depends on the MLP of the last layer that `keys` need."""
+    return any(
+        key == FINAL_NORM or key.layer > last or (key.layer == last and key.site not in _BEFORE_MLP) for key in keys
+    )
 
 
 def _delta_flops(delta: DeltaNet) -> int:

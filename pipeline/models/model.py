@@ -22,14 +22,7 @@ from pipeline.models.delta_net import Recur
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves
 from pipeline.models.partition import Partition
-from pipeline.models.weight_specs import (
-    LAYER_SITES,
-    TENSOR_AXES,
-    has_site,
-    is_post_norm,
-    layer_steps,
-    weight_spec,
-)
+from pipeline.models.weight_specs import TENSOR_AXES, has_site, is_post_norm, layer_parts, weight_spec
 
 
 @dataclass(frozen=True)
@@ -73,16 +66,14 @@ class Model:
     @property
     def sites(self) -> tuple[Site, ...]:
         """The model's sites, in the order of the forward pass."""
-        missing = set()
+        layers = range(self.num_layers)
+        missing = {site for site in Site if not any(has_site(self.arch, layer, site) for layer in layers)}
         if self.arch.parallel:
             missing.add(Site.resid_mid)
         if not self.arch.gated:
             missing.add(Site.mlp_pre_linear)
         if "final_norm" not in self._weight_keys:
             missing.add(Site.final_norm)
-        for site in LAYER_SITES:
-            if not any(has_site(self.arch, layer, site) for layer in range(self.num_layers)):
-                missing.add(site)
         return tuple(site for site in Site if site not in missing)
 
     def width(self, key: ActivationKey, length: int = 0) -> int:
@@ -145,9 +136,9 @@ class Model:
     def tensor_dims(self) -> dict[str, int]:
         """The sizes that the `tensor` mesh axis divides, by their names in messages."""
         kinds = {self.arch.blocks(layer) for layer in range(self.num_layers)}
-        steps = {step for blocks in kinds for step in layer_steps(blocks)}
+        parts = frozenset().union(*map(layer_parts, kinds))
         used = (weight_spec(key) for key in self._weight_keys)
-        axes = {axis for spec in used if spec.steps & steps for axis in spec.logical_axes}
+        axes = {axis for spec in used if spec.part in parts for axis in spec.logical_axes}
         return {
             name: math.gcd(*(arch.axis_size(axis) for arch in self.arch.all_sizes))
             for axis, name in TENSOR_AXES.items()

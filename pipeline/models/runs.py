@@ -3,7 +3,8 @@
 A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time: layers with the same
 blocks, or a repeating period of different layers, such as three with a DeltaNet and one with attention. A run ends
 where the residual stream is captured. A layer with a captured site inside is a separate run, and so is a layer whose
-keys later layers use. Nothing after the last captured site is part of a run.
+keys later layers use. No layer after that of the last captured site is part of a run; that one is loaded whole, and the
+compiler drops what no captured site needs.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,19 +13,16 @@ from itertools import pairwise
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, LayerBlocks
-from pipeline.models.weight_specs import Step, layer_steps, required_steps
 
 _MAX_PERIOD = 8  # layers in the body of a scan
 
 
 @dataclass(frozen=True)
 class LayerRun:
-    """Layers first..stop-1, `period` of them in each step of the scan. If the capture ends inside the run's only layer,
-    `ends_at` contains that layer's captured sites."""
+    """Layers first..stop-1, `period` of them in each step of the scan."""
 
     first: int
     stop: int
-    ends_at: frozenset[Site] = frozenset()
     period: int = 1
 
     def __len__(self) -> int:
@@ -38,11 +36,6 @@ class LayerRun:
     def stacks(self) -> tuple[range, ...]:
         """The layers whose weights are stacked together: those at the same offset in each period."""
         return tuple(range(self.first + offset, self.stop, self.period) for offset in range(self.period))
-
-    def steps(self, arch: Architecture, layer: int) -> frozenset[Step]:
-        """The steps that a layer of this run computes."""
-        blocks = arch.blocks(layer)
-        return required_steps(self.ends_at, arch, blocks) if self.ends_at else frozenset(layer_steps(blocks))
 
 
 def residual_index(key: ActivationKey, num_layers: int) -> int | None:
@@ -62,20 +55,13 @@ def residual_index(key: ActivationKey, num_layers: int) -> int | None:
 def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[LayerRun, ...]:
     """The runs that produce `keys`, in order; empty if they need no layer."""
     cuts = {0}
-    num_whole = 0  # layers that are computed completely
-    inner: dict[int, set[Site]] = {}
     for key in keys:
         index = residual_index(key, arch.num_layers)
-        if index is None:
-            inner.setdefault(key.layer, set()).add(key.site)
-            cuts |= {key.layer, key.layer + 1}
-            index = key.layer
-        cuts.add(index)
-        num_whole = max(num_whole, index)
+        cuts |= {key.layer, key.layer + 1} if index is None else {index}
     sources = {arch.keys_of(layer) for layer in range(max(cuts))} - {None}
     cuts |= {layer + after for layer in sources for after in (0, 1)}
     return tuple(
-        LayerRun(run.first, run.stop, frozenset(inner[run.first]) if run.stop > num_whole else frozenset(), run.period)
+        run
         for first, stop in pairwise(sorted(cuts))
         for run in _repeating(first, [arch.blocks(layer) for layer in range(first, stop)])
     )

@@ -1,146 +1,70 @@
-"""Two tables: the steps of a layer, and every weight that a transformer may have, with its logical axes and the steps
-that use it.
+"""Two tables: the sites that only some layers have, and every weight that a transformer may have, with its logical axes
+and the part of the model that it belongs to.
 
-They determine the leaves of a capture (`leaves.py`), their division over a mesh (`partition.py`), what int8 rounds, and
-how far a layer is computed (`runs.py`). A family's `KEY_TABLE` says which of the weights it has.
+They determine the leaves of a capture (`leaves.py`), their division over a mesh (`partition.py`), and what int8 rounds.
+A family's `KEY_TABLE` says which of the weights it has.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache, partial
+from functools import partial
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture, Axis, LayerBlocks
 
 
-class Step(StrEnum):
-    """A step of the forward pass. All except the first and the last three belong to a layer."""
+class Part(StrEnum):
+    """A part of a model. A layer has the weights and sites of some parts (`layer_parts`); the first four belong to no
+    layer."""
 
     embed = "embed"
-    attn_in = "attn_in"
-    q = "q"
-    k = "k"
-    v = "v"
-    keys_as_values = "keys_as_values"
-    scores = "scores"  # attention scores, only for `attn_entropy` and `attn_pattern`
-    z = "z"  # attention
-    heads = "heads"  # each head's output, projected
-    o = "o"
-    delta = "delta"  # a gated DeltaNet, including its output projection
-    mlp_in = "mlp_in"
-    gate = "gate"
-    up = "up"
-    neurons = "neurons"
-    down = "down"
-    router = "router"
-    experts = "experts"
-    shared = "shared"
-    mix = "mix"  # the weighted sum of the experts' outputs
-    layer_out = "layer_out"  # per-layer input and scale, after the MLP
     layer_inputs = "layer_inputs"  # per-layer inputs of all layers
     final_norm = "final_norm"
     head = "head"
+    layer = "layer"  # in every layer
+    attention = "attention"
+    keys = "keys"  # and values, unless the layer attends to those of another
+    values = "values"  # projections, unless the keys are also the values
+    delta = "delta"  # a gated DeltaNet
+    dense = "dense"  # an MLP
+    sparse = "sparse"  # a mixture of experts
 
 
-@dataclass(frozen=True)
-class LayerStep:
-    """The sites that a step of a layer computes, and the steps whose outputs it reads, if the layer has them."""
-
-    sites: frozenset[Site]
-    reads: tuple[Step, ...] = ()
-
-
-_ATTN_IN: Mapping[Step, LayerStep] = {Step.attn_in: LayerStep(frozenset({Site.attn_in}))}
-_MIXED = frozenset({Site.attn_out, Site.resid_mid})
-_ATTENTION: Mapping[Step, LayerStep] = {
-    Step.q: LayerStep(frozenset({Site.q}), reads=(Step.attn_in,)),
-    Step.k: LayerStep(frozenset({Site.k}), reads=(Step.attn_in,)),
-    Step.v: LayerStep(frozenset({Site.v}), reads=(Step.attn_in,)),
-    Step.scores: LayerStep(frozenset({Site.attn_entropy, Site.attn_pattern}), reads=(Step.q, Step.k)),
-    Step.z: LayerStep(frozenset({Site.attn_z}), reads=(Step.q, Step.k, Step.v)),
-    Step.heads: LayerStep(frozenset({Site.head_out}), reads=(Step.z,)),
-    Step.o: LayerStep(_MIXED, reads=(Step.z,)),
-    Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.o,)),
-}
-_KEYS_AS_VALUES: Mapping[Step, LayerStep] = {
-    Step.keys_as_values: LayerStep(frozenset({Site.v}), reads=(Step.k,)),
-}
-_DELTA: Mapping[Step, LayerStep] = {
-    Step.delta: LayerStep(_MIXED, reads=(Step.attn_in,)),
-    Step.mlp_in: LayerStep(frozenset({Site.mlp_in}), reads=(Step.delta,)),
-}
-_DENSE: Mapping[Step, LayerStep] = {
-    Step.gate: LayerStep(frozenset({Site.mlp_pre}), reads=(Step.mlp_in,)),
-    Step.up: LayerStep(frozenset({Site.mlp_pre_linear}), reads=(Step.mlp_in,)),
-    Step.neurons: LayerStep(frozenset({Site.mlp_post}), reads=(Step.gate, Step.up)),
-    Step.down: LayerStep(frozenset({Site.mlp_out}), reads=(Step.neurons,)),
-}
-_ROUTED = frozenset({Site.router_logits, Site.router_weights, Site.router_indices})
-_SPARSE: Mapping[Step, LayerStep] = {
-    Step.router: LayerStep(_ROUTED, reads=(Step.mlp_in,)),
-    Step.experts: LayerStep(frozenset({Site.expert_out}), reads=(Step.mlp_in, Step.router)),
-    Step.shared: LayerStep(frozenset(), reads=(Step.mlp_in,)),
-    Step.mix: LayerStep(frozenset({Site.mlp_out}), reads=(Step.experts, Step.shared, Step.down)),
-}
-_LAYER_OUT: Mapping[Step, LayerStep] = {Step.layer_out: LayerStep(frozenset())}
-
-
-@cache
-def layer_steps(blocks: LayerBlocks) -> Mapping[Step, LayerStep]:
-    """The steps of a sequential layer whose MLP, if dense, is gated."""
-    steps = _ATTN_IN | (_DELTA if blocks.is_delta else _ATTENTION)
-    steps |= _SPARSE if blocks.is_sparse else _DENSE
+def layer_parts(blocks: LayerBlocks) -> frozenset[Part]:
+    """The parts of a layer."""
+    parts = {Part.layer, Part.sparse if blocks.is_sparse else Part.dense}
     if blocks.has_both:
-        steps |= _DENSE | {Step.down: LayerStep(frozenset(), reads=(Step.neurons,))}
-    if blocks.keys_are_values:
-        steps |= _KEYS_AS_VALUES
-    missing = {Step.v} if blocks.keys_are_values else set()
-    if blocks.keys_of is not None:
-        missing = {Step.k, Step.v, Step.keys_as_values}
-    return {step: spec for step, spec in (steps | _LAYER_OUT).items() if step not in missing}
+        parts.add(Part.dense)
+    if blocks.is_delta:
+        return frozenset(parts | {Part.delta})
+    if blocks.keys_of is None:
+        parts |= {Part.keys} if blocks.keys_are_values else {Part.keys, Part.values}
+    return frozenset(parts | {Part.attention})
 
 
-LAYER_SITES = tuple(
-    {
-        site: None
-        for blocks in (LayerBlocks(False, False), LayerBlocks(True, True))
-        for step in layer_steps(blocks).values()
-        for site in sorted(step.sites)
-    }
-)
-"""The sites inside layers. A layer may lack some of them."""
+_SITE_PARTS: Mapping[Site, Part] = {
+    **dict.fromkeys((Site.q, Site.attn_entropy, Site.attn_pattern, Site.attn_z, Site.head_out), Part.attention),
+    **dict.fromkeys((Site.k, Site.v), Part.keys),
+    **dict.fromkeys((Site.mlp_pre, Site.mlp_pre_linear, Site.mlp_post), Part.dense),
+    **dict.fromkeys((Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out), Part.sparse),
+}
+"""The parts that sites belong to; other sites inside layers belong to all layers."""
 
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:
-    """Whether a layer has a site. True for sites that are not in `LAYER_SITES`."""
-    steps = layer_steps(arch.blocks(layer)).values()
-    return site not in LAYER_SITES or any(site in step.sites for step in steps)
+    """Whether a layer has a site. True for sites outside layers."""
+    return _SITE_PARTS.get(site, Part.layer) in layer_parts(arch.blocks(layer))
 
 
 def why_missing(arch: Architecture, layer: int, site: Site) -> str:
     """Why `has_site` is false, as a clause for messages."""
     blocks = arch.blocks(layer)
-    if site in (Site.k, Site.v) and blocks.keys_of is not None:
+    if _SITE_PARTS[site] is Part.keys and blocks.keys_of is not None:
         return f"it attends to the keys and values of layer {blocks.keys_of}"
-    if any(site in step.sites for step in _ATTENTION.values()):
+    if _SITE_PARTS[site] in (Part.attention, Part.keys):
         return "it has a gated DeltaNet in place of attention"
     return f"its MLP is {'a mixture of experts' if blocks.is_sparse else 'dense'}"
-
-
-def required_steps(sites: Collection[Site], arch: Architecture, blocks: LayerBlocks) -> frozenset[Step]:
-    """The steps of a layer that its `sites` require."""
-    steps = layer_steps(blocks)
-
-    def with_inputs(step: Step) -> set[Step]:
-        reads = tuple(read for read in steps[step].reads if read in steps)
-        if step is Step.mlp_in and arch.parallel:
-            reads = ()  # the layer's input
-        if step is Step.gate and not arch.gated:
-            reads = (Step.up,)  # whose output is then the pre-activation
-        return {step}.union(*map(with_inputs, reads))
-
-    return frozenset().union(*(with_inputs(step) for step, spec in steps.items() if spec.sites & set(sites)))
 
 
 class Kind(StrEnum):
@@ -173,7 +97,7 @@ class WeightSpec:
 
     kind: Kind
     axes: str
-    steps: frozenset[Step]  # the steps that use it
+    part: Part
     is_bias: bool = False
     is_wide: bool = False  # always float32
 
@@ -197,79 +121,75 @@ class WeightSpec:
         return self.kind is Kind.norm and not self.is_bias
 
 
-def _spec(kind: Kind, axes: str, *steps: Step) -> WeightSpec:
-    return WeightSpec(kind, axes, frozenset(steps))
-
-
-_embedding, _norm = partial(_spec, Kind.embedding), partial(_spec, Kind.norm)
-_matrix, _control = partial(_spec, Kind.matrix), partial(_spec, Kind.control)
+_embedding, _norm = partial(WeightSpec, Kind.embedding), partial(WeightSpec, Kind.norm)
+_matrix, _control = partial(WeightSpec, Kind.matrix), partial(WeightSpec, Kind.control)
 
 WEIGHTS: Mapping[str, WeightSpec] = {
-    "embed": _embedding("V D", Step.embed),
-    "position_embed": _embedding("P D", Step.embed),
-    "type_embed": _embedding("Y D", Step.embed),
-    "embed_norm": _norm("D", Step.embed),
-    "layer_embed": _embedding("V Lp", Step.layer_inputs),
-    "layer_projection": _embedding("Lp D", Step.layer_inputs),
-    "layer_projection_norm": _norm("p", Step.layer_inputs),
-    "attention.norm": _norm("D", Step.attn_in),
-    "attention.qkv": _matrix("NCH D", Step.q, Step.k, Step.v),
-    "attention.q": _matrix("NH D", Step.q),
-    "attention.q_norm": _norm("H", Step.q),
-    "attention.k": _matrix("KH D", Step.k),
-    "attention.k_norm": _norm("H", Step.k),
-    "attention.v": _matrix("KW D", Step.v),
-    "attention.q_down": _matrix("Q D", Step.q),
-    "attention.q_down_norm": _norm("Q", Step.q),
-    "attention.q_up": _matrix("NH Q", Step.q),
-    "attention.kv_down": _matrix("Z D", Step.k, Step.v),
-    "attention.kv_down_norm": _norm("Z", Step.k, Step.v),
-    "attention.kv_up": _matrix("NX Z", Step.k, Step.v),
-    "attention.k_rotary": _matrix("R D", Step.k),
-    "attention.sinks": _matrix("N", Step.scores, Step.z),  # not a product's operand, but divided like the heads
-    "attention.gate": _matrix("NW D", Step.z),  # multiplies the heads' outputs
-    "attention.o": _matrix("D NW", Step.heads, Step.o),
-    "attention.post_norm": _norm("D", Step.o),
-    "attention.sum_norm": _norm("D", Step.o),
-    "delta.q": _matrix("Jk D", Step.delta),
-    "delta.k": _matrix("Jk D", Step.delta),
-    "delta.v": _matrix("JOv D", Step.delta),
-    "delta.q_taps": _control("Jk I c", Step.delta),
-    "delta.k_taps": _control("Jk I c", Step.delta),
-    "delta.v_taps": _control("JOv I c", Step.delta),
-    "delta.write": _control("JO D", Step.delta),
-    "delta.decay": _control("JO D", Step.delta),
-    "delta.decay_offset": replace(_control("JO", Step.delta), is_wide=True),
-    "delta.decay_log_rate": replace(_control("JO", Step.delta), is_wide=True),
-    "delta.z": _matrix("JOv D", Step.delta),
-    "delta.z_norm": _norm("v", Step.delta),
-    "delta.o": _matrix("D JOv", Step.delta),
-    "mlp.norm": _norm("D", Step.mlp_in),
-    "mlp.gate": _matrix("F D", Step.gate),
-    "mlp.up": _matrix("F D", Step.up),
-    "mlp.down": _matrix("D F", Step.down),
-    "mlp.router": _control("E D", Step.router),
-    "mlp.router_correction": replace(_control("E", Step.router), is_wide=True),
-    "mlp.experts_gate": _matrix("EM D", Step.experts),
-    "mlp.experts_up": _matrix("EM D", Step.experts),
-    "mlp.experts_down": _matrix("ED M", Step.experts),
-    "mlp.shared_router": _control("I D", Step.shared),
-    "mlp.shared_gate": _matrix("U D", Step.shared),
-    "mlp.shared_up": _matrix("U D", Step.shared),
-    "mlp.shared_down": _matrix("D U", Step.shared),
-    "mlp.router_scale": _norm("D", Step.router),
-    "mlp.router_expert_scale": _norm("E", Step.router),
-    "mlp.mixture_norm": _norm("D", Step.experts),
-    "mlp.mixture_post_norm": _norm("D", Step.mix),
-    "mlp.dense_post_norm": _norm("D", Step.down),
-    "mlp.post_norm": _norm("D", Step.down, Step.mix),
-    "mlp.sum_norm": _norm("D", Step.down, Step.mix),
-    "mlp.input_gate": _matrix("p D", Step.layer_out),
-    "mlp.input_out": _matrix("D p", Step.layer_out),
-    "mlp.input_norm": _norm("D", Step.layer_out),
-    "mlp.layer_scale": _norm("I", Step.layer_out),
-    "final_norm": _norm("D", Step.final_norm),
-    "head": _embedding("V D", Step.head),
+    "embed": _embedding("V D", Part.embed),
+    "position_embed": _embedding("P D", Part.embed),
+    "type_embed": _embedding("Y D", Part.embed),
+    "embed_norm": _norm("D", Part.embed),
+    "layer_embed": _embedding("V Lp", Part.layer_inputs),
+    "layer_projection": _embedding("Lp D", Part.layer_inputs),
+    "layer_projection_norm": _norm("p", Part.layer_inputs),
+    "attention.norm": _norm("D", Part.layer),
+    "attention.qkv": _matrix("NCH D", Part.attention),
+    "attention.q": _matrix("NH D", Part.attention),
+    "attention.q_norm": _norm("H", Part.attention),
+    "attention.k": _matrix("KH D", Part.keys),
+    "attention.k_norm": _norm("H", Part.keys),
+    "attention.v": _matrix("KW D", Part.values),
+    "attention.q_down": _matrix("Q D", Part.attention),
+    "attention.q_down_norm": _norm("Q", Part.attention),
+    "attention.q_up": _matrix("NH Q", Part.attention),
+    "attention.kv_down": _matrix("Z D", Part.keys),
+    "attention.kv_down_norm": _norm("Z", Part.keys),
+    "attention.kv_up": _matrix("NX Z", Part.keys),
+    "attention.k_rotary": _matrix("R D", Part.keys),
+    "attention.sinks": _matrix("N", Part.attention),  # not a product's operand, but divided like the heads
+    "attention.gate": _matrix("NW D", Part.attention),  # multiplies the heads' outputs
+    "attention.o": _matrix("D NW", Part.attention),
+    "attention.post_norm": _norm("D", Part.attention),
+    "attention.sum_norm": _norm("D", Part.attention),
+    "delta.q": _matrix("Jk D", Part.delta),
+    "delta.k": _matrix("Jk D", Part.delta),
+    "delta.v": _matrix("JOv D", Part.delta),
+    "delta.q_taps": _control("Jk I c", Part.delta),
+    "delta.k_taps": _control("Jk I c", Part.delta),
+    "delta.v_taps": _control("JOv I c", Part.delta),
+    "delta.write": _control("JO D", Part.delta),
+    "delta.decay": _control("JO D", Part.delta),
+    "delta.decay_offset": replace(_control("JO", Part.delta), is_wide=True),
+    "delta.decay_log_rate": replace(_control("JO", Part.delta), is_wide=True),
+    "delta.z": _matrix("JOv D", Part.delta),
+    "delta.z_norm": _norm("v", Part.delta),
+    "delta.o": _matrix("D JOv", Part.delta),
+    "mlp.norm": _norm("D", Part.layer),
+    "mlp.gate": _matrix("F D", Part.dense),
+    "mlp.up": _matrix("F D", Part.dense),
+    "mlp.down": _matrix("D F", Part.dense),
+    "mlp.router": _control("E D", Part.sparse),
+    "mlp.router_correction": replace(_control("E", Part.sparse), is_wide=True),
+    "mlp.experts_gate": _matrix("EM D", Part.sparse),
+    "mlp.experts_up": _matrix("EM D", Part.sparse),
+    "mlp.experts_down": _matrix("ED M", Part.sparse),
+    "mlp.shared_router": _control("I D", Part.sparse),
+    "mlp.shared_gate": _matrix("U D", Part.sparse),
+    "mlp.shared_up": _matrix("U D", Part.sparse),
+    "mlp.shared_down": _matrix("D U", Part.sparse),
+    "mlp.router_scale": _norm("D", Part.sparse),
+    "mlp.router_expert_scale": _norm("E", Part.sparse),
+    "mlp.mixture_norm": _norm("D", Part.sparse),
+    "mlp.mixture_post_norm": _norm("D", Part.sparse),
+    "mlp.dense_post_norm": _norm("D", Part.dense),
+    "mlp.post_norm": _norm("D", Part.layer),
+    "mlp.sum_norm": _norm("D", Part.layer),
+    "mlp.input_gate": _matrix("p D", Part.layer),
+    "mlp.input_out": _matrix("D p", Part.layer),
+    "mlp.input_norm": _norm("D", Part.layer),
+    "mlp.layer_scale": _norm("I", Part.layer),
+    "final_norm": _norm("D", Part.final_norm),
+    "head": _embedding("V D", Part.head),
 }
 """By our key: `block.name` inside a layer. Matrices and norms may have biases, which `weight_spec` derives."""
 

@@ -183,7 +183,8 @@ def _compile(
         outputs = [*outputs, *(array for features in sae_features for array in features.arrays)]
         return StepOutputs((*(activation.values for activation in kept), *scales, *outputs), statistics, counts)
 
-    jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh))
+    # keep_unused: `memory` counts the weights of the last layer that no captured site needs, since they are loaded.
+    jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh), keep_unused=True)
     log.info("compiling the step for %d rows of %d tokens", spec.rows, spec.length)
     start = time.monotonic()
     lowered, options = jitted.lower(params, *_inputs(spec, mesh)), compiler_options(mesh, spec.rows * spec.length)

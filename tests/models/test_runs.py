@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.config.composing import PACKAGE
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import ActivationKey
 from pipeline.models.architecture import DeltaNet, Experts
 from pipeline.models.registry import open_model
 from pipeline.models.runs import LayerRun, layer_runs
@@ -14,12 +14,12 @@ CASES = {
     "blocks.0.resid_pre": [],
     "blocks.0.resid_post": [LayerRun(0, 1)],
     "blocks.5.resid_pre": [LayerRun(0, 5)],
-    "blocks.5.q": [LayerRun(0, 5), LayerRun(5, 6, frozenset({Site.q}))],
-    "blocks.0.attn_z": [LayerRun(0, 1, frozenset({Site.attn_z}))],
-    "blocks.5.attn_out": [LayerRun(0, 5), LayerRun(5, 6, frozenset({Site.attn_out}))],
-    "blocks.5.k blocks.5.mlp_out": [LayerRun(0, 5), LayerRun(5, 6, frozenset({Site.k, Site.mlp_out}))],
+    "blocks.5.q": [LayerRun(0, 5), LayerRun(5, 6)],
+    "blocks.0.attn_z": [LayerRun(0, 1)],
+    "blocks.5.attn_out": [LayerRun(0, 5), LayerRun(5, 6)],
+    "blocks.5.k blocks.5.mlp_out": [LayerRun(0, 5), LayerRun(5, 6)],
     "blocks.5.k blocks.6.resid_pre": [LayerRun(0, 5), LayerRun(5, 6)],
-    "blocks.5.k blocks.6.q": [LayerRun(0, 5), LayerRun(5, 6), LayerRun(6, 7, frozenset({Site.q}))],
+    "blocks.5.k blocks.6.q": [LayerRun(0, 5), LayerRun(5, 6), LayerRun(6, 7)],
     "blocks.5.resid_post": [LayerRun(0, 6)],
     "final_norm": [LayerRun(0, 8)],
     "embed final_norm blocks.7.resid_post": [LayerRun(0, 8)],
@@ -40,7 +40,7 @@ SPARSE_CASES = {
     "embed": [],
     "blocks.0.resid_post": [LayerRun(0, 1)],
     "blocks.3.resid_post": [LayerRun(0, 1), LayerRun(1, 4)],
-    "blocks.3.router_logits": [LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4, frozenset({Site.router_logits}))],
+    "blocks.3.router_logits": [LayerRun(0, 1), LayerRun(1, 3), LayerRun(3, 4)],
     "blocks.6.resid_pre": [LayerRun(0, 1), LayerRun(1, 5), LayerRun(5, 6)],
     "final_norm": [LayerRun(0, 1), LayerRun(1, 5), LayerRun(5, 8)],
 }

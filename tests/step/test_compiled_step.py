@@ -16,6 +16,7 @@ from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import CompiledStep, compile_step
 from pipeline.store.format.layout import OUTPUT_NAMES, OUTPUTS, SELECTED, output_specs
 from pipeline.store.format.scaled import LARGEST, scale_name
+from tests.models.hf_reference import save_random
 from tests.specs import SPARSE_SITES, step_spec
 
 ROWS, LENGTH, NUM_LAYERS = 4, 24, 3
@@ -89,6 +90,24 @@ def test_the_program_grows_with_the_captured_layers_not_with_depth(tmp_path: Pat
     assert [loops for _, loops in (one, two, three)] == [1, 2, 3]
     assert three[0] - two[0] == pytest.approx(two[0] - one[0], rel=0.05)
     assert program(tmp_path, 40, 2) == two
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_what_no_captured_site_needs_is_loaded_but_not_computed(family: str, tmp_path: Path) -> None:
+    save_random(family, tmp_path)
+    model = open_model(str(tmp_path))
+
+    def layer_scopes(site: Site) -> tuple[set[str], int]:
+        """The blocks of layer 0 in the optimised program, and the bytes of its arguments."""
+        step, params = compiled(model, "float32", activation_keys((0,), (site,)))
+        assert {"attention", "mlp"} == params["runs"][0].keys()
+        scopes = re.findall(r'op_name="[^"]*/(attention|mlp|experts)/', step.executable.as_text())
+        return {*scopes}, step.memory.argument_bytes
+
+    (before, before_bytes), (after, after_bytes) = layer_scopes(Site.attn_out), layer_scopes(Site.mlp_out)
+    assert before == {"attention"}
+    assert after > before
+    assert before_bytes == after_bytes
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.partition import Partition
-from pipeline.models.weight_specs import layer_steps, weight_spec
+from pipeline.models.weight_specs import layer_parts, weight_spec
 
 _LOADING_THREADS = 4  # leaves loaded at a time; each is in host memory until it is on the devices
 _IGNORED_TENSORS = (  # constants in layers, which older versions of transformers store
@@ -97,8 +97,8 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
 def _layer_tensors(arch: Architecture, table: KeyTable, blocks: LayerBlocks) -> set[str]:
     """The HF keys of all tensors of a layer with these blocks, without the layer's prefix."""
     num_experts = arch.axis_size(Axis.experts) if blocks.is_sparse else 1
-    steps = layer_steps(blocks).keys()
-    hf_keys = (hf_key for hf_key, entry in table.items() for key in our_keys(entry) if weight_spec(key).steps & steps)
+    parts = layer_parts(blocks)
+    hf_keys = (hf_key for hf_key, entry in table.items() for key in our_keys(entry) if weight_spec(key).part in parts)
     names = (hf_key.partition("*.")[2] for hf_key in hf_keys)
     return {name.replace("#", str(expert)) for name in names for expert in range(num_experts)}
 
