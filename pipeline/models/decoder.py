@@ -79,10 +79,9 @@ def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec)
     captured: dict[ActivationKey, PyTree] = {}
 
     def capture(x: Array, activations: dict[ActivationKey, Array]) -> Array:
-        is_last = len(captured) + len(activations) == len(spec.keys)  # nothing is computed after it, x is not read
-        read, finished = _finish_first(None if is_last else x, activations, spec.finish)
+        x, finished = _finish_first(x, activations, spec.finish)
         captured.update(finished)
-        return x if is_last else read
+        return x
 
     layer = partial(_partitioned_layer, arch, spec.partition)
     residual = spec.partition.residual
@@ -160,10 +159,10 @@ class LayerRows:
 
 
 def _finish_first(
-    x: Float[Array, "B T D"] | None,
+    x: Float[Array, "B T D"],
     activations: dict[ActivationKey, Array],
     finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree],
-) -> tuple[Float[Array, "B T D"] | None, dict[ActivationKey, PyTree]]:
+) -> tuple[Float[Array, "B T D"], dict[ActivationKey, PyTree]]:
     """Finishes activations before the next layers use x. Otherwise the compiler may keep the activations as well as the
     results.
 
