@@ -111,11 +111,6 @@ class WeightSpec:
         return len(self.axes.partition(" ")[2]) if self.kind is Kind.matrix else 0
 
     @property
-    def is_divided(self) -> bool:
-        """Whether `tensor` divides it: a matrix with one of `TENSOR_AXES`."""
-        return self.kind is Kind.matrix and any(axis in TENSOR_AXES for axis in self.logical_axes)
-
-    @property
     def is_scale(self) -> bool:
         """Whether this is a norm's weight, whose values are near 1."""
         return self.kind is Kind.norm and not self.is_bias

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, Axis, KeyTable, LayerBlocks, our_keys
+from pipeline.models.architecture import Architecture, KeyTable, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
 from pipeline.models.checkpoints.exchange import Exchange
 from pipeline.models.checkpoints.leaf_reading import Index, read_items, read_leaf
@@ -24,7 +24,7 @@ from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.partition import Partition
-from pipeline.models.weight_specs import layer_parts, weight_spec
+from pipeline.models.weight_specs import Part, weight_spec
 
 _LOADING_THREADS = 4  # leaves loaded at a time; each is in host memory until it is on the devices
 _IGNORED_TENSORS = (  # constants in layers, which older versions of transformers store
@@ -76,11 +76,12 @@ def _shortened(problems: list[str]) -> list[str]:
 def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, expected: set[str]) -> Iterator[str]:
     layers = next(key for key in table if "*" in key).partition("*")[0]
     start = checkpoint.prefix + layers
-    kinds = {arch.blocks(layer) for layer in range(arch.num_layers)}
-    known = {blocks: _layer_tensors(arch, table, blocks) for blocks in kinds}
-    for blocks in kinds:  # like transformers, allows unused keys and values in layers that attend to another layer's
-        with_keys = blocks._replace(keys_of=None, keys_are_values=False)
-        known[blocks] |= _layer_tensors(arch, table, with_keys) if blocks.keys_of is not None else set()
+    unused = {  # like transformers, allows unused keys and values in layers that attend to another layer's
+        hf_key.partition("*.")[2]
+        for hf_key, entry in table.items()
+        for key in our_keys(entry)
+        if weight_spec(key).part in (Part.keys, Part.values)
+    }
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
     for name in checkpoint.names:
         layer, _, rest = name.removeprefix(start).partition(".")
@@ -90,17 +91,9 @@ def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, exp
         if number is not None and 0 <= number - arch.num_layers < arch.num_ignored_layers:
             continue
         is_beyond = number is None or number >= arch.num_layers
-        if is_beyond or (layer in needed_layers and current_name(rest) not in known[arch.blocks(number)]):
+        is_unused = not is_beyond and rest in unused and arch.keys_of(number) is not None
+        if is_beyond or (layer in needed_layers and not is_unused and current_name(name) not in expected):
             yield f"{name:.200}"
-
-
-def _layer_tensors(arch: Architecture, table: KeyTable, blocks: LayerBlocks) -> set[str]:
-    """The HF keys of all tensors of a layer with these blocks, without the layer's prefix."""
-    num_experts = arch.axis_size(Axis.experts) if blocks.is_sparse else 1
-    parts = layer_parts(blocks)
-    hf_keys = (hf_key for hf_key, entry in table.items() for key in our_keys(entry) if weight_spec(key).part in parts)
-    names = (hf_key.partition("*.")[2] for hf_key in hf_keys)
-    return {name.replace("#", str(expert)) for name in names for expert in range(num_experts)}
 
 
 def load_params(
