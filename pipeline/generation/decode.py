@@ -22,6 +22,7 @@ from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.generation.cache import CachedDelta, CachedLayer, DeltaCache, Int8Slots, PromptDelta, Slots, put_at
 from pipeline.generation.sampling import document_keys, sample
 from pipeline.generation.spec import GenerationSpec
+from pipeline.models.architecture import Part
 from pipeline.models.attention.choosing import Attend, Attention, choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.delta_net import Recur
@@ -224,7 +225,7 @@ class Decoding:
         return CachedDelta(cache, state.is_active) if is_delta else CachedLayer(*cache, state.positions)
 
     def _is_delta(self, layer: int) -> bool:
-        return self.model.arch.blocks(layer).is_delta
+        return Part.delta in self.model.arch.blocks(layer).parts
 
     def _select_active(
         self, state: State, new: Float[Array, "B 1 D"], kept: Float[Array, "B S D"]

@@ -189,15 +189,28 @@ class SharedKeys:
     d_mlp: int  # in these layers
 
 
+class Part(StrEnum):
+    """A part of a model, which has weights (`weight_specs.WEIGHTS`). The first four belong to no layer."""
+
+    embed = "embed"
+    layer_inputs = "layer_inputs"  # per-layer inputs of all layers
+    final_norm = "final_norm"
+    head = "head"
+    layer = "layer"  # in every layer
+    attention = "attention"
+    keys = "keys"  # and values, unless the layer attends to those of another
+    values = "values"  # projections, unless the keys are also the values
+    delta = "delta"  # a gated DeltaNet in place of attention
+    dense = "dense"  # an MLP
+    sparse = "sparse"  # a mixture of experts
+
+
 class LayerBlocks(NamedTuple):
     """The blocks of a layer. Layers with equal blocks have weights of the same shapes."""
 
-    is_delta: bool  # a gated DeltaNet; else attention
-    is_sparse: bool  # a mixture of experts; else one MLP
-    has_both: bool = False  # a mixture of experts and an MLP
-    has_global_heads: bool = False
-    keys_are_values: bool = False
-    keys_of: int | None = None  # the layer whose keys and values it attends to; None: its own
+    parts: frozenset[Part]
+    has_global_heads: bool
+    keys_of: int | None  # the layer whose keys and values it attends to; None: its own
 
 
 class LayerKind(NamedTuple):
@@ -312,14 +325,14 @@ class Architecture:
         is_delta = self.delta is not None and self.delta.pattern[layer] == "D"
         is_sparse = self.experts is not None and self.experts.pattern[layer] == "S"
         has_global_heads = self.global_heads is not None and not self.is_local(layer)
-        return LayerBlocks(
-            is_delta,
-            is_sparse,
-            has_both=is_sparse and isinstance(self.experts, ExpertsWithMlp),
-            has_global_heads=has_global_heads,
-            keys_are_values=has_global_heads and self.global_heads.keys_are_values,
-            keys_of=self.keys_of(layer),
-        )
+        keys_of = self.keys_of(layer)
+        parts = {Part.layer, Part.delta if is_delta else Part.attention, Part.sparse if is_sparse else Part.dense}
+        if is_sparse and isinstance(self.experts, ExpertsWithMlp):
+            parts.add(Part.dense)
+        if not is_delta and keys_of is None:
+            keys_are_values = has_global_heads and self.global_heads.keys_are_values
+            parts |= {Part.keys} if keys_are_values else {Part.keys, Part.values}
+        return LayerBlocks(frozenset(parts), has_global_heads, keys_of)
 
     def keys_of(self, layer: int) -> int | None:
         """The layer whose keys and values a layer attends to; None: its own."""
@@ -338,7 +351,7 @@ class Architecture:
     @property
     def all_sizes(self) -> "list[Architecture]":
         """`with_sizes_of` of one layer per kind."""
-        layers = {self.blocks(layer)._replace(is_sparse=False): layer for layer in range(self.num_layers)}
+        layers = {self.blocks(layer)._replace(parts=frozenset()): layer for layer in range(self.num_layers)}
         return [self.with_sizes_of(layer) for layer in layers.values()]
 
     def axis_size(self, axis: Axis) -> int:

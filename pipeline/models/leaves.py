@@ -19,11 +19,12 @@ from pipeline.models.architecture import (
     DeltaNet,
     Interleaved,
     KeyTable,
+    Part,
     TableEntry,
     our_keys,
 )
 from pipeline.models.runs import layer_runs
-from pipeline.models.weight_specs import Kind, Part, WeightSpec, layer_parts, weight_spec
+from pipeline.models.weight_specs import Kind, WeightSpec, weight_spec
 
 _BEFORE_MLP = frozenset(takewhile(lambda site: site is not Site.mlp_in, Site))
 
@@ -101,7 +102,7 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
             if part in trunk_parts:
                 trunk[key] = make_leaf(arch, key, hf_key, entry=entry)
             for stack, layer in zip(stacks, layers, strict=True):
-                if part in layer_parts(arch.blocks(stack[0])):
+                if part in arch.blocks(stack[0]).parts:
                     block, _, name = key.partition(".")
                     sizes = arch.with_sizes_of(stack[0])
                     layer.setdefault(block, {})[name] = make_leaf(sizes, key, hf_key, stack, entry)
@@ -205,7 +206,7 @@ def flops_per_token(
         sizes = arch.with_sizes_of(layer)
         window = arch.local.window if arch.is_local(layer) else None
         mean_keys = _mean_keys(arch, window, length) * (1 if attention_shares is None else attention_shares[window])
-        if arch.blocks(layer).is_delta:
+        if Part.delta in arch.blocks(layer).parts:
             deltas += _delta_flops(arch.delta)
         else:
             attention += 2 * mean_keys * (sizes.head_dim + sizes.value_dim)

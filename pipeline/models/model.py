@@ -22,7 +22,7 @@ from pipeline.models.delta_net import Recur
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves
 from pipeline.models.partition import Partition
-from pipeline.models.weight_specs import TENSOR_AXES, has_site, is_post_norm, layer_parts, weight_spec
+from pipeline.models.weight_specs import TENSOR_AXES, has_site, is_post_norm, weight_spec
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,7 @@ class Model:
     @property
     def tensor_dims(self) -> dict[str, int]:
         """The sizes that the `tensor` mesh axis divides, by their names in messages."""
-        kinds = {self.arch.blocks(layer) for layer in range(self.num_layers)}
-        parts = frozenset().union(*map(layer_parts, kinds))
+        parts = frozenset().union(*(self.arch.blocks(layer).parts for layer in range(self.num_layers)))
         used = (weight_spec(key) for key in self._weight_keys)
         axes = {axis for spec in used if spec.part in parts for axis in spec.logical_axes}
         return {

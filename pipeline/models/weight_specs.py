@@ -11,37 +11,7 @@ from enum import StrEnum
 from functools import partial
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, Axis, LayerBlocks
-
-
-class Part(StrEnum):
-    """A part of a model. A layer has the weights and sites of some parts (`layer_parts`); the first four belong to no
-    layer."""
-
-    embed = "embed"
-    layer_inputs = "layer_inputs"  # per-layer inputs of all layers
-    final_norm = "final_norm"
-    head = "head"
-    layer = "layer"  # in every layer
-    attention = "attention"
-    keys = "keys"  # and values, unless the layer attends to those of another
-    values = "values"  # projections, unless the keys are also the values
-    delta = "delta"  # a gated DeltaNet
-    dense = "dense"  # an MLP
-    sparse = "sparse"  # a mixture of experts
-
-
-def layer_parts(blocks: LayerBlocks) -> frozenset[Part]:
-    """The parts of a layer."""
-    parts = {Part.layer, Part.sparse if blocks.is_sparse else Part.dense}
-    if blocks.has_both:
-        parts.add(Part.dense)
-    if blocks.is_delta:
-        return frozenset(parts | {Part.delta})
-    if blocks.keys_of is None:
-        parts |= {Part.keys} if blocks.keys_are_values else {Part.keys, Part.values}
-    return frozenset(parts | {Part.attention})
-
+from pipeline.models.architecture import Architecture, Axis, Part
 
 _SITE_PARTS: Mapping[Site, Part] = {
     **dict.fromkeys((Site.q, Site.attn_entropy, Site.attn_pattern, Site.attn_z, Site.head_out), Part.attention),
@@ -54,7 +24,7 @@ _SITE_PARTS: Mapping[Site, Part] = {
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:
     """Whether a layer has a site. True for sites outside layers."""
-    return _SITE_PARTS.get(site, Part.layer) in layer_parts(arch.blocks(layer))
+    return _SITE_PARTS.get(site, Part.layer) in arch.blocks(layer).parts
 
 
 def why_missing(arch: Architecture, layer: int, site: Site) -> str:
@@ -64,7 +34,7 @@ def why_missing(arch: Architecture, layer: int, site: Site) -> str:
         return f"it attends to the keys and values of layer {blocks.keys_of}"
     if _SITE_PARTS[site] in (Part.attention, Part.keys):
         return "it has a gated DeltaNet in place of attention"
-    return f"its MLP is {'a mixture of experts' if blocks.is_sparse else 'dense'}"
+    return f"its MLP is {'a mixture of experts' if Part.sparse in blocks.parts else 'dense'}"
 
 
 class Kind(StrEnum):

@@ -7,7 +7,7 @@ from pipeline.config.choices import Weights, When
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture
+from pipeline.models.architecture import Architecture, Part
 from pipeline.models.weight_specs import has_site
 from pipeline.planning.mesh import largest_tensor
 from pipeline.planning.model_facts import ModelFacts
@@ -113,7 +113,7 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
 def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int, is_int8: bool) -> int:
     """Bytes of all layers' caches, over all devices, for rows of `length` tokens: keys and values (int8 with float32
     scales), and for a DeltaNet the last inputs of its convolutions and its float32 states."""
-    num_delta = sum(arch.blocks(layer).is_delta for layer in range(arch.num_layers))
+    num_delta = sum(Part.delta in arch.blocks(layer).parts for layer in range(arch.num_layers))
     cached = 0
     for layer in range(arch.num_layers):
         if has_site(arch, layer, Site.k):

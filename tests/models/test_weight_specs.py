@@ -1,9 +1,12 @@
 """Consequences of each weight's description: int8, division along `tensor`, and which layers have it."""
 
+from dataclasses import replace
+
 import pytest
 
-from pipeline.models.architecture import LayerBlocks
-from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, Kind, Part, layer_parts, weight_spec
+from pipeline.models.architecture import DeltaNet, Experts, ExpertsWithMlp, GlobalHeads, Part, SharedKeys
+from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, Kind, weight_spec
+from tests.specs import LLAMA
 
 DIVIDED_AXIS = {
     "attention.qkv": 0,
@@ -35,17 +38,19 @@ NUM_INPUTS = {key: 1 for key in (*DIVIDED_AXIS, *UNDIVIDED) if key != "attention
     "attention.o": 2,
     "delta.o": 3,
 }
-DENSE = LayerBlocks(is_delta=False, is_sparse=False)
 ATTENTION = {Part.attention, Part.keys, Part.values}
-PARTS = {  # beside Part.layer
-    DENSE: ATTENTION | {Part.dense},
-    DENSE._replace(is_sparse=True): ATTENTION | {Part.sparse},
-    DENSE._replace(is_sparse=True, has_both=True): ATTENTION | {Part.dense, Part.sparse},
-    DENSE._replace(is_delta=True): {Part.delta, Part.dense},
-    DENSE._replace(keys_of=1): {Part.attention, Part.dense},
-    DENSE._replace(has_global_heads=True, keys_are_values=True): {Part.attention, Part.keys, Part.dense},
-    DENSE._replace(keys_of=1, keys_are_values=True): {Part.attention, Part.dense},
-}
+KEYS_AS_VALUES = GlobalHeads(head_dim=64, num_kv_heads=1, keys_are_values=True)
+PARTS = [  # fields of an architecture, and the parts of its last layer beside Part.layer
+    ({}, ATTENTION | {Part.dense}),
+    ({"experts": Experts("DS", 4, 2, 8, False)}, ATTENTION | {Part.sparse}),
+    ({"experts": Experts("SD", 4, 2, 8, False)}, ATTENTION | {Part.dense}),
+    ({"experts": ExpertsWithMlp("DS", 4, 2, 8, False)}, ATTENTION | {Part.dense, Part.sparse}),
+    ({"experts": ExpertsWithMlp("SD", 4, 2, 8, False)}, ATTENTION | {Part.dense}),
+    ({"delta": DeltaNet("AD", 2, 2, 8, 8, 4)}, {Part.delta, Part.dense}),
+    ({"shared_keys": SharedKeys(1, 64)}, {Part.attention, Part.dense}),
+    ({"global_heads": KEYS_AS_VALUES}, {Part.attention, Part.keys, Part.dense}),
+    ({"global_heads": KEYS_AS_VALUES, "shared_keys": SharedKeys(1, 64)}, {Part.attention, Part.dense}),
+]
 
 
 def test_only_matrices_of_layers_are_divided_and_quantised() -> None:
@@ -73,6 +78,6 @@ def test_an_unknown_weight_raises_key_error() -> None:
         weight_spec("attention.query_bias")
 
 
-def test_a_layer_has_the_parts_of_its_blocks() -> None:
-    assert {blocks: layer_parts(blocks) - {Part.layer} for blocks in PARTS} == PARTS
-    assert all(Part.layer in layer_parts(blocks) for blocks in PARTS)
+@pytest.mark.parametrize(("fields", "parts"), PARTS)
+def test_a_layer_has_the_parts_of_its_kind(fields: dict, parts: set[Part]) -> None:
+    assert replace(LLAMA, **fields).blocks(1).parts == parts | {Part.layer}

@@ -50,7 +50,7 @@ class Facts:
         return self
 
     def blocks(self, layer: int) -> LayerBlocks:
-        return LayerBlocks(is_delta=False, is_sparse=False)
+        return LLAMA.blocks(0)
 
     def weight_bytes(self, keys, dtype, with_int8, with_head=False) -> WeightBytes:
         """In bfloat16, 4000 MiB of matrices."""

@@ -15,7 +15,7 @@ from jaxtyping import Array
 from tqdm import tqdm
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, KeyTable, our_keys
+from pipeline.models.architecture import Architecture, KeyTable, Part, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
 from pipeline.models.checkpoints.exchange import Exchange
 from pipeline.models.checkpoints.leaf_reading import Index, read_items, read_leaf
@@ -24,7 +24,7 @@ from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.partition import Partition
-from pipeline.models.weight_specs import Part, weight_spec
+from pipeline.models.weight_specs import weight_spec
 
 _LOADING_THREADS = 4  # leaves loaded at a time; each is in host memory until it is on the devices
 _IGNORED_TENSORS = (  # constants in layers, which older versions of transformers store
