@@ -8,7 +8,8 @@ checked; each level includes those before it:
   records    the root, the commit records and the block tables
   objects    every object that a record needs exists, and a complete store has no others; nothing else is read
   checksums  the checksums of document tables, statistics and chunks, and the records' digests of the values
-  all        the values agree with each other, with the document tables and with the statistics
+  all        the values agree with each other and with the document tables, and are finite and in range. Statistics
+             are compared with their digests only, not with the values
 
 Exit codes: 0 the store is sound; 1 problems were found (they are listed, with how to repair the store), or the
 store cannot be reached; 2 there is no store; 42 interrupted.

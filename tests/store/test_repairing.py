@@ -40,7 +40,6 @@ def storage(tmp_path) -> Storage:
             ["_stats/stream-00001/block-000004.parquet", "tokens/c/3/0"],
             [COMMITS + "1/block-{{000001..000002}}.json", COMMITS + "1/block-000004.json"],
         ),
-        (Remedy.recompute, ["_documents/stream-00000"], [COMMITS + "0/block-{{000000..000011}}.json"]),
         (Remedy.recompute, ["_commits/stream-00001/a b.txt"], ["rm '{}/_commits/stream-00001/a b.txt'"]),
         (
             Remedy.recompute,

@@ -5,21 +5,21 @@ row, K slots per row for selected tokens, S slots per row for activations (T or 
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Float32, Int32, Int64, Shaped
+from jaxtyping import Bool, Int32, Int64, Shaped
 
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.statistics import Statistics
 
 _EXPONENT_ONES = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _WITHOUT_SIGN = 0x7FFF
 
-# How far statistics that were summed in float32, in a different order, may differ.
-_RELATIVE = 1e-3
+_LARGEST = float(np.finfo(np.float32).max)
+_ROUNDING = 0.01  # by this, rounded outputs may be out of range
 
 
 def check_chain(records: Iterable[CommitRecord]) -> Iterator[tuple[CommitRecord, str]]:
@@ -148,30 +148,6 @@ def check_table(
             yield f"the table lacks documents between the record's cursors, or has others: {different[:5].tolist()}"
 
 
-def check_tiling(tables: Sequence[pa.Table], last: CommitRecord, num_streams: int) -> Iterator[str]:
-    """In one stream's tables, in block order, the token ranges of each document are contiguous.
-
-    They reach from 0 to the document's end, unless the stream's next block continues the document or it is in a
-    truncated block.
-    """
-    table = pa.concat_tables([t.select(["document", "first_token", "last_token", "n_tokens", "n_cut"]) for t in tables])
-    document, first, stop, num_tokens, num_cut = (column.to_numpy() for column in table.columns)
-    block = np.repeat(np.arange(len(tables)), [t.num_rows for t in tables])
-    order = np.lexsort((block, document))
-    document, first, stop, block = document[order], first[order], stop[order], block[order]
-    end = (num_tokens - num_cut)[order]
-    is_start = np.diff(document, prepend=-1) != 0
-    is_end = np.diff(document, append=-1) != 0
-    expected_first = np.where(is_start, 0, np.roll(stop, 1))
-    for k in np.flatnonzero(first != expected_first)[:5]:
-        yield f"document {document[k]}: starts at token {first[k]} in block {block[k]}, expected {expected_first[k]}"
-    next_document = last.next["ordinal"] * num_streams + last.stream
-    may_end_early = (block == len(tables) - 1) & last.truncated
-    end = np.where((document == next_document) & ~may_end_early & (last.next["token"] > 0), last.next["token"], end)
-    for k in np.flatnonzero(is_end & (stop != end) & ~(may_end_early & (stop < end)))[:5]:
-        yield f"document {document[k]}: ends at token {stop[k]}, expected {end[k]}"
-
-
 def check_finite(values: np.ndarray) -> Iterator[str]:
     """Activations [R, S, D] are finite."""
     if values.dtype.itemsize == 2:  # compares bits, since np.isfinite takes many times as long
@@ -185,55 +161,6 @@ def check_finite(values: np.ndarray) -> Iterator[str]:
         yield f"{bad.sum()} slots have non-finite values, the first in row {row} at position {position}"
 
 
-def check_statistics(stored: Statistics, computed: Statistics, flushed: float = 0.0) -> Iterator[str]:
-    """Stored statistics agree, except for rounding, with those computed from the values or from the blocks.
-
-    The devices sum rows in float32, in a different order, and treat values below `flushed` as zeros.
-    """
-    for name in ("count", "not_finite", "num_active"):
-        if getattr(stored, name) != getattr(computed, name):
-            yield f"{name} is {getattr(stored, name)} in the stored statistics, {getattr(computed, name)} in the values"
-            return
-    if stored.mean.shape != computed.mean.shape:
-        yield f"the stored statistics have {stored.mean.size} features, the values {computed.mean.size}"
-        return
-    for name in ("fired", "maximum"):
-        if not np.array_equal(getattr(stored, name), getattr(computed, name)):
-            yield f"{name} of the stored statistics does not agree with the values"
-            return
-    with np.errstate(over="ignore", invalid="ignore"):  # squares beyond float32 agree if both are
-        count, deviation = max(computed.count, 1), np.sqrt(computed.variance)
-        size = np.abs(computed.mean) + deviation
-        flushed_norms = count * flushed * np.sqrt(computed.mean.size)
-        rounding = count * (np.square(_RELATIVE * size) + flushed * (2 * deviation + flushed))
-        wrong = {
-            "squared error": stored.fired is not None and _differ(stored.squared_error, computed.squared_error),
-            "sum of cosines": _differ(stored.cosine_sum, computed.cosine_sum),
-            "mean": np.abs(stored.mean - computed.mean) > _RELATIVE * size + flushed,
-            "variance": np.abs(stored.m2 - computed.m2) > rounding + 10 * _RELATIVE * computed.m2,
-            "sum of norms": abs(stored.norm_sum - computed.norm_sum) > _RELATIVE * computed.norm_sum + flushed_norms,
-            "histogram of norms": flushed_norms < _RELATIVE * computed.norm_sum
-            and _is_shifted(stored.norm_histogram, computed.norm_histogram),
-        }
-    for what, is_wrong in wrong.items():
-        if np.any(is_wrong):
-            features = f" in {np.count_nonzero(is_wrong)} features" if np.ndim(is_wrong) else ""
-            yield f"the {what} of the stored statistics does not agree with the values{features}"
-
-
-def _differ(stored: float | None, computed: float | None) -> bool:
-    """Whether two sums differ by more than rounding."""
-    if stored is None or computed is None:
-        return stored is not computed
-    return abs(stored - computed) > _RELATIVE * abs(computed)
-
-
-def _is_shifted(stored: Int64[np.ndarray, " bins"], computed: Int64[np.ndarray, " bins"]) -> bool:
-    """Whether norms differ by more than one bin. By one bin they may, since all may be at a bin's edge."""
-    below, at_most = np.cumsum(stored), np.cumsum(computed)
-    return bool((below[1:] < at_most[:-1]).any() or (below[:-1] > at_most[1:]).any())
-
-
 def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R S"]) -> Iterator[str]:
     """Activations [R, S, D] are zero where there is no token."""
     padding = values[~valid]
@@ -243,35 +170,33 @@ def check_padding(values: np.ndarray, valid: Bool[np.ndarray, "R S"]) -> Iterato
         yield "is not zero in padding"
 
 
-def next_in_window(segments: Int32[np.ndarray, "R T"]) -> Bool[np.ndarray, "R T"]:
-    """Whether the next position holds a token of the same document window."""
-    has_next = np.zeros(segments.shape, bool)
-    has_next[:, :-1] = (segments[:, 1:] == segments[:, :-1]) & (segments[:, :-1] > 0)
-    return has_next
-
-
 def check_output(
-    values: Float32[np.ndarray, "R S k"],
+    name: str,
+    values: Shaped[np.ndarray, "R S *k"],
     valid: Bool[np.ndarray, "R S"],
-    is_defined: Bool[np.ndarray, "R S"],
+    vocab_size: int | None,
     may_be_not_finite: bool,
 ) -> Iterator[str]:
-    """An array of `capture.outputs` is finite where `is_defined`, and NaN for other tokens. Log-probabilities of the
-    likeliest tokens are in descending order."""
-    bad = ~np.isfinite(values[is_defined]).all(axis=1)
-    if bad.any() and not may_be_not_finite:
-        yield f"{bad.sum()} tokens have non-finite values"
-    if not np.isnan(values[valid & ~is_defined]).all():
-        yield "is not NaN for every token without a next token in its window"
-    if (np.diff(values, axis=2) > 0).any():
-        yield "the log-probabilities of a token are not in descending order"
-
-
-def check_ids(ids: Int32[np.ndarray, "R S k"], vocab_size: int | None) -> Iterator[str]:
-    """The likeliest tokens are in the vocabulary."""
-    bad = (ids < 0) | (ids >= (vocab_size or np.inf))
+    """An array of `capture.outputs`, or an error of an SAE's reconstruction, is within its range, and zero where there
+    is no token. Log-probabilities of the likeliest tokens are in descending order."""
+    least, most = {
+        "loss": (0, _LARGEST),
+        "entropy": (0, math.log(vocab_size) if vocab_size else _LARGEST),
+        "top_logprobs": (-_LARGEST, 0),
+        "top_ids": (0, vocab_size - 1 if vocab_size else _LARGEST),
+        "squared_error": (0, _LARGEST),
+        "cosine": (-1, 1),
+    }[name]
+    yield from check_padding(values, valid)
+    bad = ~((values >= least - _ROUNDING) & (values <= most + _ROUNDING))
+    if may_be_not_finite:
+        bad &= np.isfinite(values)
+    elif name == "loss":  # NaN for the last token of a document's window
+        bad &= ~np.isnan(values)
     if bad.any():
-        yield f"{bad.sum()} ids are outside the vocabulary of {vocab_size}"
+        yield f"{np.count_nonzero(bad)} values are not within {least:g} to {most:g}"
+    if name == "top_logprobs" and (np.diff(values, axis=2) > 0).any():
+        yield "the log-probabilities of a token are not in descending order"
 
 
 def check_features(
@@ -301,19 +226,6 @@ def check_features(
         if wrong.any():
             rows = wrong.reshape(len(wrong), -1).any(axis=1)
             yield f"{_ranges(rows)} of the rows have {what}"
-
-
-def check_reconstruction(
-    parts: Mapping[str, Float32[np.ndarray, "R S"]], valid: Bool[np.ndarray, "R S"], may_be_not_finite: bool
-) -> Iterator[tuple[str, str]]:
-    """The measures of an SAE's reconstruction are in range. Yields the name of the wrong part, and a message."""
-    for part, least, most in (("squared_error", 0, np.inf), ("cosine", -1 - _RELATIVE, 1 + _RELATIVE)):
-        values = parts[part]
-        yield from ((part, what) for what in check_padding(values, valid))
-        if not may_be_not_finite and not np.isfinite(values).all():
-            yield part, f"{np.count_nonzero(~np.isfinite(values))} tokens have non-finite values"
-        elif ((values < least) | (values > most)).any():
-            yield part, f"has values outside {least:g} to {most:g}"
 
 
 def _ranges(filled: Bool[np.ndarray, " R"]) -> str:

@@ -14,7 +14,6 @@ from pipeline.store.io.storage import Storage
 
 _BLOCK = re.compile(r"_.*/stream-(\d{5,12})/block-(\d{6,12})\.\w+")
 _SHARD = re.compile(r"[^/]+/c/(\d{1,18})(?:/0)*")
-_TABLES = re.compile(r"_documents/stream-(\d{5,12})")  # a stream's document tables, if they contradict each other
 _GROUP = re.compile(r"_generated/stream-(\d{5,12})/(?:group-(\d{6,12})\.parquet)?")
 _MOST_LINES = 20
 
@@ -57,7 +56,7 @@ def repair_steps(storage: Storage, num_streams: int | None, problems: Sequence[P
 def _delete_records(storage: Storage, num_streams: int, keys: Sequence[str]) -> list[str]:
     """Commands to delete the records of the blocks to which `keys` belong, and of all later blocks of their streams."""
     first_blocks: dict[int, int] = {}
-    others, whole_streams = [], set()
+    others: list[str] = []
     for key in keys:
         stream_and_block = _stream_and_block(key, num_streams)
         if stream_and_block is not None and stream_and_block[0] < num_streams:
@@ -65,12 +64,8 @@ def _delete_records(storage: Storage, num_streams: int, keys: Sequence[str]) -> 
             first_blocks[stream] = min(block, first_blocks.get(stream, block))
         elif record := parse_commit_key(key):  # of a stream that the store does not have, of which one record is named
             others.append(stream_prefix(COMMITS_PREFIX, record[0]))
-        elif tables := _TABLES.fullmatch(key):
-            whole_streams.add(int(tables[1]))
         elif key.startswith(COMMITS_PREFIX) and "." in key:  # among the records, but not a record of a stream
             others.append(key)
-    for stream in whole_streams:
-        first_blocks.setdefault(stream, 0)
     commands = [_command(storage, key, recursive=key.endswith("/")) for key in dict.fromkeys(others)]
     for stream, first in sorted(first_blocks.items()):
         parsed = filter(None, map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))))

@@ -9,9 +9,8 @@ import tensorstore as ts
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.ahead import map_ahead
-from pipeline.store.check.block_checks import check_tiling
 from pipeline.store.check.id_index import StreamIds
-from pipeline.store.check.merged_statistics import StreamStatistics, check_merged, merged, stored_total
+from pipeline.store.check.merged_statistics import check_merged
 from pipeline.store.check.object_listings import MissingArrays, check_objects
 from pipeline.store.check.scope import EVERYTHING, Level, Scope
 from pipeline.store.check.skips import describe_skips
@@ -23,20 +22,18 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ITEM_BYTES, MAX_ROWS
 from pipeline.store.format.metadata import ROOT_KEY, StoreOutdated, StoreRoot
 from pipeline.store.format.problems import Problem, Remedy
-from pipeline.store.format.statistics import BlockStatistics
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.storage import Storage, StorageLike
 
 # Each reads READS_AHEAD pieces concurrently: enough to keep object storage busy with little memory and few threads.
 BLOCKS_AT_ONCE = 4
 _STREAMS_AT_ONCE = 8
-_TILING_COLUMNS = ("document", "first_token", "last_token", "n_tokens", "n_cut")
-_GENERATED_COLUMNS = ("n_prompt", "n_completion")
+_GROUP_COLUMNS = ("document", "n_prompt", "n_completion")
 
 _NOT_CHECKED = {
     Level.records: "arrays and blocks' objects are not checked",
     Level.objects: "blocks' objects are not read",
-    Level.checksums: "values are not compared with each other or with the statistics",
+    Level.checksums: "values are not compared with each other",
 }
 
 Progress = Callable[[int, int], None]
@@ -77,7 +74,9 @@ def verify_store(
     if len(readable) < len(opened.arrays):
         note("the arrays do not match the records, so no blocks are read")
     elif scope.level >= Level.checksums:
-        problems += _BlockChecks(opened, scope, streams, missing).check(others, progress)
+        problems += _BlockChecks(opened, scope, streams, missing).check(progress)
+        if scope.is_first and root.complete:
+            problems += check_merged(opened)
     return problems
 
 
@@ -107,13 +106,9 @@ class _BlockChecks:
         self._scope = scope
         self._streams = streams
         self._missing = missing
-        self._totals: list[BlockStatistics | None] = []  # at most one item: the streams checked so far, merged
 
-    def check(self, others: Iterable[CommitRecord], progress: Progress | None) -> Iterator[Problem]:
-        """The problems of blocks, of each stream's document tables and groups, and of the merged statistics.
-
-        others: the last records of the streams outside of the scope.
-        """
+    def check(self, progress: Progress | None) -> Iterator[Problem]:
+        """The problems of blocks, and of each stream's index of ids and groups."""
         storage = self._store.storage
         table = BlockTable.join(records.table for records in self._streams.values())
         numbers = np.stack([table.column("stream"), table.column("block")], axis=1)
@@ -127,40 +122,24 @@ class _BlockChecks:
         for records in not_read.values():
             yield from self._check_stream(records, ())
         yield from changed
-        if self._scope.is_first and self._store.root.complete:
-            for last in others:
-                self._add_total(stored_total(storage, last))
-            yield from check_merged(self._store, self._totals[0] if self._totals else None)
 
     def _check_block(self, record: CommitRecord) -> CheckedBlock:
         missing = self._missing.get((record.stream, record.block), ())
         return check_block(self._store, record, missing, only_checksums=self._scope.level < Level.all)
 
     def _check_stream(self, records: StreamRecords, blocks: Iterable[CheckedBlock]) -> Iterator[Problem]:
-        columns = [*_TILING_COLUMNS, *(_GENERATED_COLUMNS if self._store.generates else ())]
-        statistics, tables, last = StreamStatistics(), [], None
+        tables = []
         ids = StreamIds(self._store.storage, records.stream, records.table)
         for block in blocks:
             yield from block.problems
-            yield from statistics.add(block)
             ids.add(block.record.block, block.table)
-            tables += [] if block.table is None else [block.table.select(columns)]
-            last = block.record.block
+            if self._store.generates and block.table is not None:
+                tables.append(block.table.select(_GROUP_COLUMNS))
         yield from ids.problems()
-        num_streams = self._store.root.metadata.num_streams
-        table = None
-        if tables and len(tables) == len(records.table):
-            tiling = check_tiling(tables, records.last, num_streams)
-            yield from (Problem(f"_documents/stream-{records.stream:05d}", what) for what in tiling)
-            table = pa.concat_tables(tables)
         if self._store.generates:
+            is_whole = tables and len(tables) == len(records.table)
+            table = pa.concat_tables(tables) if is_whole else None
             yield from check_groups(self._store.storage, records.stream, table, _kept_token_bytes(self._store))
-        if records.last is not None and self._scope.is_first and self._store.root.complete:
-            is_whole = last == records.last.block
-            self._add_total(statistics.total if is_whole else stored_total(self._store.storage, records.last))
-
-    def _add_total(self, stream: BlockStatistics | None) -> None:
-        self._totals = [merged(*self._totals, stream) if self._totals else stream]
 
 
 def _with_progress(blocks: Iterable[CheckedBlock], total: int, progress: Progress | None) -> Iterator[CheckedBlock]:

@@ -24,7 +24,6 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import block_key
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.norms import l2_norms
-from pipeline.store.format.scaled import dequantised
 from pipeline.store.format.tables import decode_committed, encode_table
 from pipeline.store.io.digests import objects_digest
 from pipeline.store.io.failures import DAMAGE_REMEDY
@@ -154,21 +153,6 @@ def token_statistics(activations: np.ndarray) -> Statistics:
     mean = values.sum(axis=0) / max(len(values), 1)
     m2 = np.square(values - mean).sum(axis=0)
     return with_norms(l2_norms(activations[finite]), int((~finite).sum()), mean, m2)
-
-
-def piece_statistics(values: np.ndarray, scales: np.ndarray | None) -> Statistics:
-    """The statistics of n tokens' stored values [n, d], computed in float32. Scaled values have scales [n, groups]."""
-    with np.errstate(over="ignore", invalid="ignore"):  # squares may overflow, and scales may be non-finite
-        values = values.astype(np.float32) if scales is None else dequantised(values, scales)
-        norms = l2_norms(values)
-        is_finite = np.isfinite(norms)
-        if not is_finite.all():
-            is_finite[~is_finite] = np.isfinite(values[~is_finite]).all(axis=1)
-        finite = values if is_finite.all() else values[is_finite]
-        mean = finite.mean(axis=0, dtype=np.float64) if len(finite) else np.zeros(values.shape[1])
-        deviations = finite - mean.astype(np.float32)
-        m2 = np.einsum("nd,nd->d", deviations, deviations).astype(np.float64)
-    return with_norms(norms[is_finite], int((~is_finite).sum()), mean, m2)
 
 
 def with_norms(
