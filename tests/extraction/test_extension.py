@@ -22,6 +22,7 @@ from tests.extraction.extension_steps import Scheduler, finalize_store, run_job
 from tests.jobs import write_text
 from tests.store.damage_stores import make_specimen
 from tests.store.example_store import Image, in_memory, read_image
+from tests.store.written_check import assert_well_written
 
 OLD, MIDDLE = "run.max_tokens=300", "run.max_tokens=500"
 HALF = ("run.worker_count=2", "run.worker_index=0")
@@ -86,6 +87,7 @@ def undisturbed(command, old) -> Mapping[str, Image]:
         with in_memory(old) as path:
             run_job(path, *command, target)
             assert verify_store(path) == []
+            assert_well_written(path)
             found[target] = read_image(path)
     return found
 

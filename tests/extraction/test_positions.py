@@ -24,6 +24,7 @@ from pipeline.store.read.buffers import StoredBlocks
 from pipeline.store.read.reader import DocumentActivations
 from pipeline.store.write.deleting import delete_store
 from tests.jobs import assert_same_store, committed, run_here, run_processes, write_text
+from tests.store.written_check import assert_well_written
 
 KEYS = [(0, "resid_post"), (1, "attn_out")]
 OUTPUTS = ["capture.outputs=[loss,entropy,top_logprobs]", "capture.top_logprobs=3"]
@@ -112,6 +113,7 @@ def every(overrides, tmp_path_factory) -> ActivationStore:
 def test_stored_activations_equal_those_of_a_store_of_all_tokens(overrides, of_all, every, documents, tmp_path, name):
     store = every if name == "every" else made(tmp_path, overrides, *SELECTIONS[name])
     assert verify_store(store.path) == []
+    assert_well_written(store.path)
     table = store.documents.to_pandas().groupby("document")[["n_selected", "n_unselected"]].sum()
     total = 0
     for number, whole in documents.items():

@@ -29,6 +29,7 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.device_idle import device_idle, idle_fraction
 from tests.jobs import assert_same_store, committed, objects, write_text
+from tests.store.written_check import assert_well_written
 
 pytestmark = pytest.mark.usefixtures("cached_steps")
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
@@ -207,6 +208,7 @@ def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stor
     assert statistics.not_finite > 0
     assert np.isfinite(statistics.mean).all()
     assert verify_store(str(tmp_path / "c")) == []
+    assert_well_written(str(tmp_path / "c"))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.io.storage import Storage
 from tests.jobs import run_here, write_model_of_zeros, write_text
+from tests.store.written_check import assert_well_written
 
 MLP_OUT = "blocks.1.mlp_out"
 ALL_ZERO = {MLP_OUT, f"{MLP_OUT}.scale", "entropy", "top_logprobs"}
@@ -37,6 +38,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> ActivationStore:
 
 def test_the_store_is_sound_without_objects_of_zeros(store):
     assert verify_store(store.path) == []
+    assert_well_written(store.path)
     names = {key.split("/")[0] for key in store.storage.list_keys() if "/c/" in key}
     assert set(store.arrays) - names == ALL_ZERO
 

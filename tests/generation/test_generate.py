@@ -39,6 +39,7 @@ from tests.jobs import (
     write_text,
     writes_held,
 )
+from tests.store.written_check import assert_well_written
 
 ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
 
@@ -69,6 +70,7 @@ def reference(overrides, tmp_path_factory) -> Path:
 
 def test_documents_are_prompts_and_completions(reference):
     assert verify_store(str(reference)) == []
+    assert_well_written(str(reference))
     store = ActivationStore.open(reference)
     rows = store.documents.group_by(["document", "n_tokens", "n_prompt", "n_completion", "finish_reason"])
     rows = rows.aggregate([]).to_pylist()
