@@ -50,8 +50,8 @@ class Case:
             block = list(blocks(stream, dtype=self.dtype))[number]
             valid = block.arrays["segments"] > 0
             extra = {spec.name: np.zeros(self.layout.shard_shape(spec), spec.dtype) for spec in self._extra_arrays}
-            for values in extra.values():
-                values[valid] = 1
+            for name, values in extra.items():
+                values[valid] = -1 if name == "top_logprobs" else 1
             arrays = block.arrays | extra
             if (stream, number) in places:
                 arrays |= {name: np.zeros_like(arrays[name]) for name in self.zeros}
