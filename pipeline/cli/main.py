@@ -85,7 +85,7 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
         if isinstance(error, errors.StoreMismatch) and _is_sweep():
             log.error("In a sweep, each job needs its own store: use the swept key in store.path.")
         earlier = error.__context__
-        if isinstance(earlier, errors.PipelineError) and earlier is not error.__cause__:
+        if isinstance(earlier, errors.PipelineError) and not error.__suppress_context__:
             log.error("Before that, %s", described(earlier))
         return error.exit_code
     except Exception as error:

@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.cli import main
 from pipeline.config import composing
+from pipeline.core.errors import StoreMismatch
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import assert_same_store, committed, objects, run, run_here, run_program, write_text
 
@@ -209,14 +210,28 @@ def test_the_printed_configuration_lists_every_group(monkeypatch, capsys):
         assert f"\n{group}" in f"\n{printed}"
 
 
+def run_alone(task) -> int:
+    composing.prepare()
+    with hydra.initialize_config_dir(str(composing.CONFIGS), version_base="1.3"):
+        return main.run_task(task, hydra.compose("config", []))
+
+
+def test_an_error_that_replaces_another_is_reported_alone(caplog):
+    def task(_config) -> None:
+        try:
+            raise StoreMismatch("first")
+        except StoreMismatch:
+            raise StoreMismatch("second") from None
+
+    assert run_alone(task) == 2
+    assert caplog.messages == ["StoreMismatch: second"]
+
+
 def test_exhausted_device_memory_is_reported_with_a_remedy(caplog):
     def task(_config) -> None:
         jax.numpy.zeros(1 << 48).block_until_ready()  # 1 PiB
 
-    composing.prepare()
-    with hydra.initialize_config_dir(str(composing.CONFIGS), version_base="1.3"):
-        composed = hydra.compose("config", [])
-    assert main.run_task(task, composed) == 1
+    assert run_alone(task) == 1
     [message] = caplog.messages
     assert "does not fit in the memory of a device" in message
     assert "batch.rows" in message

@@ -144,8 +144,8 @@ class StoreMetadata:
             )
             raise StoreMismatch(
                 f"the store {path} was made with a different configuration:{lines}\n"
-                "Use the configuration, model and data of this store, or choose a different store.path. A store "
-                "without blocks can be deleted. This command describes the store, and says how to delete it:\n"
+                "Use the configuration, model and data of this store, or choose a different store.path. This command "
+                "describes the store, and says how to delete it:\n"
                 f"  python -m pipeline.delete {quote(f'store.path={path}')}"
             )
 
