@@ -206,7 +206,7 @@ def spelled(given: object) -> str:
         return str(given[1]) if is_single else f"blocks.{layer}.{given[1]}"
     if not isinstance(given, str):
         raise ArgumentError(
-            f"expected a name such as 'blocks.2.resid_post', or a pair (layer, site), got {shown(given)}"
+            f"expected a name such as 'blocks.2.resid_post', or a pair (layer, site), got {shown(given)}."
         )
     return given
 

@@ -18,7 +18,8 @@ def tokens_of(batches) -> list[tuple[int, int]]:
 
 def test_a_data_loader_gets_whole_batches(tmp_path):
     copy_store(str(tmp_path))
-    dataset = ActivationDataset(tmp_path, [(1, "resid_post"), (3, "resid_post")], 16, stack=True)
+    store = ActivationStore.open(tmp_path)
+    dataset = ActivationDataset(store, [(1, "resid_post"), (3, "resid_post")], 16, stack=True)
     batches = list(DataLoader(dataset, batch_size=None))
     assert batches[0]["activations"].shape == (16, 2, 6)
     assert batches[0]["activations"].dtype == torch.bfloat16

@@ -141,16 +141,12 @@ class Readable:
     def key(self, key: Key) -> ActivationKey:
         """The activation that a user means. Raises `error` if there is no such array, or more than one."""
         try:
-            name = spelled(key)
-            array = find_array(name, self.hooks)
-            found = ActivationKey.parse(array or name)
+            array = find_array(spelled(key), self.hooks)
         except ValueError as error:
-            raise self.error(
-                f"{shown(key)} is not the name of an activation ({error}); {self.subject} has {self._key_names}."
-            ) from error
+            raise self.error(f"{self.subject} has {self._key_names}; {error}") from error
         if array is None:
-            raise self.error(f"{self.subject} has no {found.name}; it has {self._key_names}.")
-        return found
+            raise self.error(f"{shown(key)} names none, or several, of {self.subject}'s {self._key_names}.")
+        return ActivationKey.parse(array)
 
     @cached_property
     def _key_names(self) -> str:

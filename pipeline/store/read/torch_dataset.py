@@ -18,18 +18,25 @@ _POLL_S = 0.01
 
 
 class ActivationDataset(IterableDataset):
-    """The batches of a store, each a dict of tensors with the fields of `Batch`.
+    """The batches of a store, or of the one at a path, each a dict of tensors with the fields of `Batch`.
 
-        DataLoader(ActivationDataset(path, (5, "resid_post"), 4096, shuffle=True), batch_size=None)
+        DataLoader(ActivationDataset(store, (5, "resid_post"), 4096, shuffle=True), batch_size=None)
 
     `options` are the arguments of `ActivationStore.batches`. Each iteration is another pass over the store, in another
     order; after `set_epoch(n)` every iteration is pass n. The reader uses threads, so `num_workers=0` is fastest.
     Workers need `multiprocessing_context="spawn"` and divide this rank's share among themselves.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keys: Key | Sequence[Key], batch_size: int, **options: Any):
+    def __init__(
+        self,
+        store: ActivationStore | str | os.PathLike[str],
+        keys: Key | Sequence[Key],
+        batch_size: int,
+        **options: Any,
+    ) -> None:
         # On the Hub, the path with the commit, so that every epoch and worker reads the same.
-        self._path = Storage.open(path).path if str(path).startswith(HUB_SCHEME) else path
+        store = Storage.open(store) if str(store).startswith(HUB_SCHEME) else store
+        self._path = store.path if isinstance(store, ActivationStore | Storage) else store
         self._keys = keys
         self._batch_size = batch_size
         self._options = options
