@@ -57,6 +57,7 @@ def test_local_files_need_no_network(rows, monkeypatch):
         ("{{ text }}", ["one", "two", "three"]),
         ("{{ name }}: {{ choices.text[0] | default('-') }}", ["a: x", "b: z", "c: -"]),
         ("{{ name | upper }}{{ n + 1 }}", ["A2", "B3", "C4"]),
+        ("{{ text }}\n{{ '\\\\n' }}", ["one\n\\n", "two\n\\n", "three\n\\n"]),
         ("{{ choices | tojson }}", [json.dumps(row["choices"]) for row in ROWS]),
     ],
 )
@@ -276,6 +277,7 @@ def test_compressed_files_are_read(tmp_path, kind):
     [
         ({"text": "{% if %}"}, ConfigError, "data.text is not a jinja template"),
         ({"text": "{{ range(9)|random }}"}, ConfigError, "data.text is not a jinja template: No filter named 'random'"),
+        ({"text": r"{{ text }}\n{{ name }}"}, ConfigError, r"cannot be used: its \\n is no line break"),
         ({"path": ""}, ConfigError, "data.path is '', which is not a directory, a loader or a Hub id"),
         (
             {"path": "/" + "a" * 5000},

@@ -101,6 +101,8 @@ class TextTemplate:
         """Raises jinja2.TemplateError if `source` is not a template."""
         self._template = _Template(_environment(jinja2.StrictUndefined, [], _not_null), source)
         self.columns = self._template.variables
+        if r"\n" in self._template.text:
+            raise jinja2.TemplateError(r"""its \n is no line break; bash makes one of it in $'data.text="...\n..."'""")
 
     def __call__(self, row: Mapping[str, Any]) -> str:
         """Raises RenderError."""
@@ -108,7 +110,7 @@ class TextTemplate:
 
 
 class _Template:
-    """variables: those that must be given. names: all names in the template."""
+    """variables: those that must be given. names: all names in the template. text: what is outside of expressions."""
 
     def __init__(self, environment: ImmutableSandboxedEnvironment, source: str) -> None:
         """Raises jinja2.TemplateError."""
@@ -117,6 +119,7 @@ class _Template:
             tree = environment.parse(source)
             self.names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
             self.variables = jinja2.meta.find_undeclared_variables(tree)
+            self.text = "".join(node.data for node in tree.find_all(jinja2.nodes.TemplateData))
             self._template = environment.from_string(source)
         except (RecursionError, MemoryError, SyntaxError, ValueError) as error:  # too deep; a constant is too large
             raise jinja2.TemplateError(f"it cannot be compiled ({_message(error)})") from error
