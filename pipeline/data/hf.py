@@ -56,10 +56,8 @@ class HfSource:
         self._config = config
         try:
             self._template = TextTemplate(config.text)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"data.text is not a jinja template: {error}. Got {config.text!r:.300}.") from error
         except jinja2.TemplateError as error:
-            raise ConfigError(f"data.text={config.text!r:.200} cannot be used: {error}. Correct it.") from error
+            raise ConfigError(f"data.text={config.text!r:.300} is no jinja template: {error}. Correct it.") from error
         if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
             raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
         if twice := [name for name in config.info_columns if config.info_columns.count(name) > 1]:
@@ -164,8 +162,8 @@ class HfSource:
     def _require_columns(self, name: str, columns: Iterable[str]) -> None:
         if missing := sorted(self._columns - {*columns}):
             raise InputError(
-                f"{self._config.path}, {name} has no column {', '.join(missing)}, only {', '.join(columns)}. "
-                "Use only these columns in data.text, data.id_column and data.info_columns."
+                f"{self._config.path}, {name} has no column {', '.join(map(repr, missing))}, only "
+                f"{', '.join(map(repr, columns))}. Use only these in data.text, data.id_column and data.info_columns."
             )
 
     def _skip(self, skip: SkippedDocument) -> SkippedDocument:

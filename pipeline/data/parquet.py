@@ -172,7 +172,7 @@ def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> N
         if name not in schema.names:
             remedy = ", or to null to use file name and row number as ids" if key == "id_column" else ""
             raise InputError(
-                f"{file.path} has no column {name!r}, only {', '.join(schema.names)}. "
+                f"{file.path} has no column {name!r}, only {', '.join(map(repr, schema.names))}. "
                 f"Set data.{key} to one of them{remedy}."
             )
         kind = schema.field(name).type

@@ -151,8 +151,8 @@ def test_a_row_that_is_not_utf8_is_reported_or_skipped(tmp_path, column, name):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"content": ["a"], "id": ["1"]}, r"a.parquet has no column 'text', only content, id. Set data.text_column"),
-        ({"text": ["a"], "key": ["1"]}, r"a.parquet has no column 'id', only text, key. Set data.id_column"),
+        ({"content": ["a"], "id": ["1"]}, r"no column 'text', only 'content', 'id'. Set data.text_column"),
+        ({"text": ["a"], "key": ["1"]}, r"no column 'id', only 'text', 'key'. Set data.id_column"),
         ({"text": [1], "id": ["1"]}, r"a.parquet: column 'text' is int64, expected strings"),
         ({"text": ["a"], "id": [1.5]}, r"a.parquet: column 'id' is double, expected strings"),
     ],

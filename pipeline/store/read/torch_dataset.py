@@ -1,6 +1,5 @@
 """A store as a PyTorch dataset. The only module that needs torch."""
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.core.addresses import HUB_SCHEME
 from pipeline.core.arguments import integer
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.reader import ActivationStore, Key
 
 _LOADERS = 16  # whose workers may start at the same time
@@ -28,12 +27,8 @@ class ActivationDataset(IterableDataset):
     """
 
     def __init__(
-        self,
-        store: ActivationStore | str | os.PathLike[str],
-        keys: Key | Sequence[Key],
-        batch_size: int,
-        **options: Any,
-    ) -> None:
+        self, store: ActivationStore | StorageLike, keys: Key | Sequence[Key], batch_size: int, **options: Any
+    ):
         # On the Hub, the path with the commit, so that every epoch and worker reads the same.
         store = Storage.open(store) if str(store).startswith(HUB_SCHEME) else store
         self._path = store.path if isinstance(store, ActivationStore | Storage) else store
