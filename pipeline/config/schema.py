@@ -94,7 +94,7 @@ class DataConfig:
     )
     on_error: OnError = key(OnError.fail, "`fail`, or `skip` and record bad documents and the damaged parts of files")
     special_tokens: SpecialTokens = key(
-        SpecialTokens.tokenizer, "`tokenizer`: those it adds by default (BOS, CLS ... SEP), or `none`"
+        SpecialTokens.tokenizer, "`tokenizer`: those it adds (BOS, CLS ... SEP) where a text lacks them, or `none`"
     )
     prefix: str | None = key(None, "text of a single token to put before every document, e.g. `<|endoftext|>`")
     suffix: str | None = key(None, "text of a single token to put after every document", "data!=generate")
@@ -222,7 +222,7 @@ class CaptureConfig:
     """Which activations are stored, and in which form."""
 
     layers: Any = key(
-        REQUIRED, "list of layer numbers from 0, or `all`; `resid_post` of layer L is the output of block L"
+        REQUIRED, "list of layer numbers from 0 (-1: the last), or `all`; `resid_post` of layer L: block L's output"
     )
     sites: list[str] = list_key(
         ("resid_post",),
