@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from pipeline import Stream, delete, export, finalize, inspect, verify
 from pipeline.config import composing
-from pipeline.core.errors import CheckpointError, ConfigError, StoreError, StoreMismatch
+from pipeline.core.errors import ArgumentError, CheckpointError, ConfigError, StoreError, StoreMismatch
 from pipeline.inspection.features import FeatureChoice, view_features
 from pipeline.job.opening import open_job, print_plan
 from pipeline.models.sae.autoencoder import SAE
@@ -285,8 +285,8 @@ WRONG_FEATURES = {
         "it has: blocks.1.attn_in",
     ),
     "no feature": (lambda store: store.feature(ARRAY, 40), StoreError, "the SAE has features 0 to 39"),
-    "negative": (lambda store: store.feature(ARRAY, -1), StoreError, "the SAE has features 0 to 39"),
-    "top": (lambda store: store.feature(ARRAY, 0, top=0), ValueError, "must be at least 1, or None for all firings"),
+    "negative": (lambda store: store.feature(ARRAY, -1), ArgumentError, "expected an integer of at least 0"),
+    "top": (lambda store: store.feature(ARRAY, 0, top=0), ArgumentError, "top is 0, expected an integer of at least 1"),
     "statistics": (lambda store: store.feature_statistics("x"), StoreError, "no features of 'x'"),
 }
 
@@ -440,7 +440,6 @@ WRONG = {
     "list": ("capture.encode=[a]", "a mapping from captured arrays to SAEs"),
     "not captured": ("capture.encode={blocks.2.attn_in: a}", "which is not a captured array"),
     "twice": (f"capture.encode={{{ARRAY}: a, blocks.*.attn_in: a}}", "To use several SAEs for an array, give a list"),
-    "no address": (f"capture.encode={{{ARRAY}: 7}}", "Set it to an address"),
     "empty": (f"capture.encode={{{ARRAY}: []}}", "Set it to an address"),
     "nested": (f"capture.encode={{{ARRAY}: {{a: [b]}}}}", "Set it to an address"),
     "name": (f"capture.encode={{{ARRAY}: {{a.b: c}}}}", "Set it to an address"),

@@ -372,8 +372,8 @@ def test_a_stream_does_not_use_reserved_memory(overrides, monkeypatch):
     stream = Stream.from_config([*overrides, "run.reserved_mib=8"])
     assert "reserved  8 MiB on each device" in stream._job.plan.describe()
     assert stream.batches(SIZE).device_bytes < 16 << 20
-    with pytest.raises(ConfigError, match=r"of each device, which has \d+ MiB besides the 18 MiB of reserved_mib"):
-        Stream.from_config([*overrides, "run.reserved_mib=18"]).batches(SIZE)
+    with pytest.raises(ConfigError, match=r"of each device, which has \d+ MiB besides the 20 MiB of reserved_mib"):
+        Stream.from_config([*overrides, "run.reserved_mib=20"]).batches(SIZE)
     with pytest.raises(ConfigError, match="run.reserved_mib is 24, but each device has 24 MiB"):
         Stream.from_config([*overrides, "run.reserved_mib=24"])
 
