@@ -3,7 +3,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.io.storage import Storage
@@ -121,11 +121,12 @@ def test_numpy_numbers_are_accepted(store):
         (lambda store: store.read(1.0, "resid_post", 0), "has blocks.*; the layer is 1.0, expected an integer"),
         (lambda store: store.read_tokens([0.5, 1.0]), r"rows have the shape \[2\] and dtype float64"),
         (lambda store: store.read_tokens([[0, 1]]), r"rows have the shape \[1, 2\]"),
+        (lambda store: store.read_tokens(0, whole=np.arange(3)), "whole is array.*, expected True or False"),
         (lambda store: store.read_tokens([True, False]), r"shape \[2\] and dtype bool; .* a mask of the \d+ rows"),
     ],
 )
 def test_missing_arrays_rows_and_documents_are_refused(store, call, message):
-    with pytest.raises(StoreError, match=message):
+    with pytest.raises((StoreError, ArgumentError), match=message):
         call(store)
 
 

@@ -283,7 +283,7 @@ class ActivationStore(HasBatches):
         rows: as in `read`. whole: return all positions (S = T), even if only some tokens' activations are stored.
         """
         row_numbers = self._rows.chosen(rows)
-        specs = SIDE_ARRAYS if whole else self._layout.side_arrays
+        specs = SIDE_ARRAYS if flag("whole", whole) else self._layout.side_arrays
         sides = slot_side_arrays(dict(self._rows.reads([spec.name for spec in specs], row_numbers)))
         return TokenRows(**{name: values[0] if is_one_row(rows) else values for name, values in sides.items()})
 
