@@ -109,7 +109,7 @@ def json_rows(file: TextIO) -> Iterator[Row | str | None]:
     """The rows of JSON Lines, or of a file with one list or with objects on several lines; None for a blank line, a
     reason for a line that is not an object. A text stands for an object with the column `text`."""
     head = list(islice(file, 2))
-    if any(isinstance(_json_row(line), dict) for line in head):
+    if any(isinstance(_json_row(line), dict) for line in head) and not head[0].lstrip().startswith("["):
         yield from map(_json_row, chain(head, file))
         return
     text = "".join(chain(head, file))

@@ -176,6 +176,8 @@ WRITTEN = {  # by name of the file: its content, a template, and the documents
     "dates.jsonl": ('{"text": "2020-01-01"}\n{"text": "2021-01-01T10:00:00"}\n', "{{ text }}",
                     ["2020-01-01", "2021-01-01T10:00:00"]),
     "list.json": (json.dumps([{"text": text} for text in TYPES], indent=1), "{{ text }}", TYPES),
+    "one.json": ('[\n{"text": "a"}\n]\n', "{{ text }}", ["a"]),
+    "commas.json": ('[\n{"text": "a"}\n,\n{"text": "b"}\n]', "{{ text }}", ["a", "b"]),
     "texts.json": (json.dumps(TYPES), "{{ text }}", TYPES),
     "objects.json": ("".join(json.dumps({"text": text}, indent=2) + "\n" for text in TYPES), "{{ text }}", TYPES),
     "columns.jsonl": (
