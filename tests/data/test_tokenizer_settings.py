@@ -79,6 +79,12 @@ def byte_level(post: str = "$A") -> Tokenizer:
     return finished(tokenizer, decoders.ByteLevel(), post)
 
 
+def byte_level_normaliser() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.ByteLevel(), pre_tokenizers.Digits()
+    return tokenizer
+
+
 def metaspace() -> Tokenizer:
     pieces = ["<unk>", "<s>", "</s>", "<user>", "▁", "▁hello", "▁world", "hello", *"abcdehlorstw<>x123"]
     tokenizer = Tokenizer(models.Unigram([(piece, -float(n)) for n, piece in enumerate(pieces)], unk_id=0))
@@ -106,6 +112,7 @@ def finished(tokenizer: Tokenizer, decoder: decoders.Decoder, post: str) -> Toke
 TOKENIZERS = {
     "byte level": byte_level,
     "byte level, BOS": lambda: byte_level("<s> $A"),
+    "byte level, as normaliser": byte_level_normaliser,
     "metaspace": metaspace,
     "word piece": word_piece,
     "cased": lambda: word_piece(lowercase=False),
@@ -133,6 +140,10 @@ HONOURED: dict[str, dict[str, object]] = {
     "additional": {"additional_special_tokens": ["<x>", "<new>"]},
     "extra before additional": {"additional_special_tokens": ["<x>"], "extra_special_tokens": ["<new>"]},
     "extra, by name": {"extra_special_tokens": {"image_token": "<x>", "other": "<new>"}},
+    "extra, by name, and additional": {
+        "extra_special_tokens": {"image_token": "<x>"},
+        "additional_special_tokens": ["<new>"],
+    },
     "own named token": {"image_token": "<x>", "pad_token": "<new>"},
     "named token as object": {"pad_token": token("<x>", lstrip=True) | {"__type": "AddedToken"}},
     "a word as a token": {"pad_token": "hello"},
@@ -161,6 +172,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     ),
     "another token": ({"added_tokens_decoder": {0: token("<x>")}}, "gives '<x>' the id 0"),
     "no tokens": ({"added_tokens_decoder": {"a": 1}}, "added_tokens_decoder is .*expected tokens by their id"),
+    "no id": ({"added_tokens.json": {"<x>": [1]}}, "added_tokens.json is .*expected tokens by their id"),
     "extra": ({"extra_special_tokens": 5}, "extra_special_tokens is 5, expected a list of tokens"),
     "a surrogate": ({"pad_token": "\ud800"}, "tokenizer_config.json does not fit tokenizer.json: .*surrogates"),
     "some added tokens": (

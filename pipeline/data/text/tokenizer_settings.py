@@ -79,7 +79,9 @@ class TokenizerSettings:
         code = config.get("auto_map")
         if code and (not isinstance(code, dict) or code.get("AutoTokenizer")):
             raise InputError(f"{where}: auto_map names the folder's own code, which is never run. {_REMEDY}")
-        if not self._config.get("extra_special_tokens"):
+        extra = config.get("extra_special_tokens")
+        self._own_tokens = extra if isinstance(extra, dict) else {}
+        if not extra or self._own_tokens:
             self._config["extra_special_tokens"] = self._config.pop("additional_special_tokens", None)
 
     def add_early_files(self, special_tokens_map: Mapping[str, Any], added_tokens: Mapping[str, Any]) -> None:
@@ -91,7 +93,7 @@ class TokenizerSettings:
             self._config["extra_special_tokens"] = [*extra, *(token for token in more if token not in extra)]
         special = {token.content for token in (*self._named().values(), *self._extra())}
         self._config["added_tokens_decoder"] = {
-            number: {"content": text, "special": text in special, "normalized": text not in special}
+            str(number): {"content": text, "special": text in special, "normalized": text not in special}
             for text, number in added_tokens.items()
         }
         self._config["extra_special_tokens"] = self._config["extra_special_tokens"] or special_tokens_map.get(
@@ -153,7 +155,8 @@ class TokenizerSettings:
         try:
             return {int(number): _added_token(token) for number, token in value.items()}
         except (AttributeError, TypeError, ValueError):
-            raise wrong_value(self._where, "added_tokens_decoder", value, "tokens by their id") from None
+            name = "added_tokens.json" if self._has_early_files else "added_tokens_decoder"
+            raise wrong_value(self._where, name, value, "tokens by their id") from None
 
     def _named(self) -> dict[str, AddedToken]:
         values = dict.fromkeys(_NAMED_TOKENS) | {
@@ -162,7 +165,7 @@ class TokenizerSettings:
             if name.endswith("_token") and not isinstance(value, bool)  # not add_bos_token
         }
         extra = self._config.get("extra_special_tokens")
-        values |= extra if isinstance(extra, dict) else {}
+        values |= self._own_tokens | (extra if isinstance(extra, dict) else {})
         return {name: self._token(name, value) for name, value in values.items() if value}
 
     def _extra(self) -> list[AddedToken]:
@@ -246,11 +249,6 @@ def _parts(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 def _adds_space(part: Mapping[str, Any]) -> bool | None:
     """Whether a part puts a space before a text; None for a part of a kind that never does."""
-    match part["type"]:
-        case "ByteLevel":
-            return part["add_prefix_space"]
-        case "Metaspace":
-            return part["prepend_scheme"] != "never"
-        case "Prepend":
-            return True
-    return None
+    if part["type"] == "Metaspace":
+        return part["prepend_scheme"] != "never"
+    return part["type"] == "Prepend" or part.get("add_prefix_space")  # the normaliser ByteLevel lacks it
