@@ -170,6 +170,7 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
         {"added_tokens_decoder": {9999: token("<x>")}},
         "gives '<x>' the id 9999, but with tokenizer.json it",
     ),
+    "a long token": ({"added_tokens_decoder": {0: token("x" * 5000)}}, r"gives 'x{9,200}[.]{3}x{9,200}' the id 0"),
     "another token": ({"added_tokens_decoder": {0: token("<x>")}}, "gives '<x>' the id 0"),
     "no tokens": ({"added_tokens_decoder": {"a": 1}}, "added_tokens_decoder is .*expected tokens by their id"),
     "no id": ({"added_tokens.json": {"<x>": [1]}}, "added_tokens.json is .*expected tokens by their id"),

@@ -129,8 +129,8 @@ class TokenizerSettings:
         lacking = [token.content for number, token in existing.items() if number not in decoder]
         if lacking and not self._has_early_files and self._class not in _CLASSES_OF_FILES:
             raise InputError(
-                f"{self._where}: added_tokens_decoder lacks {lacking[0]!r} of tokenizer.json, whose id then depends "
-                "on the version of transformers. Add it, or remove added_tokens_decoder."
+                f"{self._where}: added_tokens_decoder lacks {shown(lacking[0])} of tokenizer.json, whose id then "
+                "depends on the version of transformers. Add it, or remove added_tokens_decoder."
             )
         known_forms = {repr(token) for token in existing.values()}
         new = [token for _, token in sorted(decoder.items()) if repr(token) not in known_forms]
@@ -146,7 +146,7 @@ class TokenizerSettings:
         for number, token in decoder.items():
             if token.content and (given := tokenizer.token_to_id(token.content)) != number:
                 raise InputError(
-                    f"{self._where}: added_tokens_decoder gives {token.content!r} the id {number}, but with "
+                    f"{self._where}: added_tokens_decoder gives {shown(token.content)} the id {number}, but with "
                     f"tokenizer.json it gets {given}. Correct one of them."
                 )
 
