@@ -77,7 +77,7 @@ def with_date(data: DataConfig, stored_data: object) -> DataConfig:
             if getattr(data, name) is not None:
                 raise ConfigError(
                     f"data.{name} is {shown(getattr(data, name))}, but no chat template is used. Set it to null, or "
-                    "data.template=chat."
+                    "data.template=chat with data=arc or data=generate."
                 )
         return data
     stored = stored_data.get("date") if isinstance(stored_data, dict) else None

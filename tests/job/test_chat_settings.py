@@ -86,5 +86,7 @@ def test_wrong_settings_are_refused(overrides, setting, message, tmp_path):
 @pytest.mark.parametrize("setting", ["data.template_kwargs={a: 1}", "data.date=2026-07-01"])
 @pytest.mark.parametrize("overrides", ["arc"], indirect=True)
 def test_settings_without_a_chat_template_are_refused(overrides, setting, tmp_path):
-    with pytest.raises(ConfigError, match="but no chat template is used. Set it to null, or data.template=chat"):
+    with pytest.raises(
+        ConfigError, match="but no chat template is used. Set it to null, or data.template=chat with data=arc"
+    ):
         opened(tmp_path, "plain", *overrides, "data.template=plain", setting)
