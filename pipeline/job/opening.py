@@ -204,11 +204,15 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     stored = read_metadata(storage)
     revision = model_revision(config, stored)
     stored_data = stored.config.get("data") if stored else None
-    config = replace(config, data=with_date(config.data, stored_data))
+    given_date, config = config.data.date, replace(config, data=with_date(config.data, stored_data))
     model, tokenizer = open_model_and_tokenizer(config, revision)
     if renders_chat(config.data):
         with time_limit(config.run.stall_timeout_s):
             tokenizer.require_chat()
+        if given_date is not None and "date" not in tokenizer.chat_identity():
+            raise ConfigError(
+                f"data.date is {given_date}, but the chat template writes no date (strftime_now). Set data.date=null."
+            )
     config = replace(config, data=with_commit(config.data, stored_data))
     manifest = JobManifest(storage)
     source = open_source(config.data, tokenizer, manifest.agree)

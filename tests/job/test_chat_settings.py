@@ -57,11 +57,9 @@ def test_a_store_keeps_its_date(overrides, tmp_path):
 
 def test_variables_reach_the_template_and_the_identity(overrides, tmp_path):
     jobs = [
-        opened(tmp_path, "plain", *overrides, *more)
-        for more in ([], ["data.template_kwargs={enable_thinking: false}"], ["data.date=2026-07-01"])
+        opened(tmp_path, "plain", *overrides, *more) for more in ([], ["data.template_kwargs={enable_thinking: false}"])
     ]
-    assert [text(job).endswith("False") for job in jobs] == [False, True, False]
-    assert identity(jobs[0]) == identity(jobs[2])
+    assert [text(job).endswith("False") for job in jobs] == [False, True]
     assert identity(jobs[1]) == identity(jobs[0]) | {"template_kwargs": {"enable_thinking": False}}
 
 
@@ -74,6 +72,7 @@ def test_variables_reach_the_template_and_the_identity(overrides, tmp_path):
         ),
         ("data.template_kwargs=[a]", r"data.template_kwargs is \['a'\], expected values by name"),
         ("data.date=2026-02-30", "data.date is '2026-02-30'. Set it to a date, as in 2026-07-01"),
+        ("data.date=2026-07-01", "but the chat template writes no date"),
         ("data.date=yesterday", "data.date is 'yesterday'. Set it to a date"),
     ],
 )
