@@ -48,8 +48,9 @@ def plan_weights(
                 f"{sizes[default] / MIB:.0f} MiB, more than {MAX_WEIGHTS_SHARE:.0%} of a device's "
                 f"{device_memory / MIB:.0f} MiB",
             )
-    leaf, group = weights.least_divided(tensor, fsdp=data)
-    if sharding is Weights.fsdp and group < data:
+    divided = weights.least_divided(tensor, fsdp=data) if sharding is Weights.fsdp else None
+    if divided is not None and divided[1] < data:
+        leaf, group = divided
         notes += (
             f"fsdp divides {leaf.key} {list(leaf.layer_shape)} among {group} of the {data} devices along data, which "
             "divide none of its axes",

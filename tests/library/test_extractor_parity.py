@@ -27,4 +27,4 @@ def test_every_layer_has_the_values_of_transformers(family, tmp_path):
         for key in extractor.plan.step.keys:
             expected = reference[key][0]
             error = np.abs(result.activations[key.name] - expected).max() / np.abs(expected).max()
-            assert error < 1e-5, (len(tokens), key.name)
+            assert error < 2e-5, (len(tokens), key.name)  # after up to four layers

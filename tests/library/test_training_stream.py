@@ -270,7 +270,7 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
     [
         ({"shuffle_buffer_tokens": 1000}, ConfigError, "Set it to at least 1024, or lower batch.rows"),
         ({"shuffle_buffer_tokens": 1 << 40}, ConfigError, "Lower shuffle_buffer_tokens"),
-        ({"keys": (3, "resid_post")}, ConfigError, "names none, or several, of the stream's blocks.0"),
+        ({"keys": (3, "resid_post")}, ConfigError, "or several: it has blocks.0"),
         ({"outputs": ("loss",)}, ConfigError, r"no outputs \['loss'\]; it has \[\]"),
         ({"features": True}, ConfigError, "no features"),
         ({"rank": 2, "world": 3}, ConfigError, "rank 2 of 3 has no documents: .*row_groups_per_shard"),

@@ -1,6 +1,5 @@
 """Models and tokenizers of the Hub: one commit per start, identity by content, and requests that fail temporarily."""
 
-import dataclasses
 import json
 import logging
 import shutil
@@ -97,22 +96,6 @@ def test_a_copy_on_disk_is_the_same_model(server: Hub, text: Path, tmp_path: Pat
         (copy / name).write_bytes(content)
     ours = job(text, tmp_path / "store").metadata
     assert job(text, tmp_path / "store", f"model.path={copy}").metadata.fingerprint() == ours.fingerprint()
-
-
-def test_a_store_that_names_a_commit_is_resumed_at_that_commit(server: Hub, text: Path, tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    first = job(text, path)
-    commit = first.model.checkpoint.commit
-    model = {key: value for key, value in first.metadata.model.items() if key != "weights"} | {"commit": commit}
-    StoreWriter.open(str(path), dataclasses.replace(first.metadata, model=model), first.layout)  # as before
-    moved = server.push(MODEL, with_other_weights(TINY))
-    for revision in ("null", commit):
-        again = job(text, path, f"model.revision={revision}")
-        StoreWriter.open(str(path), again.metadata, again.layout)
-    stored = again.stored
-    assert stored.fingerprint() == again.metadata.fingerprint()
-    assert stored.differences(job(text, path, "model.revision=main").metadata) == [("model.commit", commit, moved)]
-    assert again.metadata.config["model"]["commit"] == commit
 
 
 @pytest.mark.parametrize(

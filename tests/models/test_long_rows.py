@@ -44,4 +44,3 @@ def test_a_row_in_parts_has_the_same_values() -> None:
     assert in_parts.keys() == whole.keys() == SITES
     for site, values in whole.items():
         np.testing.assert_array_equal(in_parts[site], values)
-    assert mlp_block(x, {"norm": weights["norm"]}, ARCH).keys() == {Site.mlp_in}

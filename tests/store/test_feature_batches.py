@@ -294,7 +294,7 @@ def test_missing_features_and_activations_are_refused(both, alone, read_only):
     for store, has in ((both, ARRAY), (alone, "features only: use batches\\(\\[\\], ..., features=True\\)")):
         with pytest.raises(StoreError, match=f"keys is empty; .* has {has}."):
             store.batches([], 8)
-        with pytest.raises(StoreError, match=f"has no {ENCODED}; it has {has}."):
+        with pytest.raises(StoreError, match=f"has no array '{ENCODED}', or several: it has {has}."):
             store.batches(ENCODED, 8, features=True)
     with pytest.raises(ValueError, match="stack=True needs equal widths and dtypes, got {}."):
         alone.batches([], 8, features=True, stack=True)

@@ -163,12 +163,13 @@ class WeightBytes:
         shards = ((array.sharding.shard_shape(array.shape), array.dtype.itemsize) for array in arrays)
         return self.others + sum(math.prod(shape) * itemsize for shape, itemsize in shards)
 
-    def least_divided(self, tensor: int, fsdp: int) -> tuple[Leaf, int]:
-        """The largest matrix of those that fsdp divides among the fewest devices, and the number of devices."""
+    def least_divided(self, tensor: int, fsdp: int) -> tuple[Leaf, int] | None:
+        """The largest matrix of those that fsdp divides among the fewest devices, and the number of devices. None if
+        there is no matrix, as where only the embedding is captured."""
         partition = self._partition(tensor, fsdp)
         matrices = (leaf for leaf in jax.tree.leaves(self.leaves) if leaf.is_matrix)
         groups = ((leaf, partition.fsdp_group(leaf)) for leaf in matrices)
-        return min(groups, key=lambda divided: (divided[1], -divided[0].size))
+        return min(groups, key=lambda divided: (divided[1], -divided[0].size), default=None)
 
     def _partition(self, tensor: int, fsdp: int) -> Partition:
         return Partition(AbstractMesh((fsdp, tensor), ("data", "tensor")), fsdp > 1)

@@ -145,7 +145,7 @@ class Readable:
         except ValueError as error:
             raise self.error(f"{self.subject} has {self._key_names}; {error}") from error
         if array is None:
-            raise self.error(f"{shown(key)} names none, or several, of {self.subject}'s {self._key_names}.")
+            raise self.error(f"{self.subject} has no array {shown(key)}, or several: it has {self._key_names}.")
         return ActivationKey.parse(array)
 
     @cached_property
