@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import InputError
@@ -103,7 +103,8 @@ def word_piece(lowercase: bool = True) -> Tokenizer:
 
 def finished(tokenizer: Tokenizer, decoder: decoders.Decoder, post: str) -> Tokenizer:
     tokenizer.decoder = decoder
-    tokenizer.add_special_tokens(["<s>", "</s>", "<user>"])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<user>", normalized=False)])
     ids = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>", "<user>")]
     tokenizer.post_processor = processors.TemplateProcessing(single=post, special_tokens=ids)
     return tokenizer
@@ -148,6 +149,7 @@ HONOURED: dict[str, dict[str, object]] = {
     "named token as object": {"pad_token": token("<x>", lstrip=True) | {"__type": "AddedToken"}},
     "a word as a token": {"pad_token": "hello"},
     "split": {"split_special_tokens": True},
+    "split, with a named token that is not special": {"split_special_tokens": True, "pad_token": "<user>"},
     "split, with a new token": {"split_special_tokens": True, "additional_special_tokens": ["<x>"]},
     "map": {"special_tokens_map.json": {"pad_token": "<x>", "additional_special_tokens": ["<new>"]}},
     "map beside added tokens": {"added_tokens_decoder": {}, "special_tokens_map.json": {"pad_token": "<x>"}},

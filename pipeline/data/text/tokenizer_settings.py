@@ -118,8 +118,10 @@ class TokenizerSettings:
         if not isinstance(split, bool):
             raise wrong_value(self._where, "split_special_tokens", split, "true or false")
         if split:
+            tokens = [*self._named().values()]
+            tokenizer.add_special_tokens(tokens)  # those that tokenizer.json does not call special are split, too
             tokenizer.encode_special_tokens = True
-            changes.append("split_special_tokens")
+            changes.append(["split_special_tokens", *sorted({token.content for token in tokens})])
         return changes
 
     def _add_tokens(self, tokenizer: Tokenizer) -> None:
