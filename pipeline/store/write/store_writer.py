@@ -130,7 +130,7 @@ class StoreWriter:
         if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
             return cls.open(storage, metadata, layout)
         key = f"{TEST_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        for content in (b"", None):
+        for content in (b"{}", None):
             storage.write(key, content)
         planned = cls(storage, layout, new_root(metadata, layout), {})
         planned._exists = False
