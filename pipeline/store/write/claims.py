@@ -108,7 +108,7 @@ class Claims:
 
     def __init__(self, place: StorageLike, lease_s: float) -> None:
         """Raises StoreInvalid if the storage ignores write conditions, and StoreError."""
-        self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.owner = process_name()
         self.lease_s = lease_s
         storage = Storage.open(place)
         self._storage = storage.with_own_requests(_RENEWAL_REQUESTS)
@@ -329,6 +329,11 @@ def delete_claims(storage: Storage, claims: Mapping[str, bytes | None]) -> None:
         for key, deletion in deletions.items():
             with storage.errors(key):
                 deletion.result()
+
+
+def process_name() -> str:
+    """A name that no other process has: the host, the process's number and random digits."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 def _require_conditional_writes(storage: Storage, owner: str) -> None:

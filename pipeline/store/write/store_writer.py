@@ -5,9 +5,6 @@ Several processes may have a writer for the same store, each for its own streams
 """
 
 import concurrent.futures
-import os
-import socket
-import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -50,7 +47,7 @@ from pipeline.store.io.digests import values_digest
 from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.shard_files import ShardFiles
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.claims import TEST_PREFIX
+from pipeline.store.write.claims import TEST_PREFIX, process_name
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.vacancy import require_vacant
@@ -129,7 +126,7 @@ class StoreWriter:
         leaves no store. Writes and deletes an object, to notice now if the storage cannot be written."""
         if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
             return cls.open(storage, metadata, layout)
-        key = f"{TEST_PREFIX}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        key = f"{TEST_PREFIX}{process_name()}"
         for content in (b"{}", None):
             storage.write(key, content)
         planned = cls(storage, layout, new_root(metadata, layout), {})
