@@ -299,7 +299,7 @@ class StoreConfig:
     rows_per_block: int | None = key(
         None,
         "rows per store shard; equal values align stores of models with different widths; a multiple of each "
-        "process's rows per step; null: as many as fit in `store.shard_mib`",
+        "process's rows per step; null: as many as fit in `store.shard_mib`, fewer for a small `run.max_tokens`",
     )
     compression: Compression = key(Compression.none, "`none` or `zstd`")
     retries: int = key(60, "retries of a failed request, after 1, 2, 4, 8, 8, 8, ... times the delay", "path=*://*")
@@ -348,7 +348,8 @@ class RunOptions:
     """The run."""
 
     max_tokens: int | None = key(
-        None, "valid tokens to store, to within one row per stream; raise it to extend a store; null: all of the data"
+        None,
+        "valid tokens to store, and at most a block more per stream; raise it to extend a store; null: all of the data",
     )
     worker_index: int = key(0, "which of the workers this one is, from 0", "worker_count!=1")
     worker_count: int = key(1, "independent jobs that fill one store, each with a fixed share of its streams")

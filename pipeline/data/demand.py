@@ -1,4 +1,4 @@
-"""How many documents a token budget needs, and the message if there are not enough."""
+"""How many documents are needed for a number of tokens, and the message if there are not enough."""
 
 from collections.abc import Sequence
 
@@ -9,43 +9,42 @@ _NAMED_STREAMS = 8
 
 
 class Demand:
-    """Whether the added documents are all that the blocks of a token budget can read.
+    """Whether the added documents are all that is read for whole blocks with the tokens that are wanted.
 
-    A stream packs a block after it has read more documents than fit, so these are up to a block more than the budget.
+    The last of these blocks begins before the wanted tokens are reached, and is packed after more pieces of documents
+    are read than fit into it. So these are the wanted tokens and a whole block more, however the pieces are packed.
     """
 
     def __init__(
         self,
-        token_budget: int | None,
+        wanted: int | None,
         rows_per_block: int,
         length: int,
         packing: Packing,
         long_documents: LongDocuments,
         first_token: int = 0,
     ) -> None:
-        """token_budget: None is never met. first_token: the token of the first document at which the budget begins."""
-        self.has_limit = token_budget is not None
-        self._missing = token_budget or 0  # tokens
-        self._spare = rows_per_block if packing is Packing.pad else rows_per_block * length  # in pieces, or tokens
+        """wanted: None is never met. first_token: the token of the first document at which the blocks begin."""
+        self.has_limit = wanted is not None
+        is_pad = packing is Packing.pad
+        self._tokens = (wanted or 0) + (0 if is_pad else rows_per_block * length)
+        self._pieces = rows_per_block if is_pad else 0  # after these tokens
         self._length = length
-        self._packing = packing
         self._long_documents = long_documents
         self._first_token = first_token
 
     def add(self, num_tokens: int) -> None:
         """Adds the next document."""
         for first, last in windows(num_tokens, self._length, self._long_documents, self._first_token):
-            used = min(last - first, self._missing)
-            self._missing -= used
-            if self._packing is Packing.pack:
-                self._spare -= last - first - used
-            elif not used:
-                self._spare -= 1
+            if self._tokens > 0:
+                self._tokens -= last - first
+            else:
+                self._pieces -= 1
         self._first_token = 0
 
     @property
     def is_met(self) -> bool:
-        return self.has_limit and not self._missing and self._spare <= 0
+        return self.has_limit and self._tokens <= 0 and self._pieces <= 0
 
 
 def shortfall(stored: Sequence[int], budgets: Sequence[int]) -> str | None:

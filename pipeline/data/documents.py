@@ -133,7 +133,6 @@ class TokenBlock:
     start: Cursor
     next: Cursor
     exhausted: bool  # the stream has no more documents after this block
-    truncated: bool  # `run.max_tokens` ended the block early; a longer run recomputes it, with the same first rows
 
     @property
     def num_rows(self) -> int:

@@ -16,33 +16,28 @@ _CLOSE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True)
 class StreamWork:
-    """The remaining work of one stream: the arguments of `TokenStream.blocks`, and after how many tokens to end.
-
-    token_budget: the block that exceeds it is truncated. wanted: the block that reaches it is the last, and is whole.
-    """
+    """The remaining work of one stream: the arguments of `TokenStream.blocks`, and the number of valid tokens that are
+    still wanted (None: all). The block that reaches it is the last, and is whole."""
 
     stream: TokenStream
     start: Cursor = STREAM_START
     index: int = 0
-    token_budget: int | None = None
     wanted: int | None = None
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
-        num_tokens = 0
-        for block in self.stream.blocks(self.start, self.index, self.token_budget, should_stop):
-            num_tokens += block.num_tokens
+        left: StreamWork | None = self
+        for block in self.stream.blocks(self.start, self.index, should_stop):
             yield block
-            if self.wanted is not None and num_tokens >= self.wanted:
+            left = left.after(block)
+            if left is None:
                 return
 
     def after(self, block: TokenBlock) -> "StreamWork | None":
         """The work that remains after `block`, the first of `blocks`; None if there is none."""
-        if block.exhausted or block.truncated or (self.wanted is not None and block.num_tokens >= self.wanted):
+        wanted = None if self.wanted is None else self.wanted - block.num_tokens
+        if block.exhausted or (wanted is not None and wanted <= 0):
             return None
-        budget, wanted = (
-            None if tokens is None else tokens - block.num_tokens for tokens in (self.token_budget, self.wanted)
-        )
-        return replace(self, start=block.next, index=block.index + 1, token_budget=budget, wanted=wanted)
+        return replace(self, start=block.next, index=block.index + 1, wanted=wanted)
 
 
 class Work(Protocol):

@@ -1,7 +1,8 @@
 """A stream: a fixed share of the source shards, as consecutive blocks of token rows.
 
 Stream s of S reads the source shards s, s + S, s + 2 S, ... The rows of a block only depend on its stream and index,
-the source, the tokenizer and the batch settings, and not on interruptions, reading ahead or a token budget.
+the source, the tokenizer and the batch settings, and not on interruptions, reading ahead or the number of tokens that
+a run asks for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -78,14 +79,13 @@ class _Pending:
     def add_skip(self, skip: SkippedDocument) -> None:
         self.skips.append((self.num_taken + len(self.pieces), skip))
 
-    def take(self, count: int) -> tuple[list[_Piece], list[tuple[int, SkippedDocument]]]:
-        """Removes and returns the first `count` pieces, and the skips before the next piece. Each skip has the number
-        of these pieces before it."""
+    def take(self, count: int) -> tuple[list[_Piece], list[SkippedDocument]]:
+        """Removes and returns the first `count` pieces, and the skips before the next piece."""
         pieces, self.pieces = self.pieces[:count], self.pieces[count:]
         self.num_tokens -= sum(piece.size for piece in pieces)
-        skips = [(before - self.num_taken, skip) for before, skip in self.skips if before <= self.num_taken + count]
-        self.skips = self.skips[len(skips) :]
         self.num_taken += count
+        skips = [skip for before, skip in self.skips if before <= self.num_taken]
+        self.skips = self.skips[len(skips) :]
         return pieces, skips
 
 
@@ -121,15 +121,12 @@ class TokenStream:
         self,
         start: Cursor = STREAM_START,
         index: int = 0,
-        token_budget: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Iterator[TokenBlock]:
         """The blocks from block `index` on.
 
-        start: the `next` of the previous block. token_budget: the number of valid tokens still wanted. The block that
-        exceeds it is the last one, and is truncated after the row that reaches it (`truncated`, `next = start`).
-        Otherwise every stream ends with a block that is `exhausted`; if it has no documents or only skipped ones, this
-        is a block without rows.
+        start: the `next` of the previous block. Every stream ends with a block that is `exhausted`; if it has no
+        documents or only skipped ones, this is a block without rows.
         should_stop: called before every document. Once it returns true, as it must then continue to do, no more blocks
         are yielded.
 
@@ -139,7 +136,7 @@ class TokenStream:
         self._require_valid(start)
         documents = self._documents.read(start, should_stop)
         pending = _Pending()
-        while token_budget is None or token_budget > 0:
+        while True:
             self._read_ahead(documents, pending, start)
             if should_stop():
                 return
@@ -147,18 +144,15 @@ class TokenStream:
             pieces, skips = pending.take(placement.num_pieces)
             if not pieces and index:
                 return
-            block = self._block(index, start, placement, pieces, [skip for _, skip in skips], pending.pieces)
-            if token_budget is not None:
-                block = self._within(token_budget, block, placement, pieces, skips)
-                token_budget -= block.num_tokens
+            block = self._block(index, start, placement, pieces, skips, pending.pieces)
             yield block
             if block.exhausted:
                 return
             start, index = block.next, index + 1
 
-    def demand(self, start: Cursor, token_budget: int | None) -> Demand:
-        """The documents from `start` on that `blocks(start, token_budget=token_budget)` can read."""
-        return Demand(token_budget, self._num_rows, self._length, self._packing, self._long_documents, start.token)
+    def demand(self, start: Cursor, wanted: int | None) -> Demand:
+        """The documents from `start` on that are read for blocks with `wanted` tokens; None for all."""
+        return Demand(wanted, self._num_rows, self._length, self._packing, self._long_documents, start.token)
 
     def _require_valid(self, start: Cursor) -> None:
         if start.token % self._length or (start.token and self._long_documents is LongDocuments.cut):
@@ -208,14 +202,6 @@ class TokenStream:
         piece_costs, row_budget = costs(self._selection, sizes, [piece.chosen for piece in pieces], self._length)
         return pack(sizes, self._num_rows, self._length, piece_costs, row_budget)
 
-    def _select(
-        self, placement: Placement, pieces: Sequence[_Piece]
-    ) -> tuple[Int32[np.ndarray, "R K"] | None, Int64[np.ndarray, " P"] | None]:
-        """`TokenBlock.selected`, and how many of each piece's selected tokens have a slot; None if all are selected."""
-        if self._selection is None:
-            return None, None
-        return selected_slots(placement, [piece.chosen for piece in pieces], self._selection.slots)
-
     def _block(
         self,
         index: int,
@@ -228,7 +214,10 @@ class TokenStream:
         """The block with these pieces. `left`: the pieces read after them; none if the stream is exhausted."""
         numbers = np.array([self._number(piece) for piece in pieces], np.int64)
         rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length)
-        selected, num_selected = self._select(placement, pieces)
+        selected, num_selected = None, None
+        if self._selection is not None:
+            chosen = [piece.chosen for piece in pieces]
+            selected, num_selected = selected_slots(placement, chosen, self._selection.slots)
         num_documents = pieces[-1].parent.cursor.ordinal + 1 if pieces else start.ordinal
         return TokenBlock(
             stream=self.stream,
@@ -243,39 +232,6 @@ class TokenStream:
             start=start,
             next=left[0].cursor if left else Cursor(shard=self._documents.num_shards, ordinal=num_documents),
             exhausted=not left,
-            truncated=False,
-        )
-
-    def _within(
-        self,
-        token_budget: int,
-        block: TokenBlock,
-        placement: Placement,
-        pieces: Sequence[_Piece],
-        skips: Sequence[tuple[int, SkippedDocument]],
-    ) -> TokenBlock:
-        """The block itself, or its first rows that reach `token_budget` tokens, with the skips before the last piece in
-        these rows. `skips`: each with the number of `pieces` before it."""
-        total_tokens = np.cumsum(np.count_nonzero(block.segments, axis=1))
-        num_rows = int(np.searchsorted(total_tokens, token_budget)) + 1
-        if num_rows >= block.num_rows:
-            return block
-        kept = np.flatnonzero(placement.row < num_rows)
-        _, num_selected = self._select(placement, pieces)
-        return replace(
-            block,
-            tokens=block.tokens[:num_rows],
-            segments=block.segments[:num_rows],
-            positions=block.positions[:num_rows],
-            documents=block.documents[:num_rows],
-            selected=None if block.selected is None else block.selected[:num_rows],
-            table=self._table(
-                [pieces[number] for number in kept], None if num_selected is None else num_selected[kept]
-            ),
-            skipped=tuple(skip for before, skip in skips if before <= kept[-1]),
-            next=block.start,
-            exhausted=False,
-            truncated=True,
         )
 
     def _number(self, piece: _Piece) -> int:

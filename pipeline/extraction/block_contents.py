@@ -49,6 +49,6 @@ def commit_record(block: TokenBlock) -> CommitRecord:
         start=block.start.to_json(),
         next=block.next.to_json(),
         exhausted=block.exhausted,
-        truncated=block.truncated,
+        truncated=False,
         selected=None if block.selected is None else int(np.count_nonzero(block.stored)),
     )

@@ -188,7 +188,6 @@ class BlockWriter:
         if writes is None:
             self._release(block.stream, buffers)
             return
-        self._metrics.tokens_again += writes.tokens_again
         self._pending.append(_Pending(block, buffers, writes, self._features.start(block, arrays)))
         self._write_summarised()
 

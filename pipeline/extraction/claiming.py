@@ -87,7 +87,7 @@ class UnfinishedStreams:
         if not self._claims.claim(vacancy):
             return None
         # Read after claiming, when no other process commits to the stream.
-        work = self._job.stream_work(stream, self._store.streams.read_again(stream), self._store.target)
+        work = self._job.stream_work(stream, self._store.streams.read_again(stream))
         if work is None:
             self.release(stream)
         return work

@@ -133,7 +133,7 @@ def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:
     streams = job.plan.streams.local
     for start in range(0, len(streams), STREAMS_AT_ONCE):
         read = store.streams.some(streams[start : start + STREAMS_AT_ONCE])
-        left = (job.stream_work(stream, blocks, store.target) for stream, blocks in read.items())
+        left = (job.stream_work(stream, blocks) for stream, blocks in read.items())
         work += [item for item in left if item is not None]
         if work and job.config.run.claim:
             break

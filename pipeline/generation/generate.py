@@ -18,7 +18,7 @@ from pipeline.generation.spec import GenerationSpec
 from pipeline.generation.stream_groups import StreamGroups
 from pipeline.job.end_tokens import end_tokens
 from pipeline.job.identity import sampling
-from pipeline.job.opening import Job, resume_point
+from pipeline.job.opening import Job
 from pipeline.job.watchdog import Watchdog
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.compiled_step import make_partition
@@ -103,15 +103,14 @@ def _compile(job: Job) -> Generator:
 
 def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
     """A stream's missing groups; None if all its blocks are committed."""
-    point = resume_point(blocks, job.plan.streams.budget(stream))
-    if point is None:
+    work = job.stream_work(stream, blocks)
+    if work is None:
         return None
-    start, _, budget = point
     return StreamGroups(
         job.generated(stream),
         job.texts(stream),
-        job.stream(stream).demand(start, budget),
-        start,
+        work.stream.demand(work.start, work.wanted),
+        work.start,
         number=lambda cursor: _number(cursor, stream, job.plan.streams.count),
         describe=_describer(job),
         kept=job.plan.step.keys if job.plan.keeps_activations else (),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.core.sites import ActivationKey
+from pipeline.data.demand import Demand
 from pipeline.data.documents import STREAM_START, Cursor, SkippedDocument
-from pipeline.data.stream import Demand
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
 from pipeline.generation.generator import Completion, Prompt
 from pipeline.store.generated.documents import GeneratedGroups, Group

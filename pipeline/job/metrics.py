@@ -61,7 +61,6 @@ class Metrics:
 
     def __init__(self, *, total_tokens: int | None, stored_tokens: int, progress: bool, interval_s: float) -> None:
         self.tokens = 0
-        self.tokens_again = 0  # of `tokens`, those that the store had: of truncated blocks, which are computed whole
         self.steps = 0
         self.blocks = 0
         self.stored_bytes = 0
@@ -181,9 +180,8 @@ class Metrics:
     def summary(self) -> str:
         """The run in a few lines of text."""
         label, share = self.binding_stage()
-        again = f" ({self.tokens_again:,} of them again, of blocks that were not full)" if self.tokens_again else ""
         lines = [
-            f"{self.tokens:,} tokens{again} in {self.elapsed_s:.1f} s: {self.tokens_per_s:,.0f} tokens/s, "
+            f"{self.tokens:,} tokens in {self.elapsed_s:.1f} s: {self.tokens_per_s:,.0f} tokens/s, "
             f"{counted(self.blocks, 'block')}, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
             f"The bottleneck was {label}: the others waited for it {share:.0%} of the time.",
         ]

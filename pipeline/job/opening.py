@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +17,7 @@ from pipeline.core.errors import ConfigError, InputError, StoreMismatch
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.arc.grading import GRADES
 from pipeline.data.demand import shortfall
-from pipeline.data.documents import Cursor, Source
+from pipeline.data.documents import STREAM_START, Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, open_selection
 from pipeline.data.sources import open_source, renders_chat
@@ -37,7 +36,7 @@ from pipeline.planning.plan import Plan, StoredGeometry, make_plan
 from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import StoreMetadata, read_metadata
-from pipeline.store.format.target import Target, has_share, larger, stream_share
+from pipeline.store.format.target import has_share
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, RESERVED_COLUMNS, GeneratedDocuments, GeneratedGroups
 from pipeline.store.io.storage import Storage, StorageOptions
 
@@ -85,18 +84,14 @@ class Job:
         work = (self.stream_work(stream, NO_BLOCKS) for stream in self.plan.streams.local)
         return [item for item in work if item is not None]
 
-    def stream_work(self, stream: int, blocks: StreamBlocks, target: Target = 0) -> StreamWork | None:
-        """The work that is left in one stream, whose committed blocks are `blocks`; None if there is none.
-
-        target: the store's target. If another run has raised it above this run's target, this run does not truncate its
-        last block, so that the block equals the one that the other run would write.
-        """
-        point = resume_point(blocks, self.plan.streams.budget(stream))
-        if point is None:
+    def stream_work(self, stream: int, blocks: StreamBlocks) -> StreamWork | None:
+        """The work that is left in one stream, whose committed blocks are `blocks`; None if there is none."""
+        if self.is_stream_done(stream, blocks.table):
             return None
-        share = stream_share(larger(target, self.plan.streams.target), self.plan.streams.count, stream)
-        budget = None if share is None else share - blocks.table[: point.block].total("tokens")
-        return StreamWork(self.stream(stream), point.cursor, point.block, budget, point.tokens)
+        start = STREAM_START if blocks.last is None else Cursor(**blocks.last.next)
+        share = self.plan.streams.budget(stream)
+        wanted = None if share is None else share - blocks.tokens
+        return StreamWork(self.stream(stream), start, len(blocks.table), wanted)
 
     def is_done(self, streams: Sequence[BlockTable]) -> bool:
         """Whether every stream of the store, of all processes, holds its share of `run.max_tokens`."""
@@ -167,29 +162,6 @@ class Job:
             long_documents=batch.long_documents,
             selection=self.selection,
         )
-
-
-class ResumePoint(NamedTuple):
-    """Where to resume a stream."""
-
-    cursor: Cursor
-    block: int
-    tokens: int | None  # tokens still to store; None for all the data
-
-
-def resume_point(blocks: StreamBlocks, budget: int | None) -> ResumePoint | None:
-    """Where to resume a stream whose committed blocks are `blocks`; None if no work is left.
-
-    A truncated block is computed again: the complete block starts at the same cursor and has the same first rows.
-    """
-    table, last, _ = blocks
-    if has_share(table, budget):
-        return None
-    cursor = Cursor()
-    if last is not None:
-        cursor = Cursor(**(last.start if last.truncated else last.next))
-        table = table[:-1] if last.truncated else table
-    return ResumePoint(cursor, len(table), None if budget is None else budget - table.total("tokens"))
 
 
 def open_job(config: RunConfig, devices: Topology | None = None) -> Job:

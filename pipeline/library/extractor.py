@@ -180,8 +180,8 @@ class Extractor:
     ) -> ActivationStore:
         """Writes the activations of texts and chats into a store, and opens it.
 
-        path: local, gs:// or s3://. ids: the documents' ids; by default their numbers. max_tokens: the number of tokens
-        to store, reached to within one row; None for all.
+        path: local, gs:// or s3://. ids: the documents' ids; by default their numbers. max_tokens: the least number of
+        tokens to store, in whole blocks; None for all.
 
         The store equals the one that `python -m pipeline.run` creates from a parquet file of these texts. Therefore the
         same call resumes an interrupted store (Ctrl-C raises Interrupted after complete blocks are committed) and does

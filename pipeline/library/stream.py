@@ -73,9 +73,9 @@ class Stream:
 
         data: the path or glob of parquet files with a column `text`, local or remote (hf://, gs://), or a dict of keys
         of the configuration's `data`, e.g. {"path": ..., "text_column": "content", "row_groups_per_shard": 1}.
-        max_tokens: tokens of the data to use, reached to within one row per stream of documents; None for all. The
-        other arguments and options are those of `Extractor`, but the default of `length` is that of `batch.length`,
-        256. For other data, and for whole experiments, use `Stream.from_config`.
+        max_tokens: tokens of the data to use, and at most a block more per stream of documents; None for all. The other
+        arguments and options are those of `Extractor`, but the default of `length` is that of `batch.length`, 256. For
+        other data, and for whole experiments, use `Stream.from_config`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """

@@ -210,7 +210,7 @@ def _restored(state: Mapping[str, Any], identity: Mapping[str, object], work: Se
     left, by_stream = [], {item.stream.stream: item for item in work}
     for stream, index, shard, document, token, ordinal, wanted in state["streams"]:
         start = Cursor(shard, document, token, ordinal)
-        left.append(replace(by_stream[stream], start=start, index=index, token_budget=wanted, wanted=wanted))
+        left.append(replace(by_stream[stream], start=start, index=index, wanted=wanted))
     begin = FeedPosition(InTurn(left), state["row"])
     return Position(*(state[name] for name in Position._fields[:-1]), begin=begin)
 

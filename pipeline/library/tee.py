@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Self
 
-from pipeline.core.errors import StoreMismatch
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.extraction.block_writer import BlockWriter
@@ -16,7 +15,6 @@ from pipeline.extraction.loaded_step import LoadedStep
 from pipeline.extraction.transfer import StepInFlight, empty_step, start_transfer
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job
-from pipeline.store.format.target import larger
 
 log = logging.getLogger("pipeline")
 
@@ -39,17 +37,10 @@ class StoreTee:
     """
 
     def __init__(self, job: Job, step: LoadedStep) -> None:
-        """Creates or opens the store. Raises StoreMismatch for a store of a different configuration, or with a larger
-        target than the stream's, and StoreError."""
+        """Creates or opens the store. Raises StoreMismatch for a store of a different configuration, and StoreError."""
         self._job = job
         self._step = step
         self._store = open_store(job)
-        target, stream_target = self._store.target, job.plan.streams.target
-        if not self._store.complete and larger(target, stream_target) != stream_target:  # last blocks differ
-            raise StoreMismatch(
-                f"the target of {self._store.path} is {target} tokens, but run.max_tokens is {stream_target}. Set "
-                "run.max_tokens to the store's target, or choose another store."
-            )
         job.manifest.keep()
         self._left = {item.stream.stream: item for item in work_left(job, self._store)}
         if self._left:

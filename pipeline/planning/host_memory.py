@@ -13,6 +13,7 @@ from pipeline.store.write.committed_streams import RUNNING_KEPT
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
 MAX_STEPS_PER_BLOCK = 64  # limits the work that a kill loses, and the rows that are packed ahead of the devices
+MIN_BLOCKS_PER_STREAM = 8  # limits the tokens beyond run.max_tokens: a stream ends with a whole block
 MIN_HOST_BUFFERS = 2  # one is filled while the other is written
 _REMOTE_REQUESTS = 32  # TensorStore's concurrent requests to object storage; a block needs one per array
 _BUFFERS_SHARE = 16  # a process uses 1/16 of the host's memory for buffers, since other processes may need as much
@@ -100,16 +101,22 @@ def _index_bytes(step: StepSpec, rows_per_block: int, host_buffers: int) -> int:
     return rows_per_block * step.slots * sorting + indexes + RUNNING_KEPT * running
 
 
-def plan_rows_per_block(store: StoreConfig, step: StepSpec, process_rows: int, stored: int | None) -> int:
+def plan_rows_per_block(
+    store: StoreConfig, step: StepSpec, process_rows: int, stream_tokens: int | None, stored: int | None
+) -> int:
     """Rows per block: `stored` for an existing store, else store.rows_per_block, else a number of whole steps that
-    makes about store.shard_mib in the largest array.
+    makes about store.shard_mib in the largest array, or fewer if a stream's `stream_tokens` (None: all of its data)
+    would have less than MIN_BLOCKS_PER_STREAM blocks.
 
     Raises ConfigError if a process's rows per step do not divide the number, or if the store was made with a number
     other than store.rows_per_block.
     """
     wanted = store.rows_per_block
     if stored is None and wanted is None:
-        return rows_per_block_for(store.shard_mib, step.largest_row_bytes, process_rows, MAX_STEPS_PER_BLOCK)
+        most = MAX_STEPS_PER_BLOCK
+        if stream_tokens is not None:
+            most = min(most, stream_tokens // (MIN_BLOCKS_PER_STREAM * process_rows * step.length))
+        return rows_per_block_for(store.shard_mib, step.largest_row_bytes, process_rows, max(1, most))
     if stored is None:
         if wanted % process_rows:
             raise ConfigError(

@@ -16,7 +16,7 @@ from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block
 from pipeline.planning.mesh import MeshPlan, plan_mesh
 from pipeline.planning.model_facts import ModelFacts
-from pipeline.planning.streams import StreamPlan, plan_streams, require_rows, with_note_on_first_rows
+from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
 from pipeline.planning.units import shown_bytes
 from pipeline.planning.weights import WeightsPlan, plan_weights
 from pipeline.step.device_memory import DeviceMemory
@@ -24,6 +24,7 @@ from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import MIB, SIDE_BYTES
 
 _GIB = 1 << 30
+NOTED_EXCESS = 1.03  # a store that may hold more than 3 % above run.max_tokens says so
 STEP_REMEDY = (
     "Lower batch.rows (plan.search=true with a topology finds the largest that fits) or batch.length, divide the "
     "weights (model.weights=fsdp), or use more or larger devices."
@@ -74,7 +75,7 @@ class Plan:
         size = f"{shown_bytes(num_bytes)} without padding or compression"
         wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
-            wanted = f"{streams.max_tokens:,} tokens, {size}"
+            wanted = f"{counted(streams.max_tokens, "token")}{self._most_tokens()}, {size}"
         local = "all" if len(streams.local) == streams.count else f"{len(streams.local)} of them"
         lines = [
             f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token{dtype}{selected}",
@@ -92,6 +93,14 @@ class Plan:
         if self.generation is not None:
             lines.append(self.generation.describe())
         return "\n".join(lines)
+
+    def _most_tokens(self) -> str:
+        """The number of tokens that the store may hold, as text, if it is clearly larger than run.max_tokens."""
+        block_slots = self.rows_per_block * self.step.length
+        most = self.streams.most_tokens(block_slots)
+        if most <= self.streams.max_tokens * NOTED_EXCESS:
+            return ""
+        return f" (up to {most:,}: streams end with whole blocks of {block_slots:,} slots)"
 
     def describe_notes(self) -> str:
         """The notes as lines of text."""
@@ -141,10 +150,11 @@ def make_plan(
     weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
     width = sum(array.width for array in step.activations.values())
     generation = plan_generation(config, model, width, mesh.tensor, topology)
-    rows_per_block = plan_rows_per_block(config.store, step, mesh.process_rows, geometry.rows_per_block)
     streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)
+    rows_per_block = plan_rows_per_block(
+        config.store, step, mesh.process_rows, streams.budget(0), geometry.rows_per_block
+    )
     require_rows(streams, rows_per_block, step.length)
-    streams = with_note_on_first_rows(streams, config.batch, rows_per_block)
     return Plan(
         step=step,
         checks=plan_checks(config),

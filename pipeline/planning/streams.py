@@ -1,11 +1,10 @@
 """The streams of a store: their number, those of this process, and the tokens that each receives."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import Packing
-from pipeline.config.schema import BatchConfig, RunConfig, RunOptions
+from pipeline.config.schema import RunConfig, RunOptions
 from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
 from pipeline.store.format.layout import MAX_ROWS
@@ -32,6 +31,13 @@ class StreamPlan:
     def budget(self, stream: int) -> int | None:
         """The number of valid tokens to store of a stream, its share of `max_tokens`; None: all."""
         return stream_share(self.target, self.count, stream)
+
+    def most_tokens(self, block_slots: int) -> int | None:
+        """How many valid tokens the store may hold, since a stream ends with a whole block of `block_slots` slots for
+        tokens; None: all."""
+        if self.max_tokens is None:
+            return None
+        return self.max_tokens + min(self.count, self.max_tokens) * (block_slots - 1)
 
 
 def plan_streams(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> StreamPlan:
@@ -61,19 +67,6 @@ def require_rows(plan: StreamPlan, rows_per_block: int, length: int) -> None:
             f"model has enough positions; otherwise, set run.max_tokens to at most {most_tokens}, and divide the data "
             "among several stores."
         )
-
-
-def with_note_on_first_rows(plan: StreamPlan, batch: BatchConfig, rows_per_block: int) -> StreamPlan:
-    """Returns the plan, with a note if a stream's share of `max_tokens` ends within its first block, whose rows are not
-    in the order of the data."""
-    block_tokens = rows_per_block * batch.length
-    if batch.packing is not Packing.pack or plan.max_tokens is None or plan.budget(0) >= block_tokens:
-        return plan
-    note = (
-        f"run.max_tokens ends each stream within its first block ({block_tokens:,} token slots). Long documents come "
-        "first in a block, so the store is not a representative sample of the data"
-    )
-    return replace(plan, notes=(*plan.notes, note))
 
 
 def _count(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> int:

@@ -90,6 +90,7 @@ def text_stream(
 def assert_same_block(left: TokenBlock, right: TokenBlock) -> None:
     for name in ("tokens", "segments", "positions", "documents"):
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
+    np.testing.assert_array_equal(left.selected, right.selected)
     assert left.table.equals(right.table)
-    for name in ("stream", "index", "skipped", "start", "next", "exhausted", "truncated"):
+    for name in ("stream", "index", "skipped", "start", "next", "exhausted"):
         assert getattr(left, name) == getattr(right, name), name

@@ -1,4 +1,4 @@
-"""The blocks of a budget need no more documents than `Demand` says, for any packing and start."""
+"""Blocks with the wanted tokens read no more documents than `Demand` says, for any packing and start."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,8 @@ from material import assert_same_block
 
 from pipeline.config.choices import LongDocuments, Packing
 from pipeline.data.demand import shortfall
-from pipeline.data.documents import STREAM_START, Cursor, Document
+from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
+from pipeline.data.feed import StreamWork
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import TokenisedDocument
 
@@ -39,13 +40,13 @@ class Documents:
 
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60),
-    budget=st.integers(1, 300),
+    wanted=st.integers(1, 300),
     rows=st.integers(1, 4),
     length=st.integers(1, 16),
     packing=st.sampled_from(Packing),
     long_documents=st.sampled_from(LongDocuments),
 )
-def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, packing, long_documents):
+def test_blocks_read_no_more_than_their_demand(sizes, wanted, rows, length, packing, long_documents):
     def stream(end: int | None) -> TokenStream:
         return TokenStream(
             Documents(sizes, end),
@@ -57,21 +58,23 @@ def test_a_budget_reads_no_more_than_its_demand(sizes, budget, rows, length, pac
             long_documents=long_documents,
         )
 
-    def needed(start: Cursor, budget: int) -> int | None:
+    def needed(start: Cursor, wanted: int) -> int | None:
         """The number of documents that meet the demand; None if all are too few."""
-        demand = stream(None).demand(start, budget)
+        demand = stream(None).demand(start, wanted)
         for number in range(start.ordinal, len(sizes)):
             if demand.is_met:
                 return number
             demand.add(sizes[number])
         return len(sizes) if demand.is_met else None
 
-    end = needed(STREAM_START, budget)
-    blocks = list(stream(end).blocks(token_budget=budget))
-    for found, expected in zip(blocks, stream(None).blocks(token_budget=budget), strict=True):
+    def blocks(end: int | None) -> list[TokenBlock]:
+        return list(StreamWork(stream(end), wanted=wanted).blocks(lambda: False))
+
+    end, made = needed(STREAM_START, wanted), blocks(None)
+    for found, expected in zip(blocks(end), made, strict=True):
         assert_same_block(found, expected)
-    left = budget  # a run that resumes at a later block needs the same documents
-    for before, block in pairwise(blocks):
+    left = wanted  # a run that resumes at a later block needs the same documents
+    for before, block in pairwise(made):
         left -= before.num_tokens
         assert needed(block.start, left) == end
 

@@ -43,7 +43,7 @@ def test_streams_take_turns_block_by_block():
 def test_a_feed_starts_at_the_works_cursor():
     _, one, _ = three_streams()
     first, second, third = one.blocks()
-    with closing(Feed(StreamWork(one, first.next, 1, token_budget=4))) as feed:
+    with closing(Feed(StreamWork(one, first.next, 1, wanted=4))) as feed:
         assert_same_block(feed.get(), second)
         assert feed.get() is None
     assert third.index == 2

@@ -1,4 +1,4 @@
-"""A stream's blocks contain every token exactly once, also if the stream is resumed or has a budget."""
+"""A stream's blocks contain every token exactly once, also if the stream is resumed."""
 
 import tracemalloc
 from collections.abc import Iterator
@@ -11,14 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from material import VOCAB_SIZE, assert_same_block, memory_source, text_stream, word_tokenizer, words, write_parquet
 
-from pipeline.config.choices import LongDocuments, OnError, Packing
-from pipeline.config.schema import ParquetData
+from pipeline.config.choices import LongDocuments, OnError, Packing, Positions
+from pipeline.config.schema import CaptureConfig, ParquetData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
+from pipeline.data.feed import StreamWork
 from pipeline.data.parquet import ParquetSource
+from pipeline.data.selection import open_selection
 from pipeline.data.stream import TokenStream
 
 TOKENIZER = word_tokenizer()
+SELECTIONS = (
+    CaptureConfig(positions=Positions.last, per_row=1),
+    CaptureConfig(positions=Positions.regex, regex="[37]$", per_row=1),
+    CaptureConfig(positions=Positions.sample, rate=0.4, seed=3),
+)
 
 
 @st.composite
@@ -34,11 +41,14 @@ def cases(draw):
         "length": draw(st.integers(1, 24)),
         "packing": draw(st.sampled_from(Packing)),
         "long_documents": draw(st.sampled_from(LongDocuments)),
+        "selection": draw(st.sampled_from([None, *SELECTIONS])),
     }
 
 
 def streams(shards, settings) -> list[TokenStream]:
     settings = dict(settings)
+    if capture := settings.get("selection"):
+        settings["selection"] = open_selection(capture, settings["length"], TOKENIZER)
     source = memory_source("/stream", shards, row_groups_per_shard=settings.pop("row_groups_per_shard", None))
     return [text_stream(source, TOKENIZER, stream=number, **settings) for number in range(settings["num_streams"])]
 
@@ -118,26 +128,22 @@ def test_resuming_after_any_block_gives_the_same_remaining_blocks(case, data):
             assert_same_block(left, right)
 
 
-@given(cases(), st.integers(1, 200))
-def test_a_token_budget_keeps_the_first_rows(case, budget):
+@given(cases(), st.integers(1, 200), st.integers(1, 200))
+def test_wanted_tokens_decide_how_many_blocks_there_are_and_nothing_else(case, wanted, more):
+    """Work for more tokens continues after that for fewer, as if it had been asked for at once."""
     for stream in streams(*case):
         whole = list(stream.blocks())
-        blocks = list(stream.blocks(token_budget=budget))
-        assert sum(block.num_tokens for block in blocks) >= min(budget, sum(block.num_tokens for block in whole))
-        for block, full in zip(blocks, whole, strict=False):
-            if not block.truncated:
-                assert_same_block(block, full)
-                continue
-            assert block is blocks[-1]
-            assert block.next == block.start == full.start
-            assert not block.exhausted
-            assert block.num_rows < full.num_rows
-            np.testing.assert_array_equal(block.tokens, full.tokens[: block.num_rows])
-            np.testing.assert_array_equal(block.documents, full.documents[: block.num_rows])
-            without_last = sum(b.num_tokens for b in blocks) - np.count_nonzero(block.segments[-1])
-            assert without_last < budget
-            for row in block.table.to_pylist():
-                assert row["last_token"] - row["first_token"] == int(np.sum(block.documents == row["document"]))
+        first = list(StreamWork(stream, wanted=wanted).blocks(lambda: False))
+        assert sum(block.num_tokens for block in first[:-1]) < wanted
+        assert first[-1].exhausted or sum(block.num_tokens for block in first) >= wanted
+        missing = wanted + more - sum(block.num_tokens for block in first)
+        left = []
+        if missing > 0 and not first[-1].exhausted:
+            left = list(StreamWork(stream, first[-1].next, len(first), missing).blocks(lambda: False))
+        together = list(StreamWork(stream, wanted=wanted + more).blocks(lambda: False))
+        for made, at_once, expected in zip([*first, *left], together, whole[: len(together)], strict=True):
+            assert_same_block(made, expected)
+            assert_same_block(at_once, expected)
 
 
 def test_batches_of_the_tokenizer_do_not_change_blocks(monkeypatch):
@@ -163,8 +169,8 @@ def test_streams_take_shards_in_turn():
 @pytest.mark.parametrize("stream", [0, 2])
 def test_a_stream_without_documents_gives_one_block_without_rows(stream):
     stream = streams([[]], {"num_streams": 3, "rows_per_block": 2, "length": 4})[stream]
-    (block,) = stream.blocks(token_budget=10)
-    assert (block.num_rows, block.table.num_rows, block.exhausted, block.truncated) == (0, 0, True, False)
+    (block,) = StreamWork(stream, wanted=10).blocks(lambda: False)
+    assert (block.num_rows, block.table.num_rows, block.exhausted) == (0, 0, True)
     assert list(stream.blocks(block.next, 1)) == []
 
 
@@ -199,25 +205,6 @@ def test_a_stream_that_only_skips_gives_one_block_without_rows():
     (block,) = text_stream(source, TOKENIZER, rows_per_block=2, length=4).blocks()
     assert (block.num_rows, block.num_tokens, block.exhausted) == (0, 0, True)
     assert [skip.index for skip in block.skipped] == [0, 1]
-
-
-def test_a_truncated_block_keeps_only_the_skips_before_its_last_document():
-    """Rows of four tokens: [w2 w2 w2 w2], [w3 w3 w3 w4], [w5 w5 w5 w6]; skips before w3, after w4 and after w6."""
-    texts = ["w2 w2 w2 w2", None, "w3 w3 w3", "w4", None, "w5 w5 w5", "w6", None]
-    source = bad_source(OnError.skip, text=texts, id=[f"d{number}" for number in range(len(texts))])
-    stream = text_stream(source, TOKENIZER, rows_per_block=4, length=4, on_error=OnError.skip)
-    skips = {}
-    for budget in (1, 4, 5, 8, 9, None):
-        (block,) = stream.blocks(token_budget=budget)
-        skips[budget] = (block.truncated, block.num_rows, [skip.index for skip in block.skipped])
-    assert skips == {
-        1: (True, 1, []),
-        4: (True, 1, []),
-        5: (True, 2, [1]),
-        8: (True, 2, [1]),
-        9: (False, 3, [1, 4, 7]),
-        None: (False, 3, [1, 4, 7]),
-    }
 
 
 def test_bad_documents_fail_after_the_blocks_before_them():

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from pipeline.cluster.topology import Topology, unreserved
-from pipeline.config.choices import Compression, Packing, Positions, StorageDtype, Weights, When
+from pipeline.config.choices import Compression, Positions, StorageDtype, Weights, When
 from pipeline.config.schema import (
     BatchConfig,
     CaptureConfig,
@@ -119,7 +119,12 @@ def test_a_block_has_whole_steps_within_bounds(shard_mib, rows_per_block):
 
 @pytest.mark.parametrize(
     ("max_tokens", "expected"),
-    [(None, "all tokens of the data; a million tokens need 1.81 GB"), (500_000, "500,000 tokens, 906.00 MB")],
+    [
+        (None, "all tokens of the data; a million tokens need 1.81 GB"),
+        (5_000_000, "5,000,000 tokens, 9.06 GB"),
+        (500_000, "500,000 tokens (up to 516,382: streams end with whole blocks of 8,192 slots), 906.00 MB"),
+        (1, "1 token (up to 2,048: streams end with whole blocks of 2,048 slots), 1.81 kB"),
+    ],
 )
 def test_a_plan_gives_the_size_of_the_store(max_tokens, expected):
     """A token has 896 activations of two bytes, and 20 bytes in the side arrays."""
@@ -145,24 +150,25 @@ def test_sizes_have_units_that_fit(num_bytes, shown):
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "streams", "packing", "noted"),
+    ("max_tokens", "streams", "given", "stored", "rows_per_block"),
     [
-        (16_383, 1, Packing.pack, True),
-        (16_384, 1, Packing.pack, False),
-        (32_766, 2, Packing.pack, True),  # a block of each stream
-        (16_383, 1, Packing.pad, False),  # rows are in the order of the data
-        (None, 1, Packing.pack, False),
+        (None, 1, None, None, 32),  # store.shard_mib
+        (8 * 32 * 256, 1, None, None, 32),
+        (8 * 32 * 256 - 1, 1, None, None, 16),
+        (8 * 32 * 256, 2, None, None, 16),
+        (1, 1, None, None, 8),  # a step
+        (1, 1, 64, None, 64),
+        (1, 1, None, 128, 128),
     ],
 )
-def test_less_than_a_block_of_tokens_is_noted_as_no_sample(max_tokens, streams, packing, noted):
+def test_a_new_store_has_eight_blocks_per_stream_or_more(max_tokens, streams, given, stored, rows_per_block):
     config = replace(
         BASE,
         data=ParquetData(num_streams=streams),
-        batch=BatchConfig(rows=8, length=256, packing=packing),
-        store=StoreConfig(path="/nowhere", rows_per_block=64),
+        store=StoreConfig(path="/nowhere", rows_per_block=given),
         run=RunOptions(max_tokens=max_tokens),
     )
-    assert any("not a representative sample" in note for note in planned(config).notes) == noted
+    assert planned(config, stored=StoredGeometry(streams, stored)).rows_per_block == rows_per_block
 
 
 def test_a_pod_has_no_larger_store_shards_than_one_process():
