@@ -42,7 +42,7 @@ SMALL_JOB = (
     "batch.length=64",
     "capture.layers=[0,1]",
     "capture.sites=[resid_post,attn_out]",
-    "store.shard_mib=0.125",
+    "store.rows_per_block=8",
     "run.metrics_interval_s=0.2",
     "run.progress=false",
 )

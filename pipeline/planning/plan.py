@@ -75,7 +75,7 @@ class Plan:
         size = f"{shown_bytes(num_bytes)} without padding or compression"
         wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
-            wanted = f"{counted(streams.max_tokens, "token")}{self._most_tokens()}, {size}"
+            wanted = f"{counted(streams.max_tokens, 'token')}{self._most_tokens()}, {size}"
         local = "all" if len(streams.local) == streams.count else f"{len(streams.local)} of them"
         lines = [
             f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token{dtype}{selected}",

@@ -20,7 +20,7 @@ from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
 from pipeline.extraction import job_run
-from pipeline.extraction.block_writer import commit_record
+from pipeline.extraction.block_contents import commit_record, side_arrays
 from pipeline.extraction.claiming import UnfinishedStreams
 from pipeline.job.opening import Job, open_job
 from pipeline.store.format.statistics import token_statistics
@@ -165,14 +165,14 @@ def _fill_claimed(job: Job, store: StoreWriter) -> None:
 
 
 def _begin(job: Job, store: StoreWriter, block: TokenBlock) -> PendingBlock:
-    missing = ((0, job.plan.rows_per_block - block.num_rows), (0, 0))
-    arrays = {name: np.pad(getattr(block, name), missing) for name in ("tokens", "segments", "positions")}
-    arrays["documents"] = np.pad(block.documents, missing, constant_values=-1)
-    valid = arrays["segments"] > 0
+    arrays = side_arrays(block, job.plan.rows_per_block)
+    stored, seeds = arrays["segments"] > 0, arrays["tokens"] * 31 + arrays["positions"] * 7
+    if block.selected is not None:
+        stored = arrays["selected"] >= 0
+        seeds = np.take_along_axis(seeds, np.maximum(arrays["selected"], 0), axis=1)
     for spec in job.layout.arrays:
-        features = np.arange(spec.width, dtype=np.int32)
-        values = (arrays["tokens"][..., None] * 31 + arrays["positions"][..., None] * 7 + features) % 251
-        arrays[spec.name] = np.where(valid[..., None], values, 0).astype(spec.dtype)
-    statistics = {spec.name: token_statistics(arrays[spec.name][valid]) for spec in job.layout.arrays}
+        values = (seeds[..., None] + np.arange(spec.width, dtype=np.int32)) % 251
+        arrays[spec.name] = np.where(stored[..., None], values, 0).astype(spec.dtype)
+    statistics = {spec.name: token_statistics(arrays[spec.name][stored]) for spec in job.layout.arrays}
     pending = store.begin_block(block.stream, block.index, arrays)
     return store.write_tables(pending, block.table, statistics)

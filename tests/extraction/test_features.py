@@ -362,7 +362,7 @@ def test_a_reader_sees_firings_of_the_rows_that_it_opened(alone, tmp_path) -> No
     run_here(*features, "run.max_tokens=300", path)
     store = ActivationStore.open(f"{tmp_path}/store")
     before = {feature: store.feature(ARRAY, feature) for feature in range(WIDTH)}
-    run_here(*features, "run.max_tokens=1200", path)  # writes the truncated blocks again
+    run_here(*features, "run.max_tokens=1200", path)
     for feature, firings in before.items():
         again = store.feature(ARRAY, feature)
         for one, other in zip(vars(firings).values(), vars(again).values(), strict=True):

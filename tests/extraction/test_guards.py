@@ -35,17 +35,17 @@ def test_the_host_does_little_per_step(tmp_path):
     """The loop and the writer run no Python per token, row or feature."""
     text = write_text(tmp_path / "text", files=1, documents=60)
     found = {}
-    for tokens in (8_000, 24_000):
+    for steps in (3, 9):  # of one block
         overrides = ["batch.rows=8", "batch.length=256", "capture.layers=all", "run.progress=false"]
-        store = tmp_path / str(tokens)
-        job = open_job(
-            composing.compose([f"data.path={text}", f"store.path={store}", f"run.max_tokens={tokens}", *overrides])
-        )
+        overrides += ["run.max_tokens=1", f"store.rows_per_block={8 * steps}"]
+        store = tmp_path / str(steps)
+        job = open_job(composing.compose([f"data.path={text}", f"store.path={store}", *overrides]))
         step = load_step(job)
         writer = StoreWriter.open(str(store), job.metadata, job.layout)
         with preemption.stop_on_signals() as stop, python_calls() as calls:
             metrics = fill(job, writer, job.work(), stop, step)
-        found[metrics.steps] = calls
+        assert metrics.steps == steps
+        found[steps] = calls
     few, many = sorted(found)
     per_step = {name: (found[many][name] - found[few][name]) / (many - few) for name in ("MainThread", "writer")}
     assert per_step["MainThread"] < 1200  # measured: 600; a step has 2048 tokens

@@ -144,10 +144,10 @@ def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_p
 
 
 def test_a_sweep_of_several_processes_makes_the_stores_of_single_jobs(overrides, tmp_path):
+    job = [*overrides, "run.max_tokens=3000"]
     sweep = [
         "-m",
-        *overrides,
-        "run.max_tokens=3000",
+        *job,
         "capture.layers=[0],[1]",
         f"store.path={tmp_path}/${{hydra:job.num}}",
         f"hydra.sweep.dir={tmp_path}/logs",
@@ -156,7 +156,7 @@ def test_a_sweep_of_several_processes_makes_the_stores_of_single_jobs(overrides,
     assert result.returncode == 0, result.stdout
     assert (tmp_path / "0/blocks.0.resid_post").is_dir()
     assert verify_store(str(tmp_path / "0")) == []
-    run_here(*overrides, "run.max_tokens=3000", "capture.layers=[1]", f"store.path={tmp_path}/single")
+    run_here(*job, "capture.layers=[1]", f"store.path={tmp_path}/single")
     assert_same_store(tmp_path / "1", tmp_path / "single")
 
 
@@ -174,7 +174,14 @@ def test_all_processes_end_with_0_or_none_does(compilation_cache, tmp_path):
     """The second process fails to write its only block after the first has finished its steps."""
     joined = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
     text = write_text(tmp_path / "text", files=2, documents=20)
-    job = [f"data.path={text}", "data.num_streams=2", *SMALL_JOB, "store.shard_mib=8", compilation_cache, *joined]
+    job = [
+        f"data.path={text}",
+        "data.num_streams=2",
+        *SMALL_JOB,
+        "store.rows_per_block=128",
+        compilation_cache,
+        *joined,
+    ]
     processes = [start(*job, f"store.path={tmp_path / 'store'}", f"distributed.process_id={i}") for i in range(2)]
     resource.prlimit(processes[1].pid, resource.RLIMIT_FSIZE, (1 << 15, 1 << 15))
     outputs = [process.communicate(timeout=120)[0] for process in processes]

@@ -23,7 +23,7 @@ def test_run_names_are_unique():
 
 def test_a_partial_block_counts_only_its_rows(tmp_path):
     text = write_text(tmp_path / "text", files=1, documents=30)
-    sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "run.max_tokens=6000", "capture.layers=[1]"]
+    sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "capture.layers=[1]"]
     run(compose([f"data.path={text}", f"store.path={tmp_path / 'store'}", "run.progress=false", *sizes]))
     store = ActivationStore.open(tmp_path / "store")
     rows = [record.rows for record in store.blocks]
