@@ -146,7 +146,8 @@ def test_only_poor_choices_get_advice(choice: dict, message: str) -> None:
     assert re.search(message, advice(**choice))
 
 
-def test_small_shards_on_local_disks_get_no_advice() -> None:
+def test_small_shards_of_few_tokens_or_on_local_disks_get_no_advice() -> None:
+    assert advice(shard_bytes=4 * MIB) == ""
     local = replace(CONFIG, store=StoreConfig(path="/data/store"))
     assert advice(config=local, shard_bytes=16 * MIB) == ""
 

@@ -282,7 +282,7 @@ def test_a_job_with_divided_weights_makes_the_same_store(tmp_path):
         "data.num_streams=2",
         f"data.path={write_text(tmp_path / 'text', files=2, documents=15)}",
         *("batch.rows=4", "batch.length=128", "capture.layers=[1]", "capture.sites=[resid_post,attn_z]"),
-        *("run.progress=false", "store.shard_mib=0.25", "run.max_tokens=4000"),
+        *("run.progress=false", "store.rows_per_block=8", "run.max_tokens=4000"),
     ]
     run_here(*job, f"store.path={tmp_path / 'one'}")
     result = run_processes(2, 2, *job, "model.weights=fsdp", f"store.path={tmp_path / 'fsdp'}")
