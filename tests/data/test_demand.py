@@ -39,8 +39,8 @@ class Documents:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=60),
-    wanted=st.integers(1, 300),
+    sizes=st.lists(st.integers(1, 16), min_size=50, max_size=60),
+    wanted=st.integers(1, 100),
     rows=st.integers(1, 4),
     length=st.integers(1, 16),
     packing=st.sampled_from(Packing),
