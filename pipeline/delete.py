@@ -3,7 +3,7 @@
 Deletes only objects with the exact names of a store's objects. Other files and symbolic links stay and are listed;
 links are not followed. The store's root is deleted last, so an interrupted deletion can be repeated.
 
-Exit codes: 0 deleted; 1 workers have claimed streams of the store, or it cannot be reached; 2 not confirmed, or there
+Exit codes: 0 deleted; 1 a process has leased a stream of the store, or it cannot be reached; 2 not confirmed, or there
 is no store; 42 interrupted.
 """
 
@@ -23,10 +23,10 @@ from pipeline.core.errors import EXIT_OK, ConfigError, StoreError
 from pipeline.store.format.commits import COMMITS_PREFIX, parse_commit_key
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.deleting import delete_store
+from pipeline.store.write.leases import LEASES_PREFIX
 
-_MAX_NAMED = 5  # remaining files that the message names
+_MAX_NAMED = 5  # leases and remaining files that a message names
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
     path: str = store_path()
     confirm: bool = setting("confirm", "delete the store, instead of describing it", flag, default=False)
     force: bool = setting(
-        "force", "delete it although workers hold streams; only if they are dead", flag, default=False
+        "force", "delete it although its streams are leased; only if those processes are dead", flag, default=False
     )
 
 
@@ -51,12 +51,11 @@ def delete(settings: Settings) -> int:
             f"{path}: {state} store of {arrays} with {counted(blocks, 'block')}, created {root.created}. confirm=true "
             "deletes it."
         )
-    holders = {} if settings.force else held_claims(storage)
-    if holders:
-        held = named_holders(holders)
+    leases = [] if settings.force else storage.list_keys(LEASES_PREFIX)
+    if leases:
         raise StoreError(
-            f"cannot delete {path}: workers hold streams ({held}). Wait until they end, or set force=true if they are "
-            "dead."
+            f"cannot delete {path}: processes have leased streams ({', '.join(leases[:_MAX_NAMED])}). Wait until they "
+            "end, or set force=true if they are dead."
         )
     left = list(islice(delete_store(storage, root), _MAX_NAMED + 1))
     names = ", ".join(left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")

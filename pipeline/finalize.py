@@ -1,10 +1,9 @@
-"""Marks a store as complete: `python -m pipeline.finalize store.path=...`, once all its workers have ended.
+"""Marks a store as complete: `python -m pipeline.finalize store.path=...`, once its jobs have ended.
 
-A run does this itself when every stream is finished. Workers that share a store may each end before the others; then
-none of them does. The command can be repeated, and can run several times at once.
+A run does this itself when every stream is finished. The command can be repeated, and can run several times at once.
 
-Exit codes: 0 complete; 1 a stream is unfinished or claimed by a worker (the message names the stream), or the store
-cannot be reached; 2 there is no store, or it is damaged; 42 interrupted.
+Exit codes: 0 complete; 1 a stream is unfinished (the message names it), or the store cannot be reached; 2 there
+is no store, or it is damaged; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -25,7 +24,7 @@ from pipeline.store.write.store_writer import StoreWriter
 @dataclass(frozen=True)
 class Settings:
     path: str = store_path()
-    force: bool = setting("force", "complete it even if streams are unfinished or claimed", flag, default=False)
+    force: bool = setting("force", "complete it even if streams are unfinished", flag, default=False)
 
 
 def finalize_store(settings: Settings) -> int:

@@ -1,17 +1,17 @@
 """Uploads a finished store to the Hugging Face Hub: `python -m pipeline.push store.path=... repo=owner/name`.
 
 The store becomes a data set repository with a card (README.md) that describes it; a repository that does not exist is
-created. Your own text in the card and its front matter stay, except `size_categories`; the licence is yours to add. The
-store's root contains the configuration of the run that made it, including paths.
+created. Your own text in the card stays; the licence is yours to add. The store's root contains the configuration of
+the run that made it, including paths.
 `ActivationStore.open("hf://datasets/owner/name")` reads the store from the Hub.
 
 Repeat an interrupted push to continue it: objects that the repository has are not uploaded again. Push an extended
-store in the same way. Until the last commit of a push, the repository's store is marked as unfinished.
+store in the same way. Until the last commit of a push, the repository holds the store as it was, or an unfinished one.
 
 The access token comes from `hf auth login` or HF_TOKEN.
 
-Exit codes: 0 the repository holds the store; 1 the Hub or the store cannot be reached, or changed during the push; 2
-the store is not finished, the repository holds something else, or the Hub refuses the push; 42 interrupted.
+Exit codes: 0 the repository holds the store; 1 the Hub or the store cannot be reached, or the repository changed during
+the push; 2 the store is not finished, the repository holds something else, or the Hub refuses it; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -50,11 +50,8 @@ def push(settings: Settings) -> int:
     disable_progress_bars()  # one bar per file
     set_verbosity_error()  # its warnings about failed uploads contain signed URLs
     with progress_bar("push", "object") as progress:
-        pushed = push_store(settings.path, settings.repo, settings.revision, settings.private, progress)
-    print(
-        f"hf://datasets/{settings.repo}@{pushed.commit}: {pushed.num_objects:,} objects, {pushed.num_uploaded:,} of "
-        f"them new ({pushed.num_bytes / 1e6:,.1f} MB)"
-    )
+        summary = push_store(settings.path, settings.repo, settings.revision, settings.private, progress)
+    print(summary)
     return EXIT_OK
 
 

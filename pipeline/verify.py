@@ -5,14 +5,18 @@ W - 1. Each process checks every W-th stream; the store is sound if none of them
 reads the objects of one block in 100, the same ones for the same `verify.seed`. `verify.level` sets how much is
 checked; each level includes those before it:
 
-  records    the root, the commit records and the block tables
+  records    the root, the commit records and the table of blocks
   objects    every object that a record needs exists, and a complete store has no others; nothing else is read
-  checksums  the checksums of document tables, statistics and chunks, and the records' digests of the values
-  all        the values agree with each other and with the document tables, and are finite and in range. Statistics
-             are compared with their digests only, not with the values
+  checksums  (the default) document tables, statistics and arrays are what their records say; activations are finite,
+             and outputs in their range
 
-Exit codes: 0 the store is sound; 1 problems were found (they are listed, with how to repair the store), or the
-store cannot be reached; 2 there is no store; 42 interrupted.
+`verify.repair=true` removes what is damaged, and objects that belong to no committed block: first the summary is taken
+out of the root, then the commit records of damaged blocks and of all later blocks of their streams are deleted, then
+the damaged objects. The job's command then completes the store. It removes nothing while a job renews its leases; stop
+jobs with run.exclusive=true yourself.
+
+Exit codes: 0 the store is sound, or all damage was removed; 1 problems were found (they are listed, with what
+`verify.repair=true` would do), or the store cannot be reached; 2 there is no store; 42 interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process
@@ -23,7 +27,7 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import fraction, one_of, read_store_path, require_rank, setting, whole_number
+from pipeline.cli.settings import flag, fraction, one_of, read_store_path, require_rank, setting, whole_number
 from pipeline.cli.store_command import run_command
 from pipeline.store.check.reporting import verify_and_print
 from pipeline.store.check.scope import Level, Scope
@@ -38,17 +42,18 @@ class Settings:
     seed: int = setting("verify.seed", "selects the sample", whole_number(0), default=0)
     level: str = setting(
         "verify.level",
-        "how much to check: records, objects, checksums or all",
+        "how much to check: records, objects or checksums",
         one_of(*Level.__members__),
-        default="all",
+        default="checksums",
     )
+    repair: bool = setting("verify.repair", "whether to remove what is damaged", flag, default=False)
 
 
 def verify(settings: Settings) -> int:
-    """Prints the store's problems. Returns the exit code."""
+    """Prints the store's problems, and repairs it if asked to. Returns the exit code."""
     require_rank("verify", settings.rank, settings.world)
     scope = Scope(settings.rank, settings.world, settings.sample, settings.seed, Level[settings.level])
-    return verify_and_print(settings.path, scope)
+    return verify_and_print(settings.path, scope, settings.repair)
 
 
 def main(arguments: list[str]) -> int:

@@ -96,7 +96,7 @@ def errors(got: Path, expected: Path) -> dict[str, float]:
         sys.exit(f"WRONG: {got} and {expected} have different tokens")
     valid, result = tokens[0].segments != 0, {}
     for key in left.keys:
-        a, b = (store.read(key.layer, str(key.site), store.rows)[valid].astype(np.float64) for store in (left, right))
+        a, b = (store.read(key, store.rows)[valid].astype(np.float64) for store in (left, right))
         result[key.name] = float(np.linalg.norm(a - b) / np.linalg.norm(b))
     return result
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.forking import Forked, collect_seldom
+from tests.forking import Forked, collect_seldom, hold_links
 from tests.jobs import HASTE, HASTY_FLAGS, ROOT, own_compilation_cache, run, run_here, write_text
 from tests.store.emulators import gcs_emulator, s3_emulator
 from tests.store.fault_proxy import FaultProxy
 
 collect_seldom()  # importing the tests would spend a sixth of its time in the garbage collector
+hold_links()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # even if libtpu is installed: JAX would try it and log errors
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads spin while they wait for each other
 # Not in a fixture: TensorStore reads it at the process's first request, whichever test makes it.
@@ -44,7 +45,7 @@ LONGEST = (
     *("test_processes.py", "test_compile_check.py", "test_generate.py", "test_parity.py", "test_mesh.py"),
     *("test_faults.py", "test_generator.py", "test_training_stream.py", "test_int8.py", "test_positions.py"),
     *("test_object_storage.py", "test_features.py", "test_bfloat16.py", "test_extractor.py", "test_cli.py"),
-    *("test_attention_splash.py", "test_stream_store.py", "test_claiming.py", "test_remote_job.py"),
+    *("test_attention_splash.py", "test_stream_store.py", "test_leased_jobs.py", "test_remote_job.py"),
     *("test_compilation_cache.py", "test_generation_mesh.py", "test_generation_tpu.py", "test_int8_errors.py"),
     *("test_compiled_step.py", "test_run.py", "test_resume.py", "test_process_startup.py", "test_real_inputs.py"),
     *("test_train_examples.py", "test_writing.py", "test_batches.py", "test_families.py"),
@@ -66,7 +67,7 @@ HASTILY_COMPILED = (
 SLOW = (  # files that compile many or large programs, or run whole jobs
     *("extraction/test_alignment.py", "extraction/test_guards.py", "extraction/test_resume.py"),
     *("extraction/test_run.py", "extraction/test_writer.py", "models/test_bfloat16.py", "store/test_begun_before.py"),
-    *("extraction/test_claiming.py", "extraction/test_processes.py", "step/test_mesh.py"),
+    *("extraction/test_leased_jobs.py", "extraction/test_processes.py", "step/test_mesh.py"),
     *("extraction/test_positions.py", "extraction/test_real_inputs.py", "generation/test_generate.py"),
     *("generation/test_generation_tpu.py", "planning/test_compile_check.py", "store/test_damage_fuzzer.py"),
     *("library/test_extractor.py", "library/test_extractor_parity.py", "library/test_aligned_models.py"),
@@ -76,7 +77,7 @@ SLOW = (  # files that compile many or large programs, or run whole jobs
     *("extraction/test_zero_activations.py", "extraction/test_expert_stores.py", "extraction/test_features.py"),
     *("extraction/test_extension.py", "models/test_attention_xla.py", "models/test_experts.py"),
     *("models/test_real_encoder.py", "step/test_head_outputs.py"),
-    *("store/test_all_zero_blocks.py", "store/test_verifying_in_parts.py", "scripts/test_attention_blocks.py"),
+    *("store/test_verifying_in_parts.py", "scripts/test_attention_blocks.py"),
     *("library/test_training_stream.py", "library/test_stream_store.py", "library/test_stream_processes.py"),
     *("scripts/test_train_examples.py", "scripts/test_train_with_libraries.py", "models/test_delta_net.py"),
     *("commands/test_export.py", "commands/test_feature_page.py", "commands/test_merge.py"),

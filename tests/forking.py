@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -178,6 +179,18 @@ def _replace(file: int, other: int) -> None:
     os.dup2(other, file, inheritable=False)
 
 
+def hold_links() -> None:
+    """Makes puts of local objects in this process wait while a file `<key>.held.__lock` exists (`jobs.writes_held`)."""
+    link = os.link
+
+    def held(source: str, target: str) -> None:
+        while os.path.exists(f"{target}.held.__lock"):
+            time.sleep(0.005)
+        link(source, target)
+
+    os.link = held
+
+
 def collect_seldom() -> None:
     """Excludes existing objects from garbage collection and makes it rare: tracing creates many objects that stay."""
     gc.collect()
@@ -190,4 +203,5 @@ if __name__ == "__main__":
     import pipeline.extraction.job_run  # noqa: F401
 
     collect_seldom()
+    hold_links()
     serve(socket.socket(fileno=int(sys.argv[1])))

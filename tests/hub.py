@@ -39,7 +39,6 @@ class Hub:
     large: bytes; files of this size and more are large files.
     redirects: requests for large files are redirected to a storage on another host (`localhost`), those for other files
         to another path. The storage refuses tokens, and URLs that were signed before a call of `expire`.
-    names_errors: errors have headers that name them.
     loses_commits: commits are carried out, but the response is 504.
     token: needed to see `private` repositories, and to write. None: no token is needed.
     objects: the uploaded large files, by sha256.
@@ -55,7 +54,6 @@ class Hub:
         self.statuses: dict[str, int] = {}
         self.large = _LARGE
         self.redirects = False
-        self.names_errors = True
         self.loses_commits = False
         self.token: str | None = None
         self.private: set[str] = set()
@@ -255,8 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _error(self, status: int, code: str, headers: Mapping[str, str] = {}) -> None:
-        named = {"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}"} if self._hub.names_errors else {}
-        self._answer(status, b"", {**named, **headers})
+        self._answer(status, b"", {"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}", **headers})
 
     def _answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
         self.send_response_only(status)

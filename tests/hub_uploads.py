@@ -68,11 +68,7 @@ def _commit(hub: "Hub", repo: str, branch: str, lines: list[dict[str, Any]]) -> 
     files = dict(hub.head(repo, branch))
     for line in lines[1:]:
         path = line["value"]["path"]
-        if line["key"] == "deletedFile":
-            if path not in files:
-                return 404, {"error": "A file with this name doesn't exist"}
-            del files[path]
-        elif line["key"] == "lfsFile":
+        if line["key"] == "lfsFile":
             files[path] = hub.objects[line["value"]["oid"]]
         else:
             assert line["key"] == "file", line

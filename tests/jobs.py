@@ -1,17 +1,20 @@
 """Small real jobs for tests: text files, runs in their own processes, comparison of stores."""
 
+import fcntl
 import json
+import os
 import pydoc_data.topics
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,7 +24,6 @@ import pyarrow.parquet as pq
 from safetensors.numpy import load_file, save_file
 
 from pipeline.store.format.commits import commit_key
-from pipeline.store.io.shard_files import _lock
 from tests.forking import LAUNCHER, Forked
 from tests.forking import ROOT as ROOT
 
@@ -109,6 +111,29 @@ def run_here(*overrides: str) -> None:
         job_run.run(composing.compose([*overrides, "run.progress=false"]))
 
 
+def run_first_stream(*overrides: str) -> None:
+    """Runs the job in this process until it has filled its first stream, and begins with the next one."""
+    from pipeline.cluster.preemption import StopRequest  # not above: conftest sets JAX's variables first
+    from pipeline.config import composing
+    from pipeline.core.errors import Interrupted
+    from pipeline.extraction import job_run
+    from pipeline.extraction.loaded_step import LoadedStep
+    from pipeline.job.opening import Job, open_job
+
+    stop = StopRequest()
+
+    class Stopping(LoadedStep):
+        def __call__(self, block, first_row):
+            stop.noticed |= block is not None and block.stream != 0
+            return super().__call__(block, first_row)
+
+    def load(job: Job) -> Stopping:
+        return Stopping(**vars(job_run.load_step(job)))
+
+    with suppress(Interrupted):
+        job_run.run_job(open_job(composing.compose([*overrides, "run.progress=false"])), stop, load)
+
+
 @contextmanager
 def own_compilation_cache() -> Iterator[None]:
     """Lets jobs in this process set `run.compilation_cache`; restores JAX's cache settings on exit."""
@@ -133,8 +158,8 @@ def start(*overrides: str, is_forked: bool = True) -> subprocess.Popen:
 
 @contextmanager
 def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str) -> Iterator[Callable[[], None]]:
-    """While entered, commits of these blocks (stream, index) wait for a lock, which TensorStore takes on each file that
-    it writes. A process commits one block at a time, so none of its later blocks is committed either.
+    """While entered, commits of these blocks (stream, index) by forked jobs wait. A stream's blocks are committed in
+    order, so no later one of its stream is committed either.
 
     First creates the store, as the job with these overrides does. Yields a function that releases the locks.
     """
@@ -145,13 +170,29 @@ def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str
 
 @contextmanager
 def writes_held(store: Path, keys: Iterable[str]) -> Iterator[Callable[[], None]]:
-    """While entered, writes of these objects wait for a lock. Yields a function that releases the locks."""
+    """While entered, forked jobs do not finish writing these objects. Yields a function that lets them go on.
+
+    A put waits while a lock file exists (`forking.hold_links`); TensorStore waits for its lock."""
     with ExitStack() as stack:
         for key in keys:
-            file = store / f"{key}.__lock"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            _lock(stack.enter_context(file.open("ab")))
+            stack.enter_context(lock_file(store / key))
         yield stack.close
+
+
+@contextmanager
+def lock_file(path: Path) -> Iterator[None]:
+    """A lock file, locked as TensorStore does it: with an open file description lock, which flock would ignore."""
+    lock = path.with_name(f"{path.name}.__lock")
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    held = path.with_name(f"{path.name}.held.__lock")
+    held.touch()
+    with lock.open("ab") as file:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+        try:
+            yield
+        finally:
+            held.unlink()
+            lock.unlink()
 
 
 def create_store(*overrides: str) -> None:
@@ -185,24 +226,36 @@ def committed(store: Path) -> int:
 
 
 def objects(store: Path) -> dict[str, bytes]:
-    """All objects of a store except its metrics, by key, without the time and configuration of its creation."""
+    """All objects of a store except metrics, leases, earlier summaries and temporary files of killed processes, by key,
+    without the time, configuration and processes that made it."""
     found = {}
     for file in sorted(store.rglob("*")):
         key = str(file.relative_to(store))
-        if file.is_file() and not key.startswith("_metrics/"):
+        if file.is_file() and not key.startswith(("_metrics/", "_leases/")) and file.suffix != ".__lock":
             found[key] = file.read_bytes()
     root = json.loads(found["zarr.json"])
     del root["attributes"]["activation_store"]["created"]
     del root["attributes"]["activation_store"]["sha256"]
     del root["attributes"]["activation_store"]["config"]
     found["zarr.json"] = json.dumps(root).encode()
+    summary = (root["attributes"]["activation_store"]["summary"] or {}).items()
+    named = {f"_summary/{kind}-{value[:16]}.parquet" for kind, value in summary if isinstance(value, str)}
+    found = {key: content for key, content in found.items() if not key.startswith("_summary/") or key in named}
+    for key in found:
+        if key.startswith("_commits/"):
+            found[key] = without_writer(found[key])
     return found
+
+
+def without_writer(record: bytes) -> bytes:
+    """A commit record without the name of the process that wrote it."""
+    return json.dumps(json.loads(record) | {"written_by": "", "sha256": ""}).encode()
 
 
 def assert_same_store(store: Path, reference: Path) -> None:
     """Compares all objects, byte by byte."""
     left, right = objects(store), objects(reference)
-    assert sorted(left) == sorted(right)
+    assert sorted(left.keys() ^ right.keys()) == []
     different = [key for key in left if left[key] != right[key]]
     assert not different, different[:5]
 

@@ -80,7 +80,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def topology(run: RunOptions) -> Topology:
-    """The topology of this run: JAX's processes and devices, and this worker's index among the workers.
+    """The topology of this run: JAX's processes and devices.
 
     Raises ConfigError if the devices belong to several processes that have not joined, and as `require_accelerator`.
     """
@@ -97,8 +97,6 @@ def topology(run: RunOptions) -> Topology:
         few_cores=jax.default_backend() == "cpu" and num_cores() <= _FEW_CORES,
         processes=jax.process_count(),
         process=jax.process_index(),
-        workers=run.worker_count,
-        worker=run.worker_index,
     )
 
 

@@ -1,4 +1,4 @@
-"""Stop requests by SIGTERM and SIGINT, on which all processes of a worker agree."""
+"""Stop requests by SIGTERM and SIGINT, on which all processes of a job agree."""
 
 import itertools
 import logging
@@ -20,7 +20,7 @@ _steps = itertools.count()  # over all jobs of a sweep, since a sync point's num
 
 
 class StopRequest:
-    """A request to stop, by SIGTERM or SIGINT to any process of the worker. All processes stop before the same step.
+    """A request to stop, by SIGTERM or SIGINT to any process of the job. All processes stop before the same step.
 
     A second SIGINT raises KeyboardInterrupt as usual.
 

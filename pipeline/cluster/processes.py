@@ -1,4 +1,4 @@
-"""Agreement among the processes of a worker, by collectives. With a single process, these functions do not wait."""
+"""Agreement among the processes of a job, by collectives. With a single process, these functions do not wait."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ from pipeline.core.errors import ConfigError
 
 
 def count() -> int:
-    """The number of processes of this worker. Asks JAX, which initialises the devices, only if they have joined, so
+    """The number of processes of this job. Asks JAX, which initialises the devices, only if they have joined, so
     that a mistake in a single process's configuration is reported before."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def is_first() -> bool:
-    """Whether this process acts for all processes of the worker."""
+    """Whether this process acts for all processes of the job."""
     return count() == 1 or jax.process_index() == 0
 
 

@@ -8,24 +8,24 @@ from pipeline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """The processes and devices of a run. `index` and `count` include all processes of all workers."""
+    """The processes and devices of a run. `count` processes divide the streams, of which this is number `index`."""
 
-    devices: int  # of this worker, over all its processes
+    devices: int  # over all processes that compute a step together
     device_bytes: int | None = None  # memory of each device, without what is reserved; None: unknown
     host_memory: int | None = None  # bytes of this process's host; None: unknown
     few_cores: bool = False  # the devices are the host's few cores, which also do all other work
-    processes: int = 1  # of this worker
+    processes: int = 1  # that compute a step together
     process: int = 0
-    workers: int = 1
-    worker: int = 0
+    world: int = 1  # readers of a `Stream`, each of which computes with its own devices
+    rank: int = 0
 
     @property
     def index(self) -> int:
-        return self.worker * self.processes + self.process
+        return self.rank * self.processes + self.process
 
     @property
     def count(self) -> int:
-        return self.workers * self.processes
+        return self.world * self.processes
 
 
 def reserved_bytes(run: RunOptions) -> int:

@@ -179,9 +179,8 @@ LIMITS: dict[str, dict[str, Limits]] = {
         **{"join_timeout_s": _FEW, "heartbeat_timeout_s": _FEW},
     },
     "RunOptions": {
-        **{"max_tokens": Between(1, 10**18), "worker_index": Between(0, 999_999), "worker_count": _FEW},
-        **{"lease_s": Between(1, 1_000_000), "max_inflight_mib": _SIZE, "stall_timeout_s": Between(1, 1_000_000_000)},
-        "reserved_mib": Between(0, 1_000_000_000),
+        **{"max_tokens": Between(1, 10**18), "lease_s": Between(1, 1_000_000), "max_inflight_mib": _SIZE},
+        **{"stall_timeout_s": Between(1, 1_000_000_000), "reserved_mib": Between(0, 1_000_000_000)},
         **{"compilation_cache": Folder(), "profile": Folder(is_local=True), "profile_after": Between(0, 1_000_000_000)},
         **{"profile_steps": _COUNT, "metrics_interval_s": Between(0, 1_000_000_000)},
     },

@@ -192,7 +192,7 @@ class GenerateData(DataConfig):
     end_tokens: list[str] | None = key(
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
-    rows: int = key(8, "documents generated at the same time, over all processes of a worker")
+    rows: int = key(8, "documents generated at the same time, over all processes")
     cache_dtype: Int8OrSame = key(
         Int8OrSame.same,
         "the KV cache: `same` as `model.dtype`, or `int8` with a scale per head and token: half or a quarter of the "
@@ -209,7 +209,7 @@ class GenerateData(DataConfig):
 class BatchConfig:
     """Rows of tokens."""
 
-    rows: int = key(8, "rows per step, over all processes of a worker")
+    rows: int = key(8, "rows per step, over all processes")
     length: int = key(256, "token slots per row")
     packing: Packing = key(Packing.pack, "`pack`: several documents in a row, isolated from each other; `pad`: one")
     long_documents: LongDocuments = key(
@@ -324,7 +324,7 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """The device mesh of a worker."""
+    """The device mesh."""
 
     data: int | None = key(None, "number of devices among which rows are divided; null: all")
     tensor: int = key(
@@ -334,7 +334,7 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """The processes of one worker. A TPU pod, GKE, Slurm and MPI provide the first three values."""
+    """The processes that compute every step together. A TPU pod, GKE, Slurm and MPI provide the first three values."""
 
     coordinator: str | None = key(None, "host:port of process 0")
     num_processes: int | None = key(None, "number of processes; 1 alone: join no others, e.g. of a Slurm step")
@@ -351,10 +351,10 @@ class RunOptions:
         None,
         "valid tokens to store, and at most a block more per stream; raise it to extend a store; null: all of the data",
     )
-    worker_index: int = key(0, "which of the workers this one is, from 0", "worker_count!=1")
-    worker_count: int = key(1, "independent jobs that fill one store, each with a fixed share of its streams")
-    claim: bool = key(False, "workers claim streams in the store, and may join and leave at any time")
-    lease_s: float = key(60.0, "how long a worker may be silent before others take over its streams", "claim")
+    lease_s: float = key(60.0, "how long a process may be silent before others take over its stream")
+    exclusive: bool = key(
+        False, "nobody else writes this store: storage that ignores write conditions is accepted", "store.path=*://*"
+    )
     max_inflight_mib: float = key(
         2048.0, "activations in flight between device and host; at most 4 steps, or 1 on a CPU with two cores"
     )

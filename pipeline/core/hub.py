@@ -293,7 +293,7 @@ def refused_by_hub(where: str, key: str, invalid: type[PipelineError]) -> Iterat
     change. A missing file or repository stays a FileNotFoundError where huggingface_hub raises one."""
     try:
         yield
-    except (HfHubHTTPError, HFValidationError) as error:  # transient failures have been retried
+    except (httpx.HTTPError, HFValidationError) as error:  # transient failures have been retried
         raise invalid(
             f"{key}={where:.300}: the Hub refuses access ({brief_cause(error):.500}). Check the spelling, or log in "
             f"with `hf auth login`."

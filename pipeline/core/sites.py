@@ -86,7 +86,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.core.arguments import integer, shown
+from pipeline.core.arguments import shown
 from pipeline.core.errors import ArgumentError
 
 
@@ -196,18 +196,11 @@ def site_name(name: str) -> str:
 
 
 def spelled(given: object) -> str:
-    """The name of an array that a user gives as a name, an ActivationKey or a pair (layer, site). Raises ArgumentError
-    for anything else."""
+    """The name of an array that a user gives as a name or an ActivationKey. Raises ArgumentError for anything else."""
     if isinstance(given, ActivationKey):
         return given.name
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], str):
-        layer = None if given[0] is None else integer("the layer", given[0], -1)
-        is_single = layer is None or (layer == -1 and given[1] in list(Site) and not Site(given[1]).per_layer)
-        return str(given[1]) if is_single else f"blocks.{layer}.{given[1]}"
     if not isinstance(given, str):
-        raise ArgumentError(
-            f"expected a name such as 'blocks.2.resid_post', or a pair (layer, site), got {shown(given)}."
-        )
+        raise ArgumentError(f"expected a name such as 'blocks.2.resid_post', got {shown(given)}.")
     return given
 
 

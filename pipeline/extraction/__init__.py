@@ -1,1 +1,1 @@
-"""Fills a store: the loop, copies to the host, the writer thread, claimed streams."""
+"""Fills a store: the loop, copies to the host, the writer thread, leased streams."""

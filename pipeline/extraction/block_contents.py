@@ -1,4 +1,4 @@
-"""What a store holds besides a block's activations: its tokens, statistics and commit record."""
+"""What a store holds besides a block's activations: its tokens and commit record."""
 
 from dataclasses import asdict
 
@@ -6,10 +6,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pipeline.data.documents import TokenBlock
-from pipeline.step.row_statistics import RowStatistics
-from pipeline.step.spec import StepSpec
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.statistics import Statistics, block_statistics
 
 
 def side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, Int32[np.ndarray, "R _"]]:
@@ -20,20 +17,6 @@ def side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, Int32[np.nd
     if block.selected is not None:
         arrays["selected"] = np.pad(block.selected, padding, constant_values=-1)
     return arrays
-
-
-def merge_rows(spec: StepSpec, block: TokenBlock, rows: RowStatistics) -> dict[str, Statistics]:
-    """Merges the statistics of a block's rows into the block's, by array name."""
-    moments, norms = rows.moments[: block.num_rows], rows.norms[: block.num_rows]
-    statistics, first = {}, 0
-    for number, (key, width) in enumerate(spec.statistics_widths.items()):
-        mean, m2 = moments[:, 0, first : first + width], moments[:, 1, first : first + width]
-        squared_error = None
-        if rows.squared_errors is not None and key in spec.keys:
-            squared_error = float(rows.squared_errors[: block.num_rows, number].sum(dtype=np.float64))
-        statistics[key.name] = block_statistics(block.stored, mean, m2, norms[:, number], squared_error)
-        first += width
-    return statistics
 
 
 def commit_record(block: TokenBlock) -> CommitRecord:
@@ -49,6 +32,5 @@ def commit_record(block: TokenBlock) -> CommitRecord:
         start=block.start.to_json(),
         next=block.next.to_json(),
         exhausted=block.exhausted,
-        truncated=False,
         selected=None if block.selected is None else int(np.count_nonzero(block.stored)),
     )

@@ -1,4 +1,4 @@
-"""The writer thread: copies steps into host buffers, writes full blocks into the store, and commits them in order.
+"""The writer thread: copies steps into host buffers, and starts writing full blocks into the store.
 
 A block's activations are gathered in one preallocated buffer per array. A buffer has the shape of a store shard, so
 each store shard is encoded from its buffer and written once. There are `plan.memory.host_buffers` sets of buffers: one
@@ -12,42 +12,37 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from pipeline.core.errors import StoreError
 from pipeline.data.documents import TokenBlock
-from pipeline.extraction.block_contents import commit_record, merge_rows, side_arrays
-from pipeline.extraction.block_features import FeatureSummary, FeatureThreads
+from pipeline.extraction.block_contents import commit_record, side_arrays
+from pipeline.extraction.block_summaries import SummaryThreads
 from pipeline.extraction.block_warnings import SlotChecks, check_finite
 from pipeline.extraction.buffers import BlockBuffers
-from pipeline.extraction.claiming import ClaimedStreams
 from pipeline.extraction.draining import CopyThreads, num_copy_threads
+from pipeline.extraction.leasing import LeasedStreams
 from pipeline.extraction.metrics_writes import MetricsWrites
 from pipeline.extraction.transfer import HostBlock, InFlight, StepInFlight
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.planning.plan import Plan
-from pipeline.store.write.store_writer import PendingBlock, StoreWriter
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
 
 POLL_S = 0.02  # how often an idle writer checks whether a block's writes have finished
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A block that is being written: its arrays first, and its tables once its features are summarised."""
+class _Pending(NamedTuple):
+    """A block that is being written."""
 
     block: TokenBlock
     buffers: BlockBuffers
-    writes: PendingBlock
-    features: list[Future[FeatureSummary]] | None  # None once the tables are being written
-
-    @property
-    def is_summarised(self) -> bool:
-        return self.features is None or all(summary.done() for summary in self.features)
+    written: Future[CommitRecord]
 
 
 class BlockWriter:
@@ -57,11 +52,11 @@ class BlockWriter:
     except later blocks of the failed stream. After any other error it commits every block whose writes had started.
     """
 
-    def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, claimed: ClaimedStreams | None = None) -> None:
-        """claimed: if given, blocks of streams that this process no longer holds are dropped."""
+    def __init__(self, store: StoreWriter, plan: Plan, metrics: Metrics, leased: LeasedStreams | None = None) -> None:
+        """leased: if given, blocks of streams that this process no longer holds are dropped."""
         self.in_flight = InFlight(plan.memory.inflight_steps)
         self._store = store
-        self._claimed = claimed
+        self._leased = leased
         self._plan = plan
         self._metrics = metrics
         self._metrics_writes = MetricsWrites(store, metrics)
@@ -70,7 +65,7 @@ class BlockWriter:
         self._free = [BlockBuffers.allocate(plan) for _ in range(plan.memory.host_buffers)]
         self._filled: BlockBuffers | None = None  # the buffers of the block that is being copied
         self._pending: deque[_Pending] = deque()
-        self._features = FeatureThreads(plan.step)
+        self._summaries = SummaryThreads(plan.step)
         self._copy_threads = CopyThreads(num_copy_threads())
         self._failed_streams: set[int] = set()  # a block could not be stored, so later ones are not
         self._error: BaseException | None = None
@@ -115,12 +110,12 @@ class BlockWriter:
                     self._begin(step.block)
                 if self._error is None:
                     self._metrics_writes.start_if_due()
-            self._commit_pending()
+            self._finish_pending()
             if self._error is None:
                 self._metrics_writes.close()
         except BaseException as error:
             self._fail(error)
-            self._commit_pending()
+            self._finish_pending()
 
     def _fail(self, error: BaseException) -> None:
         """Records the first error, which the loop's next call raises; logs later ones."""
@@ -131,9 +126,9 @@ class BlockWriter:
             log.error("then the writer failed again: %s", error)
 
     def _next(self) -> StepInFlight | None:
-        """Waits for the next step. Meanwhile commits the blocks that have become durable."""
+        """Waits for the next step. Meanwhile releases the blocks that are committed."""
         while True:
-            self._commit_durable()
+            self._finish_done()
             try:
                 with self._metrics.stage(Stage.WRITER_IDLE):
                     return self._queue.get(timeout=POLL_S if self._pending else None)
@@ -162,9 +157,9 @@ class BlockWriter:
 
     def _take_buffers(self) -> BlockBuffers:
         """Takes the set that was freed last, so that the other is touched only if the store is the bottleneck."""
-        self._commit_durable()
+        self._finish_done()
         if not self._free:
-            self._commit()
+            self._finish()
         return self._free.pop()
 
     def _copy(self, copy: HostBlock, first_row: int) -> None:
@@ -182,65 +177,31 @@ class BlockWriter:
         with self._metrics.stage(Stage.WRITER_COPY):
             self._checks.check(block)
             arrays = buffers.padded(block.num_rows, self._plan) | side_arrays(block, self._plan.rows_per_block)
-        writes = None
+        written = None
         with self._stream_errors(block.stream), self._metrics.stage(Stage.WRITER_STORE):
-            writes = self._store.begin_block(block.stream, block.index, arrays)
-        if writes is None:
+            summaries = self._summaries.start(block, arrays, buffers.statistics)
+            written = self._store.start_block(commit_record(block), arrays, block.table, summaries.result)
+        if written is None:
             self._release(block.stream, buffers)
-            return
-        self._pending.append(_Pending(block, buffers, writes, self._features.start(block, arrays)))
-        self._write_summarised()
+        else:
+            self._pending.append(_Pending(block, buffers, written))
 
-    def _write_summarised(self) -> None:
-        """Starts writing the tables of pending blocks, in order, up to the first that is not summarised yet."""
-        for pending in self._pending:
-            if not pending.is_summarised:
-                return
-            self._write_tables(pending)
+    def _finish_done(self) -> None:
+        """Releases the oldest pending blocks, up to the first that is not committed yet."""
+        while self._pending and self._pending[0].written.done():
+            self._finish()
 
-    def _write_tables(self, pending: _Pending) -> None:
-        """Waits until a block's features are summarised, then starts writing its tables, once.
-
-        The tables are not written, and the block is not committed, if that fails or this process has lost the stream.
-        """
-        if pending.features is None:
-            return
-        features, pending.features = pending.features, None  # frees the summaries once they are written
-        block = pending.block
-        with self._stream_errors(block.stream):
-            with self._metrics.stage(Stage.WRITER_STATISTICS):
-                summaries = [summary.result() for summary in features]
-                statistics = None
-                if self._plan.step.statistics:
-                    rows = pending.buffers.statistics
-                    array_statistics = {} if rows is None else merge_rows(self._plan.step, block, rows)
-                    statistics = array_statistics | {summary.name: summary.statistics for summary in summaries}
-                indexes = {key: content for summary in summaries for key, content in summary.indexes.items()}
-            if self._may_commit(block.stream):
-                with self._metrics.stage(Stage.WRITER_STORE):
-                    pending.writes = self._store.write_tables(pending.writes, block.table, statistics, indexes)
-
-    def _commit_durable(self) -> None:
-        """Commits the oldest pending blocks, up to the first that is not durable yet."""
-        self._write_summarised()
-        while self._pending and self._pending[0].is_summarised and self._pending[0].writes.done:
-            self._commit()
-
-    def _commit_pending(self) -> None:
+    def _finish_pending(self) -> None:
         while self._pending:
-            self._commit()
+            self._finish()
 
-    def _commit(self) -> None:
-        """Waits until the oldest pending block is durable, writes its commit record, and frees its buffers."""
-        pending = self._pending.popleft()
-        block = pending.block
-        self._write_tables(pending)
+    def _finish(self) -> None:
+        """Waits until the oldest pending block is committed, and frees its buffers."""
+        block, buffers, written = self._pending.popleft()
         with self._stream_errors(block.stream), self._metrics.stage(Stage.WRITER_STORE):
-            pending.writes.wait()
-            if pending.writes.has_tables and self._may_commit(block.stream):
-                self._store.commit(pending.writes, commit_record(block))
-                self._metrics.committed(self._plan.memory.block_bytes * block.num_rows // self._plan.rows_per_block)
-        self._release(block.stream, pending.buffers)
+            written.result()
+            self._metrics.committed(self._plan.memory.block_bytes * block.num_rows // self._plan.rows_per_block)
+        self._release(block.stream, buffers)
 
     @contextmanager
     def _stream_errors(self, stream: int) -> Iterator[None]:
@@ -248,19 +209,21 @@ class BlockWriter:
 
         A StoreError is recorded, and other streams continue. Any other error is raised and ends the thread.
         """
+        has_failed = stream in self._failed_streams
         try:
             yield
         except BaseException as error:
             self._failed_streams.add(stream)
             if not isinstance(error, StoreError):
                 raise
-            self._fail(error)
+            if not has_failed:  # else a later block, which fails with the earlier one
+                self._fail(error)
 
     def _may_commit(self, stream: int) -> bool:
-        return stream not in self._failed_streams and (self._claimed is None or self._claimed.holds(stream))
+        return stream not in self._failed_streams and (self._leased is None or self._leased.holds(stream))
 
     def _release(self, stream: int, buffers: BlockBuffers) -> None:
         """Frees the buffers of a block that is committed or dropped."""
-        if self._claimed:
-            self._claimed.finished(stream)
+        if self._leased:
+            self._leased.finished(stream)
         self._free.append(buffers)

@@ -1,7 +1,7 @@
 """Runs a job: opens it, loads the weights, compiles the step, fills the store and completes it."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 
 import jax
@@ -9,10 +9,10 @@ import jax
 from pipeline.cluster import devices, joining, preemption, processes
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
-from pipeline.data.feed import Feed, InTurn, StreamWork
+from pipeline.data.feed import Feed, StreamWork
 from pipeline.extraction import int8_probe
 from pipeline.extraction.block_writer import BlockWriter
-from pipeline.extraction.claiming import ClaimedStreams, complete_by_one, require_finished_streams
+from pipeline.extraction.leasing import LeasedStreams
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
 from pipeline.extraction.loop import ExtractionLoop
 from pipeline.extraction.profiling import ProfileWindow
@@ -32,7 +32,7 @@ from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.step.compiled_step import compile_step, compile_storing, make_partition
 from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.write.claims import Claims
+from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
@@ -43,7 +43,7 @@ LoadStep = Callable[[Job], LoadedStep]
 
 
 def join_and_run(config: RunConfig) -> None:
-    """Joins the other processes of this worker, if any, then calls `run`."""
+    """Joins the other processes of this job, if any, then calls `run`."""
     joining.initialise(config.distributed)
     run(config)
 
@@ -69,17 +69,15 @@ def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
     if job.plan.notes and not store.complete:  # a complete store stays as it is, and notes on new blocks would be wrong
         log.info("%s", job.plan.describe_notes())
     job.manifest.keep()
-    if job.plan.generation:
-        generate(job, store, stop)
-    work = work_left(job, store)
-    if processes.any_process(bool(work)):
-        extract(job, store, work, stop, load)
+    if processes.any_process(has_work(job, store)):
+        store.reopen(job.plan.streams.target)  # perhaps only another process has found work
+        if job.plan.generation:
+            generate(job, store, stop)
+        extract(job, store, stop, load)
     else:
-        log.info("%s already holds everything this worker was asked for: nothing to do", config.store.path)
+        log.info("%s already holds everything this job was asked for: nothing to do", config.store.path)
     processes.wait_for_all()  # so that either all processes exit with 0, or none does
-    if config.run.claim:
-        complete_by_one(job, store, stop, lambda: complete(job, store))
-    elif processes.is_first():
+    if processes.is_first():
         complete(job, store)
     processes.wait_for_all()
 
@@ -101,7 +99,7 @@ def open_store(job: Job) -> StoreWriter:
     """
     path = job.config.store.path
     try:
-        store = StoreWriter.open_or_plan(job.storage, job.metadata, job.layout)
+        store = StoreWriter.open_or_plan(job.storage, job.metadata, job.layout, job.config.run.exclusive)
         if job.manifest.changes and any(len(blocks.table) for blocks in store.streams.all().values()):
             job.manifest.require_unchanged()
     except StoreMismatch as error:
@@ -110,47 +108,37 @@ def open_store(job: Job) -> StoreWriter:
         raise StoreError(
             f"the store {path} was created while this job was being planned. Run the same command again."
         ) from error
-    if not (store.complete and are_own_streams_done(job, store)):
+    if not store.complete or has_work(job, store):
         store.reopen(job.plan.streams.target)
         if not job.plan.checks.fail_on_not_finite:
             store.record(may_be_not_finite=True)
     return store
 
 
-def are_own_streams_done(job: Job, store: StoreWriter) -> bool:
-    """Whether this process's streams hold their share of `run.max_tokens`. Checks the commit records, since some may
-    have been deleted to have their blocks computed again."""
-    streams = store.streams.some(job.plan.streams.local)
-    return all(job.is_stream_done(stream, blocks.table) for stream, blocks in streams.items())
-
-
-def work_left(job: Job, store: StoreWriter) -> list[StreamWork]:
-    """The work that is left in this process's streams. With `run.claim` it stops at the first streams that have work,
-    because the streams that this process computes are decided later."""
-    work: list[StreamWork] = []
-    if store.complete:
-        return work
+def work_left(job: Job, store: StoreWriter) -> Iterator[StreamWork]:
+    """The work that is left in this process's own streams, in order. Reads the commit records of a complete store, too,
+    since some may have been deleted to have their blocks computed again."""
     streams = job.plan.streams.local
     for start in range(0, len(streams), STREAMS_AT_ONCE):
         read = store.streams.some(streams[start : start + STREAMS_AT_ONCE])
         left = (job.stream_work(stream, blocks) for stream, blocks in read.items())
-        work += [item for item in left if item is not None]
-        if work and job.config.run.claim:
-            break
-    return work
+        yield from (work for work in left if work is not None)
 
 
-def extract(
-    job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest, load: LoadStep
-) -> None:
-    """Loads the step, and fills the store with the blocks of `work`. Raises Interrupted after a signal."""
+def has_work(job: Job, store: StoreWriter) -> bool:
+    """Whether any of this process's own streams has work left."""
+    return next(work_left(job, store), None) is not None
+
+
+def extract(job: Job, store: StoreWriter, stop: preemption.StopRequest, load: LoadStep) -> None:
+    """Loads the step, and fills the store. Raises Interrupted after a signal."""
     if processes.is_first():
         measure_int8(job, store)
     processes.wait_for_all()  # the watchdog starts later: measuring may take longer than a step
     step = load(job)
     stop.check()
     try:
-        fill(job, store, work, stop, step)
+        fill(job, store, stop, step)
     except Interrupted:
         processes.wait_for_all()  # others may still write blocks, and JAX would not wait for them
         raise
@@ -199,20 +187,15 @@ def load_weights(
     return params | {"encoders": saes} if saes else params
 
 
-def fill(
-    job: Job, store: StoreWriter, work: Sequence[StreamWork], stop: preemption.StopRequest, step: LoadedStep
-) -> Metrics:
-    """Extracts the blocks of `work` into the store, which must not be complete.
-
-    With `run.claim` it ignores `work`, and extracts the streams that it can claim until no stream is left. Raises
-    ConfigError if a device lacks the memory for a step.
-    """
+def fill(job: Job, store: StoreWriter, stop: preemption.StopRequest, step: LoadedStep) -> Metrics:
+    """Extracts the streams that this process can lease into the store, which must not be complete, until no stream has
+    work left. Raises ConfigError if a device lacks the memory for a step."""
     options = job.config.run
     plan = job.plan.fitted(step.compiled.memory, devices.topology(options).device_bytes)
     if plan.memory.inflight_steps < job.plan.memory.inflight_steps:
         log.warning("%s", plan.memory.notes[-1])
-    known = [] if options.claim else job.plan.streams.local
-    stored_tokens = sum(blocks.tokens for blocks in store.streams.some(known).values())
+    own = job.plan.streams.local if options.progress else ()  # not read for anything else before their turn
+    stored_tokens = sum(blocks.tokens for blocks in store.streams.some(own).values())
     metrics = Metrics(
         total_tokens=job.plan.streams.max_tokens,
         stored_tokens=processes.total_of_all(stored_tokens),
@@ -221,12 +204,10 @@ def fill(
     )
     with ExitStack() as stack:
         stack.enter_context(closing(metrics))
-        claimed = None
-        if options.claim:
-            claims = stack.enter_context(closing(Claims(store.storage, options.lease_s)))
-            claimed = ClaimedStreams(job, store, claims, metrics)
-        writer = BlockWriter(store, plan, metrics, claimed)
-        feed = stack.enter_context(closing(Feed(claimed or InTurn(work))))
+        leases = stack.enter_context(closing(Leases(store.storage, options.lease_s)))
+        leased = LeasedStreams(job, store, leases, metrics)
+        writer = BlockWriter(store, plan, metrics, leased)
+        feed = stack.enter_context(closing(Feed(leased)))
         stack.enter_context(Watchdog(metrics, options.stall_timeout_s))
         profile = stack.enter_context(closing(ProfileWindow(options))) if options.profile else None
         ExtractionLoop(plan, step, feed, writer, metrics, stop, profile).run()
@@ -249,8 +230,6 @@ def complete(job: Job, store: StoreWriter) -> None:
                 "pipeline.finalize with force=true to mark the store as complete as it is",
                 store.path,
             )
-    elif job.config.run.claim:
-        require_finished_streams(job, store)
     log.info(
         "%s holds %s tokens%s. To read it: from pipeline.store import ActivationStore; "
         "store = ActivationStore.open(%r)",

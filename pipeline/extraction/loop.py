@@ -28,7 +28,7 @@ class ExtractionLoop:
     """Runs every block of the feed through the step.
 
     While step n computes, step n-1 is copied to the host and step n-2 is in the writer, up to the plan's limit of steps
-    in flight. All processes of a worker dispatch the same number of steps: a process without rows, for the moment or
+    in flight. All processes of a job dispatch the same number of steps: a process without rows, for the moment or
     for good, dispatches padding until every feed has ended.
     """
 

@@ -1,9 +1,10 @@
 """The first part of a job with data=generate: the model completes the prompts, and the completions are stored."""
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 
 from pipeline.cluster import preemption, processes
 from pipeline.config.schema import ArcData
@@ -19,30 +20,30 @@ from pipeline.generation.stream_groups import StreamGroups
 from pipeline.job.end_tokens import end_tokens
 from pipeline.job.identity import sampling
 from pipeline.job.opening import Job
+from pipeline.job.unfinished_streams import UnfinishedStreams
 from pipeline.job.watchdog import Watchdog
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.compiled_step import make_partition
 from pipeline.store.format.block_table import StreamBlocks
-from pipeline.store.write.store_writer import StoreWriter
+from pipeline.store.write.leases import Leases
+from pipeline.store.write.store_writer import StoreWriter, metrics_key
 
 log = logging.getLogger("pipeline")
 
+_POLL_S = 2.0  # how often a job looks for streams that other jobs have left
+
 
 def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None:
-    """Generates the missing completions of this process's streams. Every process of the worker calls it, and it returns
-    when all of them have finished.
+    """Generates the missing completions of all streams that this process can lease. Every process of the job calls it,
+    and it returns when no stream lacks completions, so that other jobs' streams can be extracted, too.
 
     Raises Interrupted after a stop request. Complete groups are stored.
     """
-    opened = (
-        _open_stream(job, store, stream, blocks)
-        for stream, blocks in store.streams.some(job.plan.streams.local).items()
-    )
-    streams = [stream for stream in opened if stream is not None]
-    if processes.any_process(any(not stream.is_done for stream in streams)):
+    own = store.streams.some(job.plan.streams.local)
+    if processes.any_process(any(_open_stream(job, store, *stream) is not None for stream in own.items())):
         generator = _compile(job)
         stop.check()
-        _run(job, store, generator, {stream.stream: stream for stream in streams}, stop)
+        _run(job, store, generator, stop)
     processes.wait_for_all()
     if stop.noticed:
         raise Interrupted(
@@ -51,26 +52,40 @@ def generate(job: Job, store: StoreWriter, stop: preemption.StopRequest) -> None
         )
 
 
-def _run(
-    job: Job,
-    store: StoreWriter,
-    generator: Generator,
-    streams: Mapping[int, StreamGroups],
-    stop: preemption.StopRequest,
-) -> None:
-    options = job.config.run
+def _run(job: Job, store: StoreWriter, generator: Generator, stop: preemption.StopRequest) -> None:
+    options, num_streams = job.config.run, job.plan.streams.count
     progress = GenerationProgress(generator.counts, progress=options.progress and processes.is_first())
+    leased: dict[int, StreamGroups] = {}
 
     def before_segment() -> bool:
         progress.step()
         return stop.before_step()
 
-    with closing(progress), Watchdog(progress, options.stall_timeout_s):
-        for completion in generator.run(_alternate_streams(streams.values()), before_segment):
-            progress.completed(completion)
-            streams[_stream_of(completion.number, job.plan.streams.count)].complete(completion)
+    with (
+        closing(progress),
+        closing(Leases(store.storage, options.lease_s)) as leases,
+        Watchdog(progress, options.stall_timeout_s),
+    ):
+        streams = UnfinishedStreams(store, leases, job.plan.streams.local, partial(_open_stream, job, store))
+        while processes.any_process(bool(streams)) and not stop.noticed:
+            for completion in generator.run(_prompts(streams, leased), before_segment):
+                progress.completed(completion)
+                leased[_stream_of(completion.number, num_streams)].complete(completion)
+            if not processes.any_process(bool(leased)):  # other jobs hold all streams that lack completions
+                time.sleep(min(_POLL_S, options.lease_s))
+            for stream in leased:
+                streams.release(stream)
+            leased.clear()
     log.info("%s", progress.summary())
-    store.write_metrics(progress.name, progress.to_json())
+    store.storage.write(metrics_key(progress.name), progress.to_json())
+
+
+def _prompts(streams: UnfinishedStreams[StreamGroups], leased: dict[int, StreamGroups]) -> Iterator[Prompt]:
+    """Leases one stream after the other, adds it to `leased`, and yields the prompts that it needs."""
+    while (groups := streams.take_next()) is not None:
+        leased[groups.stream] = groups
+        while not groups.is_done:
+            yield from filter(groups.wants, groups.next_prompts())
 
 
 def _compile(job: Job) -> Generator:
@@ -102,11 +117,11 @@ def _compile(job: Job) -> Generator:
 
 
 def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
-    """A stream's missing groups; None if all its blocks are committed."""
+    """A stream's groups; None if none is missing."""
     work = job.stream_work(stream, blocks)
     if work is None:
         return None
-    return StreamGroups(
+    groups = StreamGroups(
         job.generated(stream),
         job.texts(stream),
         work.stream.demand(work.start, work.wanted),
@@ -116,16 +131,7 @@ def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks
         kept=job.plan.step.keys if job.plan.keeps_activations else (),
         before_write=store.create,
     )
-
-
-def _alternate_streams(streams: Sequence[StreamGroups]) -> Iterator[Prompt]:
-    """The prompts of one group of each stream, then of the next group of each, and so on."""
-    turns = deque(streams)
-    while turns:
-        stream = turns.popleft()
-        if not stream.is_done:
-            turns.append(stream)
-            yield from filter(stream.wants, stream.next_prompts())
+    return None if groups.is_done else groups
 
 
 def _number(cursor: Cursor, stream: int, num_streams: int) -> int:

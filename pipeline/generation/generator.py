@@ -64,7 +64,7 @@ class Counts:
 
 @dataclass
 class Generator:
-    """Runs the compiled programs on this worker's rows."""
+    """Runs the compiled programs on this job's rows."""
 
     programs: Programs
     params: Params

@@ -69,11 +69,12 @@ class KeptRows:
 
     def _load(self, stream: int, index: int) -> _KeptGroup:
         plan, dtype = self.job.plan, np.dtype(str(self.job.config.model.dtype))
-        documents = self.job.generated(stream).read(index).documents
+        group = self.job.generated(stream).read(index)
+        documents = group.documents
         ends = np.cumsum([0, *(len(document.tokens) for document in documents)]).tolist()
         starts = {document.cursor.ordinal: start for document, start in zip(documents, ends, strict=False)}
         arrays = {
-            key: read_kept(self.job.storage, stream, index, array.name, dtype, (ends[-1], array.width))
+            key: read_kept(self.job.storage, group.kept(stream), array.name, dtype, (ends[-1], array.width))
             for key, array in plan.step.activations.items()
         }
         return _KeptGroup(starts, arrays)

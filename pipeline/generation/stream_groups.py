@@ -127,7 +127,7 @@ class StreamGroups:
             group = self._open.popleft()
             stored = Group(self._num_stored, tuple(group.items), group.next, group.exhausted)
             self._before_write()
-            self._groups.write(stored, self._kept_activations(group))
+            stored = self._groups.write(stored, self._kept_activations(group))  # perhaps another run's
             self._num_stored += 1
             self._count(self._demand, stored.documents)
         if self._demand.is_met:

@@ -11,7 +11,7 @@ from jaxtyping import Float32, Float64, Int32
 from pipeline.core.errors import StoreInvalid
 from pipeline.core.sites import ActivationKey
 from pipeline.store import ActivationStore, TokenRows
-from pipeline.store.format.norms import l2_norms
+from pipeline.store.format.normalisation import l2_norms
 from pipeline.store.read.order import permutation
 
 # The number of tokens for the spectrum, which also limits its components.
@@ -85,7 +85,7 @@ def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSamp
 
 
 def _view(store: ActivationStore, key: ActivationKey, rows: np.ndarray, valid: np.ndarray) -> ActivationView:
-    values = store.read(key.layer if key.site.per_layer else None, key.site, rows)[valid]
+    values = store.read(key, rows)[valid]
     norms = np.full(valid.shape, np.nan, np.float32)
     norms[valid] = l2_norms(values)
     finite = np.isfinite(values).all(axis=1)

@@ -11,7 +11,7 @@ from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.check.skips import describe_skips
-from pipeline.store.format.arrays import stored_layout
+from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import MIB, ArraySpec, StoreLayout
 from pipeline.store.format.metadata import StoreRoot, read_root
@@ -122,12 +122,12 @@ def summarise(store: ActivationStore) -> Summary:
     logs = [key for key in storage.list_keys("_metrics/") if key.endswith(".jsonl")]
     has_statistics = root.complete and len(blocks) and blocks.has_statistics.all()
     is_measured = has_statistics and root.metadata.has_scales
-    errors = {key.name: store.statistics(key.layer, key.site).relative_error for key in store.keys if is_measured}
+    errors = {key.name: store.statistics(key).relative_error for key in store.keys if is_measured}
     runs = {key: _snapshots(key, text) for key, text in zip(logs, storage.read_many(logs), strict=True)}
     return Summary(
         path=store.path,
         root=root,
-        layout=stored_layout(root, store.arrays),
+        layout=layout_of(root),
         blocks=blocks,
         document_tokens=np.concatenate([np.empty(0, np.int64), *(pc.drop_null(column) for column in lengths)]),
         skips=describe_skips(storage, blocks),

@@ -28,7 +28,7 @@ class Stage(Enum):
 
     FEED_WORK = "feed", "work"  # reads, tokenises, packs
     FEED_FULL = "feed", "full"  # waits for the loop to take a block
-    FEED_CLAIM = "feed", "claim"  # searches or waits for a stream that no other worker holds
+    FEED_LEASE = "feed", "lease"  # searches or waits for a stream that no other process holds
     LOOP_DATA = "loop", "data"  # waits for the feed
     LOOP_BUDGET = "loop", "budget"  # waits until another step may be in flight
     LOOP_DISPATCH = "loop", "dispatch"
@@ -48,7 +48,7 @@ class Stage(Enum):
 
 BINDING = {
     Stage.LOOP_DATA: "reading and tokenising",
-    Stage.FEED_CLAIM: "claiming streams, or waiting for other workers' streams",
+    Stage.FEED_LEASE: "leasing streams, or waiting for other processes' streams",
     Stage.WRITER_RESULTS: "compute and device-to-host copies",
     Stage.WRITER_COPY: "copying into host buffers",
     Stage.WRITER_STATISTICS: "merging row statistics",
@@ -97,8 +97,8 @@ class Metrics:
             self.seconds[stage] += time.monotonic() - began
 
     def record_feed(self, work_s: float, wait_s: float) -> None:
-        """Sets the seconds that the feed has worked and waited so far. Claiming does not count as work."""
-        self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_CLAIM]
+        """Sets the seconds that the feed has worked and waited so far. Leasing does not count as work."""
+        self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_LEASE]
         self.seconds[Stage.FEED_FULL] = wait_s
 
     def thread_seconds(self, thread: str) -> dict[str, float]:
@@ -123,12 +123,12 @@ class Metrics:
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
-    def drained(self, tokens: int, tokens_of_worker: int) -> None:
+    def drained(self, tokens: int, tokens_of_job: int) -> None:
         """Counts one step whose activations have reached the host. The progress bar adds up all processes' tokens."""
         self.steps += 1
         self.tokens += tokens
         self.last_step = time.monotonic()
-        self._bar.update(tokens_of_worker)
+        self._bar.update(tokens_of_job)
 
     def committed(self, num_bytes: int) -> None:
         """Counts one committed block; `num_bytes` is the size of its rows' activations."""
@@ -173,7 +173,7 @@ class Metrics:
     def binding_stage(self) -> tuple[str, float]:
         """The stage that the other threads waited for longest, and the share of the elapsed time that they waited."""
         waits = {label: self.seconds[stage] for stage, label in BINDING.items()}
-        waits[BINDING[Stage.LOOP_DATA]] -= self.seconds[Stage.FEED_CLAIM]  # the loop waits for the feed meanwhile
+        waits[BINDING[Stage.LOOP_DATA]] -= self.seconds[Stage.FEED_LEASE]  # the loop waits for the feed meanwhile
         label = max(waits, key=waits.__getitem__)
         return label, waits[label] / max(self.elapsed_s, 1e-9)
 

@@ -172,7 +172,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
 
     Raises ConfigError, InputError, CheckpointError or StoreMismatch.
     """
-    storage = open_storage(config.store, processes.count() * config.run.worker_count)
+    storage = open_storage(config.store, processes.count())
     stored = read_metadata(storage)
     revision = model_revision(config, stored)
     stored_data = stored.config.get("data") if stored else None
@@ -232,7 +232,7 @@ def open_model_and_tokenizer(config: RunConfig, revision: str | None) -> tuple[M
 
 
 def replanned(job: Job, devices: Topology) -> Job:
-    """The job planned for other devices or a different worker, without an existing store. Raises ConfigError."""
+    """The job planned for other devices or another reader, without an existing store. Raises ConfigError."""
     specs = tuple(encoder.spec for encoder in job.encoders)
     plan = make_plan(job.config, job.model, len(job.source.shards), devices, None, specs)
     return replace(job, plan=plan, layout=store_layout(plan, str(job.config.store.compression)))

@@ -116,8 +116,6 @@ class Stream:
         refuse_data_loader_workers()
         if isinstance(config.data, GenerateData):
             raise ConfigError("data=generate needs a store for its documents. Fill one, and read store.batches.")
-        if config.run.claim:
-            raise ConfigError("run.claim=true needs a store for its claims. Use rank and world of Stream.batches.")
         use_compilation_cache(config.run.compilation_cache)
         open_devices()
         self.config = replace(config, store=replace(config.store, path=_NO_STORE))
@@ -159,8 +157,7 @@ class Stream:
         shuffle, seed, shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half is
         filled while the other is read in random order; the first batch comes when the first half is full.
         rank, world: divide the streams of documents among readers, whose numbers of batches may differ; by default they
-        are the index and number of JAX's processes (of all workers: run.worker_index, run.worker_count), each of which
-        computes on its own devices.
+        are the index and number of JAX's processes, each of which computes on its own devices.
         state: `StreamReader.state()` of a reader with the same arguments, to continue from there. Computes at most half
         a buffer again.
         store: local, gs:// or s3://. While the batches are read, this store is filled, as the command with the same
@@ -229,7 +226,7 @@ class Stream:
 
     def _share(self, rank: int, world: int, store: str | None) -> Job:
         """The job of reader `rank` of `world`: its streams of documents, and the store that it fills, if any."""
-        devices = _own_devices(replace(topology(self.config.run), workers=world, worker=rank))
+        devices = _own_devices(replace(topology(self.config.run), world=world, rank=rank))
         job = replanned(self._job, devices) if store is None else self._storing(store, devices)
         if not job.plan.streams.local:
             shards, streams = counted(len(job.source.shards), "source shard"), counted(job.plan.streams.count, "stream")
@@ -253,7 +250,7 @@ class Stream:
 
 
 def _own_devices(devices: Topology) -> Topology:
-    """This process as a separate worker with its local devices, so that readers do not wait for each other."""
+    """This process alone, with its local devices, so that readers do not wait for each other."""
     return replace(devices, devices=jax.local_device_count(), processes=1, process=0)
 
 

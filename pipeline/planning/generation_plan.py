@@ -19,7 +19,7 @@ from pipeline.store.format.layout import ITEM_BYTES, MIB
 class GenerationPlan:
     """The plan of generation. Bytes are per device."""
 
-    rows: int  # documents generated at the same time, over all processes of the worker
+    rows: int  # documents generated at the same time, over all processes of the job
     tensor: int  # devices that share heads, neurons and vocabulary; may be more than in extraction
     prompt_length: int
     max_new_tokens: int
@@ -143,14 +143,4 @@ def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
         raise ConfigError(
             f"data.rows = {options.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."
-        )
-    if config.model.has_int8_weights and config.run.worker_count > 1:
-        raise ConfigError(
-            "model.weights_dtype=int8 with data=generate and several workers: the rounding error is measured on the "
-            "first stream, which only one worker generates. Set run.worker_count=1, or model.weights_dtype=same."
-        )
-    if config.run.claim:
-        raise ConfigError(
-            "run.claim is true, but data=generate writes a stream's completions in one process before it stores them. "
-            "Set run.claim=false and, for several workers, run.worker_count."
         )

@@ -11,11 +11,11 @@ from pipeline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The mesh of one worker, and one process's share of a step."""
+    """The mesh of one job, and one process's share of a step."""
 
     data: int  # devices along the axis that divides rows
     tensor: int  # devices along the axis that divides heads and neurons
-    processes: int  # processes of the worker, which run every step together
+    processes: int  # processes of the job, which run every step together
     process_rows: int  # rows per step and process
     first_row: int  # of this process, in a step
 

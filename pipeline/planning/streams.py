@@ -4,13 +4,14 @@ import math
 from dataclasses import dataclass
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.schema import RunConfig, RunOptions
+from pipeline.config.schema import RunConfig
 from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.target import ALL, Target, stream_share
 
 MAX_AUTO_STREAMS = 64
+STREAMS_PER_PROCESS = 4  # for all of the data, so that other processes can help
 STEPS_PER_AUTO_STREAM = 100  # limits padding, in a stream's last step, to 1 % of the stream
 
 
@@ -19,7 +20,7 @@ class StreamPlan:
     """The streams of the store, and those of one process."""
 
     count: int  # streams of the store
-    local: tuple[int, ...]  # streams that this process works on, or may claim
+    local: tuple[int, ...]  # this process's own streams, which it takes before others'
     max_tokens: int | None  # in all streams together; None: all tokens of the data
     notes: tuple[str, ...] = ()
 
@@ -45,7 +46,7 @@ def plan_streams(config: RunConfig, num_source_shards: int, topology: Topology, 
     count = _count(config, num_source_shards, topology, stored)
     return StreamPlan(
         count=count,
-        local=_local(config.run, count, topology),
+        local=tuple(range(topology.index, count, topology.count)),
         max_tokens=config.run.max_tokens,
         notes=_notes(config, count, num_source_shards, topology),
     )
@@ -70,8 +71,8 @@ def require_rows(plan: StreamPlan, rows_per_block: int, length: int) -> None:
 
 
 def _count(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> int:
-    """The number of streams: as configured, else as stored, else at least one per process, and more for a larger
-    job."""
+    """The number of streams: as configured, else as stored, else at least one per process, and more for a larger job,
+    so that processes can join later."""
     wanted = config.data.num_streams
     if wanted is not None:
         if not 1 <= wanted <= num_source_shards:
@@ -82,52 +83,25 @@ def _count(config: RunConfig, num_source_shards: int, topology: Topology, stored
         return wanted
     if stored is not None:
         return stored
-    step_tokens = config.batch.rows * config.batch.length
-    affordable = (config.run.max_tokens or 0) // (STEPS_PER_AUTO_STREAM * step_tokens)
-    least = MAX_AUTO_STREAMS if config.run.claim else 1  # independent of the worker that creates the store
-    return min(num_source_shards, max(topology.count, least, min(affordable, MAX_AUTO_STREAMS)))
-
-
-def _local(run: RunOptions, count: int, topology: Topology) -> tuple[int, ...]:
-    if not 0 <= run.worker_index < run.worker_count:
-        raise ConfigError(
-            f"run.worker_index is {run.worker_index} with run.worker_count={run.worker_count}. "
-            f"Set it to 0..{run.worker_count - 1}."
-        )
-    if not run.claim:
-        return tuple(range(topology.index, count, topology.count))
-    if run.worker_count != 1:
-        raise ConfigError(
-            f"run.claim is true and run.worker_count is {run.worker_count}: workers either claim streams or have fixed "
-            f"shares. Set run.claim=false, or run.worker_count=1."
-        )
-    return tuple(range(count))
+    affordable = STREAMS_PER_PROCESS * topology.count  # the data may be small
+    if config.run.max_tokens is not None:
+        affordable = config.run.max_tokens // (STEPS_PER_AUTO_STREAM * config.batch.rows * config.batch.length)
+    return min(num_source_shards, max(topology.count, min(affordable, MAX_AUTO_STREAMS), 1))
 
 
 def _notes(config: RunConfig, count: int, num_source_shards: int, topology: Topology) -> tuple[str, ...]:
     notes = []
-    if config.run.claim:
+    if config.run.max_tokens is None and config.data.num_streams is None and count < num_source_shards:
         notes.append(
-            f"each process claims one stream at a time, so at most {count} can work at the same time; the "
-            f"number is fixed when the store is created, by data.num_streams (up to {num_source_shards})"
-        )
-    elif config.run.max_tokens is None and config.data.num_streams is None and count < num_source_shards:
-        notes.append(
-            f"the number of streams is fixed when the store is created; set data.num_streams (up to "
-            f"{num_source_shards}) if more processes or workers will share this job later"
+            f"at most {count} processes can work at the same time, each on one stream; the number of streams is fixed "
+            f"when the store is created, by data.num_streams (up to {num_source_shards})"
         )
     if count < topology.count:
         notes.append(f"{topology.count - count} of {topology.count} processes have no stream; set data.num_streams")
-    elif not config.run.claim and count % topology.count:
-        notes.append(_uneven_note(count, num_source_shards, topology.count))
+    elif count % topology.count:
+        busy = count / (math.ceil(count / topology.count) * topology.count)
+        notes.append(
+            f"{count} streams on {topology.count} processes: some wait at the end, so processes are busy {busy:.0%} of "
+            f"the time; in a new store, set data.num_streams to a multiple of {topology.count}"
+        )
     return tuple(notes)
-
-
-def _uneven_note(count: int, num_source_shards: int, processes: int) -> str:
-    most = math.ceil(count / processes)
-    even = next((n * processes for n in (most, count // processes) if n * processes <= num_source_shards), None)
-    remedy = f"; in a new store, set data.num_streams={even}" if even else ""
-    return (
-        f"{count} streams on {processes} processes: some processes have {most}, others {count // processes} and wait "
-        f"at the end, so processes are busy {count / (most * processes):.0%} of the time{remedy}"
-    )

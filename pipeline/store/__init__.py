@@ -3,12 +3,13 @@
     from pipeline.store import ActivationStore, TokenFilter
 
     store = ActivationStore.open("gs://bucket/store")
-    store.read(layer=2, site="resid_post", rows=0)                  # [positions, d_model]
+    store.read("blocks.2.resid_post", rows=0)                       # [positions, d_model]
     store.document("some-id").activations["blocks.2.resid_post"]    # one document, in order
-    for batch in store.batches((2, "resid_post"), batch_size=4096, shuffle=True, seed=0):
+    for batch in store.batches("blocks.2.resid_post", batch_size=4096, shuffle=True, seed=0):
         batch.activations                                           # [4096, d_model], valid tokens only
 
-`ActivationStore` opens a store, finished or not, and reads rows, documents, document tables and statistics.
+`ActivationStore` opens a store, finished or not, and reads rows, documents, single tokens, document tables and
+statistics.
 `ActivationStore.batches` returns a `BatchReader`, an iterator of `Batch`: shuffled, resumable, divided among readers,
 filtered (`TokenFilter`) and normalised (`Normalisation`), as numpy, JAX or torch arrays.
 `open_aligned` opens several stores of the same tokens; its batches contain the activations from each of them.

@@ -71,10 +71,9 @@ def write_store(num_blocks: int) -> None:
         arrays = sides | {"documents": np.full(shape, block, np.int64)}
         arrays |= {f"{FEATURES}.{part}": values for part, values in parts.items()}
         cursors = [{"shard": 0, "document": at, "token": 0, "ordinal": at} for at in (block, block + 1)]
-        record = CommitRecord(0, block, ROWS, ROWS * LENGTH, 0, 0, (), *cursors, block == num_blocks - 1, False)
+        record = CommitRecord(0, block, ROWS, ROWS * LENGTH, 0, 0, (), *cursors, block == num_blocks - 1)
         table, indexes = DOCUMENT_SCHEMA.empty_table(), {key: encode_index(matrix, key)}
-        pending = writer.begin_block(0, block, arrays)
-        writer.commit(writer.write_tables(pending, table, statistics, indexes), record)
+        writer.write_block(record, arrays, table, statistics, indexes)
     writer.finish(force=True)
 
 

@@ -34,7 +34,7 @@ from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.data.documents import Document, TokenBlock
 from pipeline.extraction.block_contents import commit_record
-from pipeline.extraction.job_run import fill, work_left
+from pipeline.extraction.job_run import fill
 from pipeline.extraction.loaded_step import LoadedStep, ModelWeights, step_inputs
 from pipeline.extraction.transfer import start_copies
 from pipeline.job.opening import Job, open_job
@@ -132,7 +132,7 @@ def run_job(job: Job, step: CompiledStep) -> None:
     """Runs the job with all its threads, into a new store."""
     store = new_store(job)
     with preemption.stop_on_signals() as stop:
-        fill(job, store, work_left(job, store), stop, LoadedStep(step, ModelWeights(None), job.plan.mesh.process_rows))
+        fill(job, store, stop, LoadedStep(step, ModelWeights(None), job.plan.mesh.process_rows))
 
 
 def new_store(job: Job) -> StoreWriter:
@@ -146,8 +146,7 @@ def write_blocks(job: Job, blocks: Sequence[TokenBlock], buffers: Sequence[np.nd
     for block in blocks:
         arrays = {spec.name: getattr(block, spec.name) for spec in SIDE_ARRAYS}
         arrays |= {spec.name: values for spec, values in zip(job.layout.arrays, buffers, strict=True)}
-        pending = store.begin_block(block.stream, block.index, arrays)
-        store.commit(store.write_tables(pending, block.table), commit_record(block))
+        store.write_block(commit_record(block), arrays, block.table)
 
 
 def write_arrays(job: Job, num_blocks: int, buffers: Sequence[np.ndarray]) -> None:

@@ -2,9 +2,9 @@
 
     python -m scripts.bench.bench_hosts [--blocks 100000] [--streams 1000] [--hosts 64] [--kills 200] [--latency-s 0.05]
 
-Each host is a process that claims streams. It reads, tokenises and packs real documents; only the step is fake: the
+Each host is a job of one process. It reads, tokenises and packs real documents; only the step is fake: the
 activations are a function of the tokens. Everything after the step is the job's code: blocks, statistics, records,
-claims, and completing the store. A host that is killed or fails is restarted. At the end, the table of all blocks and
+leases, and completing the store. A host that is killed or fails is restarted. At the end, the table of all blocks and
 the merged statistics are compared, byte for byte, with those that one process computes from the documents without a
 store. The store is a local folder, or with `--latency-s` in a bucket of `gcs_standin`, which counts requests. Writes
 build/bench-hosts.json.
@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -30,28 +30,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cluster.preemption import StopRequest
 from pipeline.config.composing import compose
 from pipeline.core.errors import EXIT_FAILED, StoreError
 from pipeline.data.documents import TokenBlock
 from pipeline.extraction.block_contents import commit_record, side_arrays
-from pipeline.extraction.claiming import ClaimedStreams, complete_by_one
 from pipeline.extraction.job_run import complete, open_store
+from pipeline.extraction.leasing import LeasedStreams
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job
-from pipeline.store.format.block_table import NO_BLOCKS, TABLE_KEY, BlockTable, StreamBlocks, join_streams
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks, join_streams
 from pipeline.store.format.metadata import require_root
-from pipeline.store.format.statistics import (
-    BlockStatistics,
-    encode_merged,
-    encode_statistics,
-    merge_arrays,
-    statistics_key,
-    token_statistics,
-)
+from pipeline.store.format.statistics import BlockStatistics, encode_statistics, merge_arrays, token_statistics
+from pipeline.store.format.summary import BLOCKS, STATISTICS
 from pipeline.store.format.tables import table_digest
-from pipeline.store.write.claims import Claims
+from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.gcs_standin import control, environment, server
 
@@ -62,18 +54,13 @@ POLL_S = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """The amount of work: `blocks` in `streams`, by `hosts`, with `kills` kills.
-
-    only_records: blocks have statistics and a commit record, but neither arrays nor a document table. A million blocks
-    then take 14 GB of memory instead of 50.
-    """
+    """The amount of work: `blocks` in `streams`, by `hosts`, with `kills` kills."""
 
     blocks: int
     streams: int
     hosts: int
     kills: int
     lease_s: float = 20.0
-    only_records: bool = False
 
 
 @dataclass
@@ -106,7 +93,6 @@ def open_hosts_job(folder: Path, path: str, shape: Shape) -> Job:
         "capture.layers": "[0]",
         "batch.rows": 1,
         "batch.length": LENGTH,
-        "run.claim": "true",
         "run.lease_s": shape.lease_s,
         "run.progress": "false",
     }
@@ -132,41 +118,23 @@ def run_host(folder: Path, path: str, shape: Shape, computed: Sequence[int], num
         job = open_hosts_job(folder, path, shape)
         store = open_store(job)
         metrics = Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)
-        with closing(metrics), closing(Claims(store.storage, shape.lease_s)) as claims:
-            claimed = ClaimedStreams(job, store, claims, metrics)
-            for block in claimed.blocks(lambda: False):
-                _write(job, store, claimed, block, shape.only_records)
+        with closing(metrics), closing(Leases(store.storage, shape.lease_s)) as leases:
+            leased = LeasedStreams(job, store, leases, metrics)
+            for block in leased.blocks(lambda: False):
+                _write(job, store, leased, block)
                 computed[number] += 1
-        complete_by_one(job, store, StopRequest(), partial(complete, job, store))
+        complete(job, store)
     except StoreError as error:
         print(f"host {number}: {error}", flush=True)
         os._exit(EXIT_FAILED)
 
 
-def _write(job: Job, store: StoreWriter, claimed: ClaimedStreams, block: TokenBlock, only_records: bool) -> None:
+def _write(job: Job, store: StoreWriter, leased: LeasedStreams, block: TokenBlock) -> None:
     """Writes a block like the job's writer, which writes nothing of a stream that this host no longer holds."""
     arrays, statistics = fake_step(job, block)
-    if claimed.holds(block.stream):
-        if only_records:
-            record = _write_statistics(store, block, statistics)
-            if claimed.holds(block.stream):
-                store.commit_written(record)
-        else:
-            pending = store.begin_block(block.stream, block.index, arrays)
-            pending = store.write_tables(pending, block.table, statistics)
-            pending.wait()
-            if claimed.holds(block.stream):
-                store.commit(pending, commit_record(block))
-    claimed.finished(block.stream)
-
-
-def _write_statistics(store: StoreWriter, block: TokenBlock, statistics: BlockStatistics) -> CommitRecord:
-    stream, index = block.stream, block.index
-    running = store.streams.add_statistics(stream, index, statistics)
-    content = encode_statistics(statistics, index, running if index else None)
-    store.storage.write(statistics_key(stream, index), content)
-    before = store.streams[stream].table.digest()
-    return replace(commit_record(block), statistics_sha256=table_digest(content), blocks_before=before)
+    if leased.holds(block.stream):
+        store.write_block(commit_record(block), arrays, block.table, statistics)
+    leased.finished(block.stream)
 
 
 def run_hosts(folder: Path, path: str, shape: Shape) -> Figures:
@@ -215,17 +183,18 @@ def run_hosts(folder: Path, path: str, shape: Shape) -> Figures:
 
 
 def differences(job: Job) -> list[str]:
-    """Keys of the store's summaries that differ from those of a run without a store."""
-    storage, root = job.storage, require_root(job.storage)
+    """The store's summaries that differ from those of a run without a store."""
+    summary = require_root(job.storage).summary or {}
     streams, statistics = {}, []
     for stream in range(job.plan.streams.count):
         table, total = _expected_stream(job, stream)
         streams[stream] = StreamBlocks(table, None)
         statistics.append(total)
-    expected = {TABLE_KEY: join_streams(streams).encode(), **encode_merged(reduce(merge_arrays, statistics))}
-    wrong = [key for key, content in expected.items() if storage.read(key) != content]
-    is_counted = root.complete and root.blocks == tuple(len(blocks.table) for blocks in streams.values())
-    return wrong if is_counted else ["zarr.json", *wrong]
+    expected = {
+        BLOCKS: join_streams(streams).encode(),
+        STATISTICS: encode_statistics({0: reduce(merge_arrays, statistics)}),
+    }
+    return [kind for kind, content in expected.items() if summary.get(kind) != table_digest(content)]
 
 
 def _expected_stream(job: Job, stream: int) -> tuple[BlockTable, BlockStatistics]:
@@ -258,7 +227,6 @@ def main() -> None:
     for name, default in {"blocks": 100_000, "streams": 1000, "hosts": 64, "kills": 200}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--lease-s", type=float, default=Shape.lease_s)
-    parser.add_argument("--only-records", action="store_true", help="without arrays and document tables")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for documents and the local store")
     parser.add_argument("--latency-s", type=float, help="of each request: use the stand-in, not a local store")
     options = vars(parser.parse_args())

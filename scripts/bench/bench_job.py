@@ -25,7 +25,7 @@ from safetensors.numpy import save_file
 
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
-from pipeline.extraction.job_run import fill, load_step, work_left
+from pipeline.extraction.job_run import fill, load_step
 from pipeline.extraction.loaded_step import LoadedStep, step_inputs
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import Job, open_job
@@ -126,7 +126,7 @@ def whole_job(case: Case) -> float:
     shutil.rmtree(path, ignore_errors=True)
     store = StoreWriter.open(path, case.job.metadata, case.job.layout)
     with preemption.stop_on_signals() as stop:
-        metrics = fill(case.job, store, work_left(case.job, store), stop, case.step)
+        metrics = fill(case.job, store, stop, case.step)
     store.finish()
     return metrics.tokens / metrics.elapsed_s
 
@@ -170,7 +170,7 @@ def reader_gib_per_s(path: Path) -> float:
     store = ActivationStore.open(str(path))
     for _ in range(2):
         began, num_bytes = time.perf_counter(), 0
-        for batch in store.batches((EARLY_LAYER, "resid_post"), batch_size=4096, shuffle=True, seed=0):
+        for batch in store.batches(f"blocks.{EARLY_LAYER}.resid_post", batch_size=4096, shuffle=True, seed=0):
             num_bytes += batch.activations.nbytes
         seconds = time.perf_counter() - began
     return num_bytes / seconds / (1 << 30)

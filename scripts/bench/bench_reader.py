@@ -27,10 +27,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store import ActivationStore
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -45,11 +46,13 @@ GIB = 1 << 30
 def write_store(num_tokens: int, path: str = str(PATH), layers: Sequence[int] = LAYERS) -> None:
     """Writes a store of random activations. A layer's blocks have 15 MiB each; 3 % of their slots are padding."""
     shutil.rmtree(PATH, ignore_errors=True)
-    hooks = {f"blocks.{layer}.resid_post": f"blocks.{layer}.hook_resid_post" for layer in layers}
-    arrays = tuple(ArraySpec(name, "bfloat16", WIDTH, {"hook_name": hook, "d": WIDTH}) for name, hook in hooks.items())
+    keys = [ActivationKey(layer, Site.resid_post) for layer in layers]
+    arrays = tuple(activation_spec(key, key.hook_name(), WIDTH, "bfloat16", TOKENS.slots) for key in keys)
     layout = StoreLayout(1, ROWS, LENGTH, arrays)
-    capture, config = {"statistics": False}, {"run": {"max_tokens": 0}}
-    metadata = StoreMetadata({}, {}, {}, {}, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
+    names, batch = [key.name for key in keys], {"length": LENGTH}
+    capture = {"arrays": names, "dtype": "bfloat16", "statistics": False}
+    config = {"run": {"max_tokens": 0}}
+    metadata = StoreMetadata({}, {}, {}, batch, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
     writer = StoreWriter.open(path, metadata, layout)
     rng = np.random.default_rng(0)
     valid = np.arange(LENGTH) < LENGTH * 97 // 100
@@ -65,22 +68,20 @@ def write_store(num_tokens: int, path: str = str(PATH), layers: Sequence[int] = 
             "documents": np.where(valid, row, -1).astype(np.int64),
             **{spec.name: activations for spec in arrays},
         }
-        record = CommitRecord(0, block, ROWS, int(ROWS * valid.sum()), 0, 0, (), start, start, False, False)
-        pending = writer.begin_block(0, block, content)
-        writer.commit(writer.write_tables(pending, DOCUMENT_SCHEMA.empty_table()), record)
+        record = CommitRecord(0, block, ROWS, int(ROWS * valid.sum()), 0, 0, (), start, start, exhausted=False)
+        writer.write_block(record, content, DOCUMENT_SCHEMA.empty_table())
     writer.finish()
 
 
 def numpy_bytes(layers: tuple[int, ...], epochs: int) -> int:
-    files = [file for layer in layers for file in (PATH / f"blocks.{layer}.resid_post" / "c").rglob("*")]
-    files = [file for file in files if file.is_file()]
+    files = [file for layer in layers for file in (PATH / f"blocks.{layer}.resid_post").glob("c.*")]
     return sum(np.fromfile(file, np.uint8).nbytes for _ in range(epochs) for file in files)
 
 
 def reader_bytes(store: ActivationStore, layers: tuple[int, ...], epochs: int, stack: bool) -> int:
     """Reads from the call of `batches` to the last batch, including threads and memory. Returns the bytes."""
     num_bytes = 0
-    keys = [(layer, "resid_post") for layer in layers]
+    keys = [f"blocks.{layer}.resid_post" for layer in layers]
     for batch in store.batches(keys, BATCH_SIZE, shuffle=True, seed=0, epochs=epochs, stack=stack, dtype="stored"):
         arrays = [batch.activations] if stack else batch.activations.values()
         num_bytes += sum(array.nbytes for array in arrays)

@@ -49,7 +49,9 @@ def saelens_batches() -> Iterator[torch.Tensor]:
 
 
 def our_batches(store: ActivationStore) -> Iterator[torch.Tensor]:
-    batches = store.batches((LAYERS[0], "resid_post"), BATCH_SIZE, shuffle=True, seed=0, epochs=None, framework="torch")
+    batches = store.batches(
+        f"blocks.{LAYERS[0]}.resid_post", BATCH_SIZE, shuffle=True, seed=0, epochs=None, framework="torch"
+    )
     return (batch.activations for batch in batches)
 
 

@@ -25,7 +25,7 @@ from scripts.bench.scale_paths import PATHS, shape_and_target
 from scripts.bench.scale_store import BUILD, make_store
 
 RESULTS = Path("build/bench-scale.json")
-CLAIM_STREAMS = 10_000  # each stream has an object for its claim
+LEASE_STREAMS = 10_000
 KINDS = ("list", "get", "put", "delete")
 
 
@@ -85,7 +85,7 @@ def markdown(cells: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--streams", type=int, default=100, help=f"but {CLAIM_STREAMS} where streams are claimed")
+    parser.add_argument("--streams", type=int, default=100, help=f"but {LEASE_STREAMS} where streams are leased")
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--latency-s", type=float, default=0.05)
     parser.add_argument("--limit-s", type=float, default=300, help="per path and store")
@@ -93,7 +93,7 @@ def main() -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     cells = []
     for name, blocks in product(options.paths, sorted(options.blocks)):
-        streams = CLAIM_STREAMS if name.startswith("claim") else options.streams
+        streams = LEASE_STREAMS if name.startswith("lease") else options.streams
         cells.append(measure(name, blocks, streams, options.latency_s, options.limit_s))
         print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
         RESULTS.write_text(json.dumps(cells, indent=1) + "\n")

@@ -3,8 +3,8 @@
     python scripts/bench/bench_writer.py [--blocks 8] [--repeats 5]
 
 Blocks have three layers, d=768, bfloat16, and 128 rows of 256 tokens: 48 MiB per object. "Store" does what the job's
-writer thread does with a block in its buffers: `begin_block`, `write_tables` and `commit`, with crc32c, document table
-and record, and two blocks in progress. "TensorStore" writes the same objects by its key-value store; "files" by write,
+writer thread does with a block in its buffers: `start_block`, with crc32c, document table and record, and two blocks in
+progress. "TensorStore" writes the same objects by its key-value store; "files" by write,
 fsync and rename in one thread per core. All three end when everything is synced to the disk. They alternate in one
 process, because the speed of a shared machine drifts; the ratios are medians over neighbouring pairs.
 """
@@ -24,9 +24,10 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from pipeline.core.sites import ActivationKey
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.layout import StoreLayout, activation_spec
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
@@ -54,21 +55,22 @@ def make_block() -> Arrays:
 
 
 def write_store(buffers: Sequence[Arrays], blocks: int) -> None:
-    arrays = tuple(ArraySpec(name, "bfloat16", WIDTH) for name in buffers[0] if name.startswith("blocks."))
-    capture, config = {"statistics": False}, {"run": {"max_tokens": 0}}
-    metadata = StoreMetadata({}, {}, {}, {}, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
+    keys = [ActivationKey.parse(name) for name in buffers[0] if name.startswith("blocks.")]
+    arrays = tuple(activation_spec(key, key.hook_name(), WIDTH, "bfloat16", "position") for key in keys)
+    capture, config = {"statistics": False, "dtype": "bfloat16"}, {"run": {"max_tokens": 0}}
+    batch = {"length": LENGTH}
+    metadata = StoreMetadata({}, {}, {}, batch, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
     writer = StoreWriter.open(str(BUILD / "store"), metadata, StoreLayout(1, ROWS, LENGTH, arrays))
     start = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
     pending: deque = deque()
     for index in range(blocks):
-        record = CommitRecord(0, index, ROWS, ROWS * LENGTH, 0, 0, (), start, start, False, False)
+        record = CommitRecord(0, index, ROWS, ROWS * LENGTH, 0, 0, (), start, start, False)
         block = buffers[index % len(buffers)]
-        begun = writer.begin_block(0, index, block)
-        pending.append((writer.write_tables(begun, DOCUMENT_SCHEMA.empty_table()), record))
+        pending.append(writer.start_block(record, block, DOCUMENT_SCHEMA.empty_table(), lambda _: (None, {})))
         if len(pending) == BUFFERS:
-            writer.commit(*pending.popleft())
+            pending.popleft().result()
     while pending:
-        writer.commit(*pending.popleft())
+        pending.popleft().result()
 
 
 def write_tensorstore(contents: Sequence[Mapping[str, bytes]], blocks: int) -> None:

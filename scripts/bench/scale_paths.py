@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import delete as delete_command
-from pipeline.extraction.claiming import ClaimedStreams
-from pipeline.extraction.job_run import complete, open_store, work_left
+from pipeline.extraction.job_run import complete, has_work, open_store
+from pipeline.extraction.leasing import LeasedStreams
 from pipeline.inspection.report import inspect
 from pipeline.job.metrics import Metrics
+from pipeline.job.opening import Job
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Level, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS
 from pipeline.store.io.storage import Storage, StorageOptions
 from pipeline.store.read import batches
-from pipeline.store.read.reader import REMOTE_REQUESTS
-from pipeline.store.write.claims import Claims
+from pipeline.store.read.shard_reads import REMOTE_REQUESTS
 from pipeline.store.write.indexing import index_ids
+from pipeline.store.write.leases import Leases
 from scripts.bench.gcs_standin import control
 from scripts.bench.scale_store import BLOCK_TOKENS, LENGTH, ROWS, URL, WIDTH, State, StoreShape, open_bench_job
 
@@ -57,13 +58,19 @@ class MeasuredPath:
     has_ids: bool = False
 
 
+def share(job: Job, index: int) -> Job:
+    """The job of process `index` of PROCESSES."""
+    streams = replace(job.plan.streams, local=tuple(range(index, job.plan.streams.count, PROCESSES)))
+    return replace(job, plan=replace(job.plan, streams=streams))
+
+
 def prepare_start(blocks: int, streams: int, wanted: float) -> Measured:
     """What `pipeline.run` does before its first step: it reads the store, and finds what is left of its streams."""
-    job = open_bench_job(streams, int(wanted * blocks) * BLOCK_TOKENS, worker_index=0, worker_count=PROCESSES)
+    job = share(open_bench_job(streams, int(wanted * blocks) * BLOCK_TOKENS), 0)
 
     def start() -> None:
         store = open_store(job)
-        assert work_left(job, store)
+        assert has_work(job, store)
 
     return start
 
@@ -73,7 +80,7 @@ def prepare_starts(blocks: int, streams: int, wanted: float) -> Measured:
     target, options = int(wanted * blocks) * BLOCK_TOKENS, StorageOptions(concurrency=32)
     jobs = [
         replace(
-            open_bench_job(streams, target, worker_index=index, worker_count=PROCESSES),
+            share(open_bench_job(streams, target), index),
             storage=Storage.open(URL, options),
         )
         for index in range(PROCESSES)
@@ -142,18 +149,18 @@ def prepare_batches(blocks: int, streams: int) -> Measured:
     return first_batch
 
 
-def prepare_claim(blocks: int, streams: int, wanted: int) -> Measured:
-    """With `run.claim`, until this process has its first block to compute, or finds that no stream needs it."""
-    job = open_bench_job(streams, wanted * blocks * BLOCK_TOKENS, claim="true")
+def prepare_lease(blocks: int, streams: int, wanted: int) -> Measured:
+    """Until one process of PROCESSES has its first block to compute, or finds that no stream needs it."""
+    job = share(open_bench_job(streams, wanted * blocks * BLOCK_TOKENS), 0)
     store = open_store(job)
 
-    def claim() -> None:
+    def lease() -> None:
         metrics = Metrics(total_tokens=job.plan.streams.max_tokens, stored_tokens=0, progress=False, interval_s=1e9)
-        with closing(metrics), closing(Claims(store.storage, job.config.run.lease_s)) as claims:
-            block = next(ClaimedStreams(job, store, claims, metrics).blocks(lambda: False), None)
+        with closing(metrics), closing(Leases(store.storage, job.config.run.lease_s)) as leases:
+            block = next(LeasedStreams(job, store, leases, metrics).blocks(lambda: False), None)
             assert (block is None) == (wanted == 1)
 
-    return claim
+    return lease
 
 
 def prepare_verify(blocks: int, streams: int) -> Measured:
@@ -221,13 +228,13 @@ PATHS: Mapping[str, MeasuredPath] = {
     "document id": MeasuredPath("reader: document(id), indexed", State.complete, prepare_document_id, has_ids=True),
     "index": MeasuredPath(f"index the ids, one process of {PROCESSES}", State.complete, prepare_index),
     "batches": MeasuredPath("reader: first batch", State.complete, prepare_batches),
-    "claim": MeasuredPath(
-        "claim a stream, B of 2B blocks done",
+    "lease": MeasuredPath(
+        "lease a stream, B of 2B blocks done",
         State.unfinished,
-        lambda b, s: prepare_claim(b, s, 2),
+        lambda b, s: prepare_lease(b, s, 2),
         wanted=2,
     ),
-    "claim none": MeasuredPath("claim, no stream needs work", State.unfinished, lambda b, s: prepare_claim(b, s, 1)),
+    "lease none": MeasuredPath("lease, no stream needs work", State.unfinished, lambda b, s: prepare_lease(b, s, 1)),
     "verify": MeasuredPath("verify", State.complete, prepare_verify),
     "verify records": MeasuredPath(
         f"verify records, one process of {PROCESSES}", State.complete, prepare_verify_records

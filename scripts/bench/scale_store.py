@@ -22,32 +22,24 @@ import pyarrow.parquet as pq
 from pipeline.config.composing import compose
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.job.opening import Job, open_job
-from pipeline.store.format.arrays import set_rows
-from pipeline.store.format.block_table import (
-    TABLE_KEY,
-    BlockTable,
-    StreamBlocks,
-    index_step,
-    join_streams,
-    stream_table_key,
-    table_sha256,
-)
-from pipeline.store.format.commits import CommitRecord, commit_key
+from pipeline.store.format.arrays import grow_rows
+from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams
+from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, num_recent
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.metadata import change_root
 from pipeline.store.format.statistics import (
+    STATISTICS_PREFIX,
     BlockStatistics,
-    encode_merged,
+    block_parts,
     encode_statistics,
     merge_arrays,
-    merged_digest,
     statistics_key,
     token_statistics,
 )
-from pipeline.store.format.tables import encode_table, table_digest, table_key
-from pipeline.store.ids.index_file import IndexHeader, block_entries, ids_key, sorted_entries
-from pipeline.store.io.digests import ValuesDigest, values_digest
-from pipeline.store.io.shard_files import encode_shard
+from pipeline.store.format.summary import BLOCKS, IDS, IDS_BYTES, STATISTICS, put_summary
+from pipeline.store.format.tables import TABLES_PREFIX, encode_table, table_digest, table_key
+from pipeline.store.ids.index import block_entries, encode_index
+from pipeline.store.io.shards import encode_shard
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -108,13 +100,13 @@ class SyntheticStore:
         if i == self.shape.blocks or self._key(kind, i) != key:
             return None
         place = self._place(kind, i)
-        if kind == "_commits/":
+        if kind == COMMITS_PREFIX:
             return self.record(*place).to_json()
-        if kind == "_documents/":
+        if kind == TABLES_PREFIX:
             return encode_table(table(self.shape, *place))
-        if kind == "_stats/":
+        if kind == STATISTICS_PREFIX:
             return self._statistics.encoded(place[1])
-        return self._shard(self._spec(kind.removesuffix("/c/")), *place)
+        return self._shard(self._spec(kind.removesuffix("/c.")), *place)
 
     def keys_from(self, start: str) -> Iterator[str]:
         fixed = itertools.islice(self._fixed_keys, bisect.bisect_left(self._fixed_keys, start), None)
@@ -128,15 +120,17 @@ class SyntheticStore:
     @cached_property
     def _kinds(self) -> list[str]:
         """The prefixes of objects of which each block has one, ascending."""
-        return sorted(["_commits/", "_documents/", "_stats/", *(f"{spec.name}/c/" for spec in self.layout.all_arrays)])
+        return sorted(
+            [COMMITS_PREFIX, TABLES_PREFIX, STATISTICS_PREFIX, *(f"{spec.name}/c." for spec in self.layout.all_arrays)]
+        )
 
     def _key(self, kind: str, i: int) -> str:
         """The i-th of the sorted keys of one kind."""
         stream, block = self._place(kind, i)
-        per_block = {"_commits/": commit_key, "_documents/": table_key, "_stats/": statistics_key}
+        per_block = {COMMITS_PREFIX: commit_key, TABLES_PREFIX: table_key, STATISTICS_PREFIX: statistics_key}
         if kind in per_block:
             return f"{PLACE}/{per_block[kind](stream, block)}"
-        return f"{PLACE}/{self.layout.shard_key(self._spec(kind.removesuffix('/c/')), stream, block)}"
+        return f"{PLACE}/{self.layout.shard_key(self._spec(kind.removesuffix('/c.')), stream, block)}"
 
     def _spec(self, name: str) -> ArraySpec:
         return next(spec for spec in self.layout.all_arrays if spec.name == name)
@@ -150,7 +144,7 @@ class SyntheticStore:
 
     @cached_property
     def _shard_order(self) -> np.ndarray:
-        """The numbers of the store shards in the order of their keys: "/" comes before any digit."""
+        """The numbers of the store shards in the order of their keys: "." comes before any digit."""
         return np.array(sorted(range(self.shape.blocks), key=str), np.int32)
 
     # The content of blocks.
@@ -158,14 +152,21 @@ class SyntheticStore:
     def record(self, stream: int, block: int) -> CommitRecord:
         """A block's commit record."""
         documents = arrays(self.shape, self.layout, stream, block)["documents"]
-        chunk_shape = self.layout.chunk_shape(self._spec("documents"))
+        _, digest = encode_shard(documents, self.layout.shard_format(self._spec("documents")))
+        before = self._counts.copy()
+        before["first_document"] = np.arange(block - len(before), block) * ROWS
         return replace(
             record(block, stream),
-            table_sha256=table_digest(encode_table(table(self.shape, stream, block))),
+            documents_sha256=table_digest(encode_table(table(self.shape, stream, block))),
             statistics_sha256=self._statistics.sha256(block),
-            digests=self._digests | {"documents": values_digest(documents, chunk_shape)},
-            blocks_before=self.stream_table(stream, block).digest(),
+            digests=self._digests | {"documents": digest},
+            recent=tuple(row[2:] for row in before[len(before) - num_recent(block) :].tolist()),
         )
+
+    @cached_property
+    def _counts(self) -> np.ndarray:
+        """The counts of a thousand blocks, which only differ in their first documents."""
+        return self.stream_table(0, 1 << 10).values
 
     def stream_table(self, stream: int, num_blocks: int) -> BlockTable:
         """The block table of a stream's first blocks."""
@@ -175,12 +176,14 @@ class SyntheticStore:
         values["first_document"] = values["block"] * ROWS
         return BlockTable(values)
 
-    def ids_index(self, stream: int, num_blocks: int) -> bytes:
-        """The index of the ids in a stream's first blocks."""
-        entries = block_entries((_id(stream, i) for i in range(num_blocks * ROWS)), 0)
-        entries["block"] = np.arange(num_blocks * ROWS) // ROWS
-        table = self.stream_table(stream, num_blocks)
-        return IndexHeader.of(table, len(entries), ids_key(stream)).encode(sorted_entries([entries]))
+    def ids_index(self) -> bytes:
+        """The index of all ids."""
+        parts = []
+        for stream in range(self.shape.streams):
+            entries = block_entries((_id(stream, i) for i in range(self.shape.stream_blocks * ROWS)), 0)
+            entries["shard"] = np.arange(len(entries)) // ROWS * self.shape.streams + stream
+            parts.append(entries)
+        return encode_index(parts, [self.shape.stream_blocks] * self.shape.streams)
 
     def merged_statistics(self) -> BlockStatistics:
         """The statistics of all blocks."""
@@ -194,11 +197,12 @@ class SyntheticStore:
     def _digests(self) -> dict[str, str]:
         """The digests of a block's arrays. All blocks have the same ones, except for `documents`."""
         block = arrays(self.shape, self.layout, 0, 0)
-        return {s.name: values_digest(block[s.name], self.layout.chunk_shape(s)) for s in self.layout.all_arrays}
+        formats = {spec.name: self.layout.shard_format(spec) for spec in self.layout.all_arrays}
+        return {name: encode_shard(block[name], format)[1] for name, format in formats.items()}
 
     def _shard(self, spec: ArraySpec, stream: int, block: int) -> bytes:
-        values, chunk_shape = arrays(self.shape, self.layout, stream, block)[spec.name], self.layout.chunk_shape(spec)
-        return b"".join(encode_shard(values, chunk_shape, spec.fill, ValuesDigest(1)))
+        values = arrays(self.shape, self.layout, stream, block)[spec.name]
+        return b"".join(encode_shard(values, self.layout.shard_format(spec))[0])
 
 
 class _RunningStatistics:
@@ -217,7 +221,7 @@ class _RunningStatistics:
         return running
 
     def encoded(self, block: int) -> bytes:
-        return encode_statistics(self._own, block, self.running(block) if block else None)
+        return encode_statistics(block_parts(block, self._own, self.running(block)))
 
 
 def arrays(shape: StoreShape, layout: StoreLayout, stream: int, block: int) -> dict[str, np.ndarray]:
@@ -268,11 +272,11 @@ def record(block: int, stream: int) -> CommitRecord:
     start, after = (
         {"shard": 0, "document": (block + k) * ROWS, "token": 0, "ordinal": (block + k) * ROWS} for k in (0, 1)
     )
-    return CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False, False)
+    return CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False)
 
 
-def open_bench_job(streams: int, max_tokens: int, path: str = URL, **run: object) -> Job:
-    """Opens the job of the store. `run`: keys of the configuration's `run`."""
+def open_bench_job(streams: int, max_tokens: int, path: str = URL) -> Job:
+    """Opens the job of the store."""
     folder = BUILD / f"data-{streams}-{DOCUMENTS}"
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -289,7 +293,6 @@ def open_bench_job(streams: int, max_tokens: int, path: str = URL, **run: object
         f"batch.length={LENGTH}",
         f"run.max_tokens={max_tokens}",
         "run.progress=false",
-        *(f"run.{name}={value}" for name, value in run.items()),
     ]
     return open_job(compose(overrides))
 
@@ -304,12 +307,6 @@ def make_store(shape: StoreShape, target: int) -> SyntheticStore:
     StoreWriter.open(job.storage, job.metadata, job.layout)
     storage, layout = job.storage, job.layout
     store = SyntheticStore(shape, layout, {})
-    unindexed = 0 if shape.state is State.complete else shape.stream_blocks % index_step(shape.stream_blocks)
-    indexed = shape.stream_blocks - unindexed
-    for stream in range(shape.streams if indexed else 0):
-        storage.write(stream_table_key(stream), store.stream_table(stream, indexed).encode())
-    for stream in range(shape.streams if shape.has_ids else 0):
-        storage.write(ids_key(stream), store.ids_index(stream, shape.stream_blocks))
     if shape.state is State.complete:
         _complete(storage, store)
     fixed = {key: storage.read(key) for key in storage.list_keys()}
@@ -323,12 +320,14 @@ def _complete(storage: Storage, store: SyntheticStore) -> None:
     shape, layout = store.shape, store.layout
     streams = range(shape.streams)
     tables = (StreamBlocks(store.stream_table(stream, shape.stream_blocks), None) for stream in streams)
-    blocks_table = join_streams(dict(zip(streams, tables, strict=True))).encode()
-    merged = encode_merged(store.merged_statistics())
-    for key, content in {TABLE_KEY: blocks_table, **merged}.items():
-        storage.write(key, content)
-    digests = {spec.name: merged_digest(merged, spec.name) for spec in layout.arrays}
-    blocks = (shape.stream_blocks,) * shape.streams
-    summary = {"blocks": blocks, "blocks_sha256": table_sha256(blocks_table), "statistics_digests": digests}
-    change_root(storage, lambda root: replace(root, complete=True, **summary))
-    set_rows(storage, [spec.name for spec in layout.all_arrays], shape.blocks * ROWS)
+    blocks = join_streams(dict(zip(streams, tables, strict=True))).encode()
+    summary: dict[str, str | int | None] = {
+        BLOCKS: put_summary(storage, BLOCKS, blocks),
+        STATISTICS: put_summary(storage, STATISTICS, encode_statistics({0: store.merged_statistics()})),
+        IDS: None,
+    }
+    if shape.has_ids:
+        ids = store.ids_index()
+        summary |= {IDS: put_summary(storage, IDS, ids), IDS_BYTES: len(ids)}
+    change_root(storage, lambda root: replace(root, complete=True, summary=summary))
+    grow_rows(storage, layout, shape.blocks * ROWS)

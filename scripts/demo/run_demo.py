@@ -55,13 +55,13 @@ def show(path: Path) -> None:
     """Prints a store's contents and the lines that read it. These lines are also run here."""
     store = ActivationStore.open(str(ROOT / path))
     size_mib = sum(file.stat().st_size for file in (ROOT / path).rglob("*") if file.is_file()) / (1 << 20)
-    layer, site = store.layers[0], str(store.sites[0])
+    key = store.keys[0].name
     sites = ", ".join(store.sites)
-    activations = store.read(layer=layer, site=site, rows=0)
+    activations = store.read(key, rows=0)
     print(f"\n{path}: {store.num_tokens:,} tokens, layers {store.layers}, sites {sites}, {size_mib:.1f} MiB")
     print("  from pipeline.store import ActivationStore")
     print(f'  store = ActivationStore.open("{path}")')
-    print(f'  store.read(layer={layer}, site="{site}", rows=0)  # {activations.dtype} {activations.shape}')
+    print(f'  store.read("{key}", rows=0)  # {activations.dtype} {activations.shape}')
 
 
 def show_features(path: Path) -> None:

@@ -83,10 +83,10 @@ def main(tasks: Path | None, model: str, length: int, plot: Path | None) -> floa
             tasks = Path(name) / "tasks"
             subprocess.run([sys.executable, MAKE_TASKS, "--out", tasks], check=True)
         store = fill_store(Path(name) / "store", tasks, model, length)
-        keys = [(0, "resid_pre"), *((layer, "resid_post") for layer in store.layers)]
+        keys = ["blocks.0.resid_pre", *(f"blocks.{layer}.resid_post" for layer in store.layers)]
         labels = next(store.batches(keys, store.num_activations, shuffle=False, dtype="float32"))
-        documents = store.documents.to_pylist()
-        sizes = [grid_sizes(document, tasks) for document in documents]
+        documents = {document["document"]: document for document in store.documents().to_pylist()}
+        sizes = {number: grid_sizes(document, tasks) for number, document in documents.items()}
 
     _, first = np.unique(labels.documents, return_index=True)
     number = np.arange(len(labels.documents)) - first[np.searchsorted(labels.documents[first], labels.documents)]

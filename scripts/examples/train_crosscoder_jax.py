@@ -69,7 +69,7 @@ def step(model: Crosscoder, optimizer: nnx.Optimizer, arrays: Arrays) -> jax.Arr
 def activations(paths: list[str], site: str, batch_size: int) -> tuple[list[str], Iterator[Arrays]]:
     """The names of the arrays, and endless batches, normalised so that predicting the mean has an error of 1."""
     stores = [ActivationStore.open(path) for path in paths]
-    keys = [[(layer, site) for layer in store.layers] for store in stores]
+    keys = [[f"blocks.{layer}.{site}" for layer in store.layers] for store in stores]
     options = {"shuffle": True, "seed": 0, "epochs": None, "dtype": "float32", "framework": "jax"}
     scales = [store.normalisation(store_keys) for store, store_keys in zip(stores, keys, strict=True)]
     if len(stores) == 1:

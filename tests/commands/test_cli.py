@@ -29,21 +29,6 @@ def base(text, store) -> list[str]:
     return [f"data.path={text}", f"store.path={store}", "batch.rows=4", "batch.length=64", "store.shard_mib=0.25"]
 
 
-def test_two_workers_without_communication_fill_one_store(text, tmp_path, compilation_cache):
-    overrides = [*base(text, tmp_path / "store"), compilation_cache, "data.num_streams=2", "run.max_tokens=4000"]
-    for index in range(2):
-        run_here(*overrides, "run.worker_count=2", f"run.worker_index={index}")
-        root = json.loads((tmp_path / "store" / "zarr.json").read_text())
-        assert root["attributes"]["activation_store"]["complete"] == (index == 1)
-    assert verify_store(str(tmp_path / "store")) == []
-
-    run_here(*overrides, f"store.path={tmp_path / 'one'}")
-    together, alone = objects(tmp_path / "store"), objects(tmp_path / "one")
-    for stores in (together, alone):
-        stores.pop("zarr.json")  # names the worker that created the store
-    assert together == alone
-
-
 def damaged_model(tmp_path: Path, name: str) -> Path:
     """A copy of the bundled checkpoint with one defect."""
     model = tmp_path / "model"

@@ -11,15 +11,15 @@ import pytest
 
 from pipeline.delete import main
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.claims import Claims
+from pipeline.store.write.leases import Leases
 from tests.store.emulators import new_bucket
 from tests.store.example_store import write_store
 
 
-@pytest.mark.parametrize(("finish", "max_rows", "blocks"), [(True, None, 6), (False, 3, 2), (False, 0, 0)])
-def test_a_local_store_is_deleted_completely(tmp_path, finish, max_rows, blocks, capsys):
+@pytest.mark.parametrize(("finish", "max_blocks", "blocks"), [(True, None, 6), (False, 1, 2), (False, 0, 0)])
+def test_a_local_store_is_deleted_completely(tmp_path, finish, max_blocks, blocks, capsys):
     path = tmp_path / "store"
-    write_store(str(path), finish=finish, max_rows=max_rows)
+    write_store(str(path), finish=finish, max_blocks=max_blocks)
     assert main([f"store.path={path}"]) == 2
     assert re.search(f" with {blocks} blocks, created .* confirm=true deletes it", capsys.readouterr().err)
     before = sorted(path.rglob("*"))
@@ -67,21 +67,20 @@ def test_other_objects_of_an_s3_bucket_stay(s3, capsys):
 FOREIGN = (
     "documents/thesis.txt",
     "tokens/mine.npy",
-    "tokens/c/0/1",
-    "tokens/c/x/0",
-    "tokens/c/0/0.bak",
+    "tokens/c.0.1",
+    "tokens/c.x.0",
+    "tokens/c.0.0.bak",
     "embed.scale.old/zarr.json",
     "_commits/notes.json",
     "_commits/stream-00000/block-1.json",
     "_commits/stream-00000/block-000000.json.orig",
     "_documents/stream-00000/mine.parquet",
-    "_stats/mine.csv",
+    "_statistics/mine.csv",
+    "_summary/blocks-mine.parquet",
     "_metrics/mine.jsonl",
-    "_claims/mine.json",
+    "_leases/mine.json",
     "_data/mine.parquet",
-    "_generated/stream-00000/group-000000.tokens.activations",
-    "stats/embed/mine",
-    "stats/zarr.json.old",
+    "_generated/stream-00000/group-000000.tokens.0123456789abcdef.activations",
     ".hidden",
     "a\nb",
 )
@@ -91,14 +90,16 @@ def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, caps
     path = tmp_path / "store"
     write_store(str(path))
     own = ["_metrics/20261122T150044Z-a-host-28071.jsonl", "_metrics/20261122T150044Z-h-1-generate.json"]
-    own += ["_generated/stream-00001/group-000003.embed.activations", "_generated/stream-00001/group-000003.parquet"]
     own += [
-        "_claims/stream-123456.json",
-        "_claims/stream-00001.done-1000",
-        "_claims_test/a-host-12-0123abcd",
+        "_generated/stream-00001/group-000003.embed.0123456789abcdef.activations",
+        "_generated/stream-00001/group-000003.parquet",
+    ]
+    own += [
+        "_leases/stream-123456.json",
+        "_probe/a-host-12-0123abcd",
         "_data/manifest.json",
         "zarr.json.__lock",
-        "tokens/c/7/0.__lock",
+        "tokens/c.7.0.0123abcd.__lock",
     ]
     for key in (*FOREIGN, *own):
         (path / key).parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +113,7 @@ def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, caps
 
 @pytest.mark.parametrize(
     "linked",
-    ["_commits", "tokens", "tokens/c", "embed/zarr.json", "tokens/c/0/0", "_documents", "_documents/stream-00000"],
+    ["_commits", "tokens", "embed/zarr.json", "tokens/c.0.0", "_documents", "_documents/stream-00000"],
 )
 def test_links_are_neither_followed_nor_removed(tmp_path, capsys, linked):
     path, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
@@ -209,23 +210,22 @@ def test_a_deletion_killed_at_any_point_can_be_repeated(tmp_path, monkeypatch, c
             shutil.copytree(tmp_path / "copy", path, dirs_exist_ok=True)
         else:
             break
-    assert kill > 80
+    assert kill > 60
     capsys.readouterr()
 
 
-def test_a_store_with_claimed_streams_is_not_deleted(tmp_path, capsys):
+def test_a_store_with_leased_streams_is_not_deleted(tmp_path, capsys):
     path = str(tmp_path / "store")
     write_store(path, finish=False)
     before = sorted(tmp_path.rglob("*"))
-    claims = Claims(path, lease_s=60)
-    [vacancy, *_] = claims.vacancies([1])
-    assert claims.claim(vacancy)
+    leases = Leases(path, lease_s=60)
+    assert all(map(leases.take, leases.vacant([1])))
     assert main([f"store.path={path}", "confirm=true"]) == 1
-    assert f"workers hold streams (stream 1 by {claims.owner})" in capsys.readouterr().err
+    assert "processes have leased streams (_leases/stream-00001.json)" in capsys.readouterr().err
     assert set(before) <= set(tmp_path.rglob("*"))
-    assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0  # as if the worker were dead
+    assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0  # as if the process were dead
     assert not (tmp_path / "store").exists()
-    claims.close()
+    leases.close()
 
 
 @pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=a", "x=1"]])

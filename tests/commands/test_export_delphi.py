@@ -13,7 +13,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.read.exports.delphi import UNFINISHED
 from tests.store.example_store import stored_tokens
 from tests.store.test_feature_batches import ENCODERS, WIDTH, write
-from tests.store.test_shard_files import largest_file
+from tests.store.test_shards import largest_file
 
 NAMES = [name for name, *_ in ENCODERS]
 

@@ -9,22 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.config.composing import compose
-from pipeline.extraction.job_run import run
 from pipeline.finalize import main
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.generated.group_keys import GENERATED_PREFIX
-from pipeline.store.generated.kept_activations import write_kept
+from pipeline.store.generated.kept_activations import KeptGroup, put_kept
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.claims import COMPLETION, Claims
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import assert_same_store, write_text
+from tests.jobs import without_writer
 from tests.store.example_store import (
     LENGTH,
     NUM_STREAMS,
-    ROWS,
     blocks,
     commit_block,
     layout,
@@ -45,23 +40,8 @@ def files(path: Path) -> dict[str, bytes]:
     root = json.loads(found["zarr.json"])
     del root["attributes"]["activation_store"]["created"]
     del root["attributes"]["activation_store"]["sha256"]
+    found |= {key: without_writer(found[key]) for key in found if key.startswith("_commits/")}
     return found | {"zarr.json": json.dumps(root).encode()}
-
-
-def test_files_of_two_workers_stores_together_are_the_store_of_one(tmp_path):
-    """The second worker's files are copied where the first has none, as by `cp -Rn`."""
-    text = write_text(tmp_path / "text", files=2, documents=25)
-    job = [f"data.path={text}", "data.num_streams=2", "batch.rows=4", "batch.length=128", "capture.layers=[1]"]
-    job += ["store.shard_mib=0.25", "run.progress=false", "capture.dtype=int8", "capture.positions=last"]
-    run(compose([*job, f"store.path={tmp_path / 'one'}"]))
-    for worker in range(2):
-        share = [f"run.worker_index={worker}", "run.worker_count=2", f"store.path={tmp_path / str(worker)}"]
-        run(compose([*job, *share]))
-        assert not is_complete(tmp_path / str(worker))
-    subprocess.run(["cp", "-Rn", f"{tmp_path}/1/.", f"{tmp_path}/0"], check=True)
-    assert main([f"store.path={tmp_path}/0"]) == 0
-    assert verify_store(str(tmp_path / "0")) == []
-    assert_same_store(tmp_path / "0", tmp_path / "one")
 
 
 def test_an_unfinished_store_is_completed_as_by_a_run(tmp_path):
@@ -86,7 +66,7 @@ def test_activations_kept_while_decoding_are_deleted(tmp_path):
     writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout())
     for stream in range(NUM_STREAMS):
         write_blocks(writer, stream)
-    write_kept(storage, 0, 0, {"embed": np.zeros((2, 4))})
+    put_kept(storage, KeptGroup(0, 0, "0123456789abcdef"), {"embed": np.zeros((2, 4))})
     assert storage.list_keys(GENERATED_PREFIX)
     assert main([f"store.path={tmp_path}"]) == 0
     assert storage.list_keys(GENERATED_PREFIX) == []
@@ -111,14 +91,14 @@ def test_an_unfinished_stream_is_reported_unless_forced(tmp_path, capsys):
     assert f"stream 1: 1 block, {first.record.tokens} tokens, UNFINISHED" in printed.out
     assert "streams 1 are unfinished" in printed.err
     assert not is_complete(tmp_path)
-    assert ActivationStore.open(tmp_path).arrays["tokens"].shape[0] == MAX_ROWS
+    assert ActivationStore.open(tmp_path).complete is False
     assert main([f"store.path={tmp_path}", "force=true"]) == 0
     assert is_complete(tmp_path)
     assert verify_store(str(tmp_path)) == []
 
 
-def test_a_truncated_block_ends_its_stream(tmp_path, capsys):
-    write_store(str(tmp_path), finish=False, max_rows=ROWS + 1)
+def test_a_share_of_max_tokens_ends_a_stream(tmp_path, capsys):
+    write_store(str(tmp_path), finish=False, max_blocks=1)
     assert main([f"store.path={tmp_path}"]) == 0
     assert "the end of its share of run.max_tokens" in capsys.readouterr().out
 
@@ -129,10 +109,9 @@ def test_a_share_of_max_tokens_that_ends_with_a_block_ends_its_stream(tmp_path, 
     stored = next(blocks(0)).record.tokens
     config = {"run": {"max_tokens": 2 * (stored + missing)}}
     writer = StoreWriter.open(str(tmp_path), metadata(config=config), layout())
-    write_blocks(writer, 0, max_rows=ROWS)
+    write_blocks(writer, 0, max_blocks=1)
     write_blocks(writer, 1)
     assert writer.streams[0].last.tokens == stored
-    assert not writer.streams[0].last.truncated
     assert main([f"store.path={tmp_path}"]) == code
 
 
@@ -150,18 +129,3 @@ def test_wrong_arguments_print_the_usage(arguments, capsys):
 def test_settings_must_be_true_or_false(capsys):
     assert main(["store.path=/a", "force=yes"]) == 2
     assert capsys.readouterr().err == "force=yes: expected true or false.\n"
-
-
-@pytest.mark.parametrize(("number", "named"), [(1, "stream 1"), (COMPLETION, "the completion of the store")])
-def test_a_store_with_claimed_streams_is_not_completed(tmp_path, capsys, number, named):
-    path = str(tmp_path / "store")
-    write_store(path, finish=False)
-    claims = Claims(path, lease_s=60)
-    [vacancy] = claims.vacancies([number])
-    assert claims.claim(vacancy)
-    assert main([f"store.path={path}"]) == 1
-    assert f"workers hold streams ({named} by {claims.owner})" in capsys.readouterr().err
-    assert not is_complete(tmp_path / "store")
-    claims.close()
-    assert main([f"store.path={path}"]) == 0
-    assert is_complete(tmp_path / "store")

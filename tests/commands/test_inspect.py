@@ -21,7 +21,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.io.storage import Storage
 from tests.jobs import ROOT, run
 from tests.store.emulators import new_bucket
-from tests.store.example_store import DOCUMENT_LENGTHS, ROWS, WIDTHS, stored_tokens, write_store
+from tests.store.example_store import DOCUMENT_LENGTHS, WIDTHS, stored_tokens, write_store
 
 
 class Page(HTMLParser):
@@ -144,9 +144,9 @@ def test_a_store_of_an_unknown_tokenizer_is_shown_as_ids(tmp_path, capsys):
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("max_rows", [0, ROWS])
-def test_unfinished_and_empty_stores_are_shown(tmp_path, capsys, max_rows):
-    write_store(str(tmp_path / "store"), finish=False, max_rows=max_rows)
+@pytest.mark.parametrize("max_blocks", [0, 1])
+def test_unfinished_and_empty_stores_are_shown(tmp_path, capsys, max_blocks):
+    write_store(str(tmp_path / "store"), finish=False, max_blocks=max_blocks)
     file = tmp_path / "page.html"
     assert main([f"store.path={tmp_path / 'store'}", f"inspect.html={file}"]) == 0
     assert "unfinished" in capsys.readouterr().out

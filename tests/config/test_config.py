@@ -168,7 +168,7 @@ REFUSED = {
     "data.prompts=3": "data.prompts is not a key of the configuration. It belongs to another choice of data",
     "capture.layers={a: 1}": "capture.layers",
     "run=3": "run=3.*Set run to a group of keys",
-    "~run.claim": "~run.claim.*does not support deletion",
+    "~run.exclusive": "~run.exclusive.*does not support deletion",
     "run.max_tokens=1e20": "run.max_tokens is 100000000000000000000. Set it to a whole number of at least 1",
     "capture.dtype=float99": "Set capture.dtype to one of float32, bfloat16",
     "run.max_tokens=${nothing.here}": "run.max_tokens has no value: Interpolation key 'nothing.here' not found",
@@ -189,7 +189,12 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path, override, mess
 @pytest.mark.parametrize(
     "override",
     [
-        *("run.max_tokens=1", "run.metrics_interval_s=0", "run.claim=1", "model.init=random model.seed=-5"),
+        *(
+            "run.max_tokens=1",
+            "run.metrics_interval_s=0",
+            "run.exclusive=1 store.path=gs://a/b",
+            "model.init=random model.seed=-5",
+        ),
         *("distributed.coordinator='[::1]:1234'", "distributed.coordinator=host-1.example.org:8476"),
         "store.path=gs://bucket/store store.retries=0 store.retry_delay_s=0",
         *("run.compilation_cache=gs://bucket/cache", "topology=v5e-4 plan.mfu=1", "data.path=a/*.x"),
@@ -202,5 +207,5 @@ def test_values_at_their_limits_are_accepted(override):
 @pytest.mark.parametrize("value", ["2", "-1", "2.5", "maybe", "nan", "inf"])
 def test_a_bool_must_be_true_or_false(value):
     """OmegaConf converts every number except 0 to true."""
-    with pytest.raises(ConfigError, match="run.claim to true or false"):
-        compose([f"run.claim={value}"])
+    with pytest.raises(ConfigError, match="run.exclusive to true or false"):
+        compose([f"run.exclusive={value}"])

@@ -52,8 +52,7 @@ ROWS = [
     ("", "store.retry_delay_s=2", "store.path=gs://a/b"),
     ("store.path=s3://a/b", "store.ramp_up=3", "store.path=gs://a/b"),
     *(("", "store.copy_threads=3", more) for more in ("store.path=gs://a/b", "store.compression=zstd")),
-    ("", "run.worker_index=1", "run.worker_count=2"),
-    ("", "run.lease_s=3", "run.claim=true"),
+    ("", "run.exclusive=true", "store.path=gs://a/b"),
     *(("", f"run.{key}=3", "run.profile=trace") for key in ("profile_after", "profile_steps")),
     *(("", f"plan.{key}=true", "topology=v5e-4") for key in ("search", "json")),
     *(("", f"plan.{key}=0.5", "topology=v5e-4") for key in ("mfu", "fill", "store_gb_per_s", "usd_per_chip_hour")),
@@ -74,7 +73,7 @@ ALWAYS = {
     "StoreConfig": "path rows_per_block compression concurrency",
     "MeshConfig": "data tensor",
     "DistributedConfig": "coordinator num_processes process_id join_timeout_s heartbeat_timeout_s",
-    "RunOptions": "max_tokens worker_count claim max_inflight_mib reserved_mib stall_timeout_s compilation_cache "
+    "RunOptions": "max_tokens lease_s max_inflight_mib reserved_mib stall_timeout_s compilation_cache "
     "compiler_options profile progress metrics_interval_s",
     "PlanConfig": "",
     "RunConfig": "data topology",

@@ -42,7 +42,7 @@ def test_arrays_are_found_by_our_and_by_transformerlens_names(name):
     for spelling in {name, name.removeprefix("blocks.")} | ({HOOKS[name]} if "attn_entropy" not in name else set()):
         assert find_array(spelling, HOOKS) == name
     key = ActivationKey.parse(name)
-    assert spelled(key) == spelled((key.layer, key.site)) == spelled(name) == name
+    assert spelled(key) == spelled(name) == name
     assert ByName({name: 5})[name] == ByName({name: 5})[key] == 5
 
 
@@ -73,7 +73,7 @@ def test_sites_may_be_named_as_transformerlens_hooks(given, site):
     assert site_name(given) == site
 
 
-@pytest.mark.parametrize("given", [None, 5, (1,), (1, 2), (True, "q"), (1.0, "q"), ("1", "q"), (-2, "q"), b"q", ["q"]])
+@pytest.mark.parametrize("given", [None, 5, (1,), (1, "q"), b"q", ["q"]])
 def test_what_is_no_name_is_refused(given):
     with pytest.raises(ArgumentError):
         spelled(given)

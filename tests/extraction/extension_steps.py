@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
@@ -21,26 +22,24 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
 from pipeline.extraction import job_run
 from pipeline.extraction.block_contents import commit_record, side_arrays
-from pipeline.extraction.claiming import UnfinishedStreams
 from pipeline.job.opening import Job, open_job
+from pipeline.job.unfinished_streams import UnfinishedStreams
 from pipeline.store.format.statistics import token_statistics
 from pipeline.store.io.storage import KeyValueStore
-from pipeline.store.write.claims import Claims
 from pipeline.store.write.finalizing import finalize
-from pipeline.store.write.store_writer import PendingBlock, StoreWriter
+from pipeline.store.write.leases import Leases
+from pipeline.store.write.store_writer import StoreWriter
 
-# Where a job yields: before each request that reads, lists, writes or deletes, and before it writes a block's arrays
-# and tables.
+# Where a job yields: before each request that reads, lists, puts, writes or deletes.
 POINTS = frozenset(
     function.__code__
     for function in (
         KeyValueStore.read_many,
         KeyValueStore.read_with_generations,
         KeyValueStore.list_keys,
+        KeyValueStore.put,
         KeyValueStore.write,
         KeyValueStore.write_if_unchanged,
-        StoreWriter.begin_block,
-        StoreWriter.write_tables,
     )
 )
 _WAIT_S = 60.0
@@ -104,21 +103,35 @@ class Scheduler:
             self._turn.release()
 
 
+class _Here(Executor):
+    """Runs calls at once, in the caller's thread, so that their requests are points where a job yields."""
+
+    def submit(self, call: Callable, /, *args, **kwargs) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(call(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 class _Over(BaseException):
     """Ends a job that outlives the test."""
 
 
-def run_job(path: str, *overrides: str) -> None:
-    """Does what `pipeline.run` does with the store at `path`, but makes activations of the tokens, without a model."""
+def run_job(path: str, *overrides: str, most_streams: int | None = None) -> None:
+    """Does what `pipeline.run` does with the store at `path`, but makes activations of the tokens, without a model.
+
+    most_streams: how many streams it fills, as if it were killed then.
+    """
     config = _compose(overrides)
     job = open_job(replace(config, store=replace(config.store, path=path)))
     store = job_run.open_store(job)
-    if job_run.work_left(job, store):
-        if job.config.run.claim:
-            _fill_claimed(job, store)
-        else:
-            _fill(job, store)
-    job_run.complete(job, store)
+    store._blocks = store.storage.put_threads = _Here()
+    if job_run.has_work(job, store):
+        _fill(job, store, most_streams)
+    if most_streams is None:
+        job_run.complete(job, store)
 
 
 def open_store(job: Job) -> StoreWriter:
@@ -135,36 +148,22 @@ def _compose(overrides: tuple[str, ...]) -> RunConfig:
     return composing.compose(list(overrides))
 
 
-def _fill(job: Job, store: StoreWriter) -> None:
-    """Fills one stream after the other. A block is being written while the block before it is committed."""
-    for work in job_run.work_left(job, store):
-        before: tuple[PendingBlock, TokenBlock] | None = None
-        for block in work.blocks(lambda: False):
-            begun = _begin(job, store, block), block
-            if before:
-                store.commit(before[0], commit_record(before[1]))
-            before = begun
-        if before:
-            store.commit(before[0], commit_record(before[1]))
-
-
-def _fill_claimed(job: Job, store: StoreWriter) -> None:
-    with closing(Claims(store.path, lease_s=600)) as claims:
-        streams = UnfinishedStreams(job, store, claims)
-        while streams:
-            work = streams.claim_next(lambda: False)
+def _fill(job: Job, store: StoreWriter, most_streams: int | None) -> None:
+    """Fills one stream after the other."""
+    with closing(Leases(store.path, lease_s=600)) as leases:
+        streams = UnfinishedStreams(store, leases, job.plan.streams.local, job.stream_work)
+        num_filled = 0
+        while streams and num_filled != most_streams:
+            work = streams.take_next()
             if work is None:
                 continue
-            stream = work.stream.stream
-            for block in work.blocks(lambda stream=stream: not claims.holds(stream)):
-                pending = _begin(job, store, block)
-                pending.wait()
-                if claims.holds(stream):
-                    store.commit(pending, commit_record(block))
-            streams.release(stream)
+            for block in work.blocks(lambda: False):
+                _write(job, store, block)
+            streams.release(work.stream.stream)
+            num_filled += 1
 
 
-def _begin(job: Job, store: StoreWriter, block: TokenBlock) -> PendingBlock:
+def _write(job: Job, store: StoreWriter, block: TokenBlock) -> None:
     arrays = side_arrays(block, job.plan.rows_per_block)
     stored, seeds = arrays["segments"] > 0, arrays["tokens"] * 31 + arrays["positions"] * 7
     if block.selected is not None:
@@ -174,5 +173,4 @@ def _begin(job: Job, store: StoreWriter, block: TokenBlock) -> PendingBlock:
         values = (seeds[..., None] + np.arange(spec.width, dtype=np.int32)) % 251
         arrays[spec.name] = np.where(stored[..., None], values, 0).astype(spec.dtype)
     statistics = {spec.name: token_statistics(arrays[spec.name][stored]) for spec in job.layout.arrays}
-    pending = store.begin_block(block.stream, block.index, arrays)
-    return store.write_tables(pending, block.table, statistics)
+    store.write_block(commit_record(block), arrays, block.table, statistics)

@@ -46,7 +46,7 @@ def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_pa
     run(composing.compose([*overrides, "store.shard_mib=1", "run.progress=false"]))
     store = ActivationStore.open(str(tmp_path / "store"))
     windows = 0
-    for name in store.documents["id"].unique().to_pylist():
+    for name in store.documents()["id"].unique().to_pylist():
         document = store.document(name)
         starts = [*np.flatnonzero(document.positions == 0), len(document.tokens)]
         for start, stop in pairwise(starts):  # the model sees one window at a time

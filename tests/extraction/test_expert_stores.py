@@ -51,7 +51,7 @@ def test_stored_logits_weights_indices_and_experts_agree(path) -> None:
     segments = store.arrays["segments"][...].read().result()
     for layer in (0, 2):
         logits, weights, indices, experts, mlp_out = (
-            store.read(layer, site, slice(None))[segments > 0] for site in (*routed, "mlp_out")
+            store.read(f"blocks.{layer}.{site}", slice(None))[segments > 0] for site in (*routed, "mlp_out")
         )
         assert (indices.dtype, logits.dtype) == (np.int32, np.float32)
         np.testing.assert_array_equal(indices, np.argsort(-logits, axis=-1, kind="stable")[:, :2])
@@ -59,7 +59,7 @@ def test_stored_logits_weights_indices_and_experts_agree(path) -> None:
         np.testing.assert_allclose(weights, chosen / chosen.sum(axis=-1, keepdims=True), rtol=1e-5)
         mixed = np.einsum("tad,ta->td", experts.reshape(-1, 2, 32), weights)
         np.testing.assert_allclose(mixed, mlp_out, rtol=0, atol=1e-5 * np.abs(mlp_out).max())
-        assert store.statistics(layer, Site.router_indices).count == len(indices)
+        assert store.statistics(f"blocks.{layer}.router_indices").count == len(indices)
 
 
 def test_batches_have_integer_indices_which_are_not_stacked_with_floats(path) -> None:

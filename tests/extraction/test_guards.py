@@ -43,7 +43,7 @@ def test_the_host_does_little_per_step(tmp_path):
         step = load_step(job)
         writer = StoreWriter.open(str(store), job.metadata, job.layout)
         with preemption.stop_on_signals() as stop, python_calls() as calls:
-            metrics = fill(job, writer, job.work(), stop, step)
+            metrics = fill(job, writer, stop, step)
         assert metrics.steps == steps
         found[steps] = calls
     few, many = sorted(found)

@@ -1,10 +1,10 @@
-"""Many workers claim many streams: each stream is computed once, takes few requests, and no claim is lost."""
+"""Many processes lease many streams: each stream is computed once, takes few requests, and no lease is lost."""
 
 import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,23 +13,22 @@ import pyarrow.parquet as pq
 import pytest
 import tensorstore as ts
 
-from pipeline.cluster.preemption import StopRequest
 from pipeline.config import composing
-from pipeline.core.errors import StoreError
+from pipeline.data.documents import TokenBlock
+from pipeline.extraction import job_run
 from pipeline.extraction.block_writer import commit_record
-from pipeline.extraction.claiming import ClaimedStreams, UnfinishedStreams, complete_by_one
-from pipeline.extraction.job_run import complete
+from pipeline.extraction.job_run import complete, has_work
+from pipeline.extraction.leasing import LeasedStreams
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job, open_storage
-from pipeline.store.format.arrays import open_existing, set_rows
+from pipeline.job.unfinished_streams import UnfinishedStreams
 from pipeline.store.format.commits import commit_key
-from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.metadata import require_root
-from pipeline.store.write.claims import COMPLETION, Claims, _Claim, claim_key, held_claims
+from pipeline.store.write.leases import LEASES_PREFIX, Leases
 from pipeline.store.write.store_writer import StoreWriter
 from tests.conftest import MEASURED
 
-SETTINGS = ("batch.rows=1", "batch.length=32", "capture.layers=[0]", "run.claim=true", "data.id_column=null")
+SETTINGS = ("batch.rows=1", "batch.length=32", "capture.layers=[0]", "data.id_column=null")
 
 
 @pytest.fixture
@@ -54,40 +53,52 @@ def open_store(job: Job) -> StoreWriter:
     return StoreWriter.open(job.storage, job.metadata, job.layout)
 
 
-class Workers:
-    """Threads that claim a job's streams as processes do, and commit blocks as soon as they are read, without a model.
-    `computed`: for each worker, how often it computed each stream."""
+def share(job: Job, index: int, count: int) -> Job:
+    """The job of one of `count` processes."""
+    streams = replace(job.plan.streams, local=tuple(range(index, job.plan.streams.count, count)))
+    return replace(job, plan=replace(job.plan, streams=streams))
 
-    def __init__(self, job: Job, count: int, lease_s: float = 60.0) -> None:
-        self._job = job
-        self._lease_s = lease_s
+
+def new_metrics() -> Metrics:
+    return Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)
+
+
+class Processes:
+    """Threads that lease a job's streams as processes do, and commit blocks as soon as they are read, without a model.
+
+    The processes are those of one job, or jobs of one process each. `computed`: for each, how often it computed each
+    stream.
+    """
+
+    def __init__(self, job: Job, count: int, *, is_one_job: bool) -> None:
+        self._jobs = [share(job, index, count) if is_one_job else job for index in range(count)]
         self._barrier = threading.Barrier(count)
         self.computed: list[Counter[int]] = [Counter() for _ in range(count)]
 
     def run(self) -> None:
         """Returns when all blocks are committed."""
-        open_store(self._job)
+        open_store(self._jobs[0])
         with ThreadPoolExecutor(len(self.computed)) as pool:
-            for worker in [pool.submit(self._extract, counter) for counter in self.computed]:
-                worker.result()
+            list(pool.map(self._extract, self._jobs, self.computed))
 
-    def _are_done(self) -> bool:
-        return sum(map(len, self.computed)) >= self._job.plan.streams.count
-
-    def _extract(self, computed: Counter[int]) -> None:
-        job = replace(self._job, storage=open_storage(self._job.config.store, 1))
+    def _extract(self, job: Job, computed: Counter[int]) -> None:
+        job = replace(job, storage=open_storage(job.config.store, 1))
         store = open_store(job)
         self._barrier.wait(300)
-        with (
-            closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics,
-            closing(Claims(job.storage, self._lease_s)) as claims,
-        ):
-            claimed = ClaimedStreams(job, store, claims, metrics)
-            for block in claimed.blocks(self._are_done):
-                store.commit_written(commit_record(block))
-                assert claimed.holds(block.stream), "lost"
+        with closing(new_metrics()) as metrics, closing(Leases(job.storage, 60)) as leases:
+            leased = LeasedStreams(job, store, leases, metrics)
+            for block in leased.blocks(lambda: False):
+                commit(store, block)
+                assert leased.holds(block.stream), "lost"
                 computed[block.stream] += 1
-                claimed.finished(block.stream)
+                leased.finished(block.stream)
+
+
+def commit(store: StoreWriter, block: TokenBlock) -> None:
+    """Commits a block without its other objects."""
+    record = replace(commit_record(block), recent=store.streams[block.stream].table.recent(block.index))
+    store.storage.put(record.key, record.to_json())
+    store.streams.append(record)
 
 
 def num_requests() -> int:
@@ -98,152 +109,105 @@ def num_requests() -> int:
     return sum(metric["values"][0]["value"] for metric in metrics if metric["name"] in kinds)
 
 
-def test_every_stream_is_computed_once_for_few_requests(text, tmp_path):
+@pytest.mark.parametrize("is_one_job", [True, False])
+def test_every_stream_is_computed_once_and_then_nothing_is_left(text, tmp_path, is_one_job):
     job = make_job(text, str(tmp_path / "store"))
-    workers = Workers(job, 2)
+    processes = Processes(job, 3, is_one_job=is_one_job)
+    processes.run()
+    assert sum(processes.computed, Counter()) == dict.fromkeys(range(80), 1)
+    assert all(processes.computed)
+    assert job.storage.list_keys(LEASES_PREFIX) == []
+    store = open_store(job)
+    assert not has_work(job, store)
+    complete(job, store)
+    assert require_root(job.storage).complete
+
+
+def test_a_start_takes_requests_for_the_own_streams_only(text, tmp_path):
+    """A process leases its own streams in order, and reads others only after these."""
+    job = share(make_job(text, str(tmp_path / "store")), 3, 20)
+    store = open_store(job)
     before = num_requests()
-    workers.run()
-    requests, num_streams = num_requests() - before, job.plan.streams.count
-    assert sum(workers.computed, Counter()) == dict.fromkeys(range(num_streams), 1)
-    assert not held_claims(job.storage)
-    # Per stream: claim, list the records, commit, mark and delete the claim, and perhaps renew it on a slow disk; a
-    # write, a read and a listing if the other worker's claim came first. 60 to open and create the store.
-    assert requests <= num_streams * (6 + 3) + 60
+    assert has_work(job, store)
+    with closing(Leases(job.storage, 60)) as leases:
+        streams = UnfinishedStreams(store, leases, job.plan.streams.local, job.stream_work)
+        assert finish_streams(streams, store, 4) == [3, 23, 43, 63]
+        # Reads the records and the leases of a batch of 16 streams, and leases, reads, commits and releases four.
+        assert num_requests() - before <= 16 * 3 + 4 * 8
+        finish_streams(streams, store, 76)
+        assert streams.take_next() is None
+        assert not streams
 
 
 def finish_streams(streams: UnfinishedStreams, store: StoreWriter, count: int) -> list[int]:
-    """Claims and computes as many streams, and returns them."""
+    """Leases and computes as many streams, and returns them."""
     finished = []
     for _ in range(count):
-        [block] = streams.claim_next(lambda: False).blocks(lambda: False)
-        store.commit_written(commit_record(block))
+        [block] = streams.take_next().blocks(lambda: False)
+        commit(store, block)
         streams.release(block.stream)
         finished.append(block.stream)
     return finished
 
 
-def test_streams_finished_by_others_take_no_requests(text, tmp_path):
+def test_a_stream_whose_records_were_deleted_is_computed_again(text, tmp_path):
     job = make_job(text, str(tmp_path / "store"))
-    stores = [open_store(job) for _ in range(3)]
-    with ExitStack() as stack:
-        claims = [stack.enter_context(closing(Claims(job.storage, 60))) for _ in range(3)]
-        first, second, third = map(UnfinishedStreams, [job] * 3, stores, claims)
-        assert second.claim_next(lambda: True) is None, "it has only listed the streams"
-        finish_streams(first, stores[0], 79)
-        held = first.claim_next(lambda: False).stream.stream
-        # The listing and the held claim. The second may first try a stream that was free when it listed them, and opens
-        # the store, which was not there when it began.
-        for late, requests in ((second, 2 + 8), (third, 2)):
-            before = num_requests()
-            assert late.claim_next(lambda: False) is None
-            assert 2 <= num_requests() - before <= requests
-        first.release(held)
-        assert second.claim_next(lambda: False).stream.stream == held
-
-
-def test_a_finished_stream_whose_records_were_deleted_is_computed_again(text, tmp_path):
-    job = make_job(text, str(tmp_path / "store"))
-    with closing(Claims(job.storage, 60)) as claims:
-        store = open_store(job)
-        [stream] = finish_streams(UnfinishedStreams(job, store, claims), store, 1)
-        assert claims.list_streams("all").finished == {stream}
-        job.storage.write(commit_key(stream, 0), None)
-        store = open_store(job)
-        others = UnfinishedStreams(job, store, claims)
-        finish_streams(others, store, 79)
-        assert not others
-        with pytest.raises(
-            StoreError, match=f"streams {stream} were complete but have since lost commit records"
-        ) as caught:
-            complete(job, store)
-        assert caught.value.exit_code == 1
-        assert claims.list_streams("all").finished == {*range(80)} - {stream}
-        store = open_store(job)
-        assert finish_streams(UnfinishedStreams(job, store, claims), store, 1) == [stream]
-        complete(job, store)
-        assert store.complete
+    processes = Processes(job, 1, is_one_job=True)
+    processes.run()
+    complete(job, open_store(job))
+    job.storage.write(commit_key(5, 0), None)
+    store = job_run.open_store(job)
+    assert not store.complete
+    processes.run()
+    assert processes.computed[0] == dict.fromkeys(range(80), 1) | {5: 2}
+    complete(job, store)
+    assert require_root(job.storage).complete
 
 
 def test_waiting_for_a_stream_counts_as_a_stall_only_while_a_block_is_in_progress(text, tmp_path):
-    job = make_job(text, str(tmp_path / "store"), "run.lease_s=8")  # so a process looks again every second
+    job = make_job(text, str(tmp_path / "store"))
     store, polls = open_store(job), iter(range(12))
     with (
-        closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics,
-        closing(Claims(job.storage, 600)) as others,
-        closing(Claims(job.storage, 8)) as claims,
+        closing(new_metrics()) as metrics,
+        closing(Leases(job.storage, 600)) as others,
+        closing(Leases(job.storage, 8)) as leases,
     ):
-        assert all(others.claim(vacancy) for vacancy in others.vacancies(range(1, 80)))
-        claimed = ClaimedStreams(job, store, claims, metrics)
-        blocks = claimed.blocks(lambda: next(polls, None) is None)
+        assert all(map(others.take, others.vacant(range(1, 80))))
+        leased = LeasedStreams(job, store, leases, metrics)
+        blocks = leased.blocks(lambda: next(polls, None) is None)
         block = next(blocks)
         began = metrics.last_step = time.monotonic()
         assert next(blocks, None) is None, "it has looked for another stream until it was asked to stop"
         assert metrics.last_step == began
-        store.commit_written(commit_record(block))
-        claimed.finished(block.stream)
+        commit(store, block)
+        leased.finished(block.stream)
         polls = iter(range(3))
-        assert next(claimed.blocks(lambda: next(polls, None) is None), None) is None
+        assert next(leased.blocks(lambda: next(polls, None) is None), None) is None
         assert metrics.last_step > began
 
 
 @pytest.mark.slow
-def test_64_workers_on_10_000_streams(tmp_path, record_property):
-    """No lease is lost."""
+def test_64_processes_on_10_000_streams(tmp_path, record_property):
+    """No lease is lost. Each process reads the records of every stream once, to know that the store has all of them."""
     job = make_job(make_text(tmp_path / "text", 10_000), str(tmp_path / "store"))
-    workers = Workers(job, 64)
+    processes = Processes(job, 64, is_one_job=True)
     before, began = num_requests(), time.monotonic()
-    workers.run()
+    processes.run()
     requests, seconds = num_requests() - before, time.monotonic() - began
-    assert sum(workers.computed, Counter()) == dict.fromkeys(range(10_000), 1)
-    assert requests <= 10_000 * 15
-    record_property(MEASURED, f"64 workers, 10,000 streams: {requests} requests, {seconds:.0f} s")
+    assert sum(processes.computed, Counter()) == dict.fromkeys(range(10_000), 1)
+    assert requests <= 64 * 10_000 * 3 + 10_000 * 10
+    record_property(MEASURED, f"64 processes, 10,000 streams: {requests} requests, {seconds:.0f} s")
 
 
-def test_a_shorter_run_leaves_the_streams_of_an_extension_alone(text, tmp_path):
-    job = make_job(text, str(tmp_path / "store"), "run.max_tokens=80")
-    with closing(Claims(job.storage, 60)) as claims:
-        store = open_store(job)
-        finish_streams(UnfinishedStreams(job, store, claims), store, 80)
-        late = open_store(job)
-        late.reopen("all")
-        job.storage.write(commit_key(3, 0), None)  # as a longer run does to compute the block again
-        complete(job, store)
-        assert claims.list_streams(80).finished == {*range(80)}
-        assert not require_root(job.storage).complete
-
-
-def test_only_one_of_many_workers_that_end_together_completes_the_store(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.extraction.claiming._COMPLETION_POLL_S", 0.01)
+def test_many_jobs_that_end_together_complete_the_store(text, tmp_path):
     job = make_job(text, str(tmp_path / "store"))
-    store = open_store(job)
-    with closing(Claims(job.storage, 60)) as claims:
-        finish_streams(UnfinishedStreams(job, store, claims), store, 80)
-    workers, barrier, completed = 4, threading.Barrier(4), []
+    Processes(job, 1, is_one_job=True).run()
+    barrier, stores = threading.Barrier(4), [open_store(job) for _ in range(4)]
 
-    def end() -> bool:
-        late = open_store(job)
+    def end(store: StoreWriter) -> None:
         barrier.wait(300)
-        complete_by_one(job, late, StopRequest(), lambda: completed.append(late.finish()))
-        return require_root(job.storage).complete
+        complete(job, store)
 
-    with ThreadPoolExecutor(workers) as pool:
-        assert all(worker.result() for worker in [pool.submit(end) for _ in range(workers)])
-    assert completed == [True]
-    assert job.storage.list_keys("_claims/") == []
-
-
-def test_a_worker_that_dies_while_it_completes_the_store_is_replaced(text, tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.extraction.claiming._COMPLETION_POLL_S", 0.01)
-    job = make_job(text, str(tmp_path / "store"), "run.lease_s=1")
-    store = open_store(job)
-    number = job.plan.streams.count
-    with closing(Claims(job.storage, 60)) as claims:
-        finish_streams(UnfinishedStreams(job, store, claims), store, 80)
-    for has_written_the_root in (False, True):
-        dead = _Claim("a dead worker", held=True, lease_s=0.2, number=int(has_written_the_root))
-        job.storage.write(claim_key(COMPLETION), dead.to_json())
-        set_rows(job.storage, ["tokens"], MAX_ROWS)
-        complete_by_one(job, store, StopRequest(), lambda: complete(job, store))
-        assert store.complete
-        assert job.storage.list_keys("_claims/") == []
-        assert open_existing(job.storage, ["tokens"])["tokens"].shape[0] == job.layout.first_row(number - 1, 0) + 1
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(end, stores))
+    assert all(store.complete for store in stores)

@@ -26,7 +26,7 @@ from pipeline.store.write.deleting import delete_store
 from tests.jobs import assert_same_store, committed, run_here, run_processes, write_text
 from tests.store.written_check import assert_well_written
 
-KEYS = [(0, "resid_post"), (1, "attn_out")]
+KEYS = ["blocks.0.resid_post", "blocks.1.attn_out"]
 OUTPUTS = ["capture.outputs=[loss,entropy,top_logprobs]", "capture.top_logprobs=3"]
 
 TOKENIZER = load_tokenizer(str(composing.PACKAGE / "assets" / "tiny-qwen2"))
@@ -66,7 +66,7 @@ def of_all(overrides, tmp_path_factory) -> ActivationStore:
 
 @pytest.fixture(scope="module")
 def documents(of_all) -> dict[int, DocumentActivations]:
-    return {number: of_all.document(number) for number in of_all.documents["document"].unique().to_pylist()}
+    return {number: of_all.document(number) for number in of_all.documents()["document"].unique().to_pylist()}
 
 
 def made(path: Path, overrides: list[str], *more: str) -> ActivationStore:
@@ -88,7 +88,7 @@ def wanted(name: str, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def test_attention_patterns_of_selected_tokens_stay_within_their_window(overrides, tmp_path, capsys):
     store = made(tmp_path, overrides, *SELECTIONS["every"], "capture.sites=[attn_pattern,attn_entropy]")
     assert verify_store(store.path) == []
-    for number in store.documents["document"].unique().to_pylist():
+    for number in store.documents()["document"].unique().to_pylist():
         document = store.document(number)
         for layer in (0, 1):
             pattern = document.activations[f"blocks.{layer}.attn_pattern"].reshape(len(document.places), 4, 128)
@@ -114,7 +114,7 @@ def test_stored_activations_equal_those_of_a_store_of_all_tokens(overrides, of_a
     store = every if name == "every" else made(tmp_path, overrides, *SELECTIONS[name])
     assert verify_store(store.path) == []
     assert_well_written(store.path)
-    table = store.documents.to_pandas().groupby("document")[["n_selected", "n_unselected"]].sum()
+    table = store.documents().to_pandas().groupby("document")[["n_selected", "n_unselected"]].sum()
     total = 0
     for number, whole in documents.items():
         some = store.document(number)
@@ -164,13 +164,13 @@ def test_unused_slots_are_warned_about_once(tmp_path, compilation_cache, caplog,
 
 
 def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):
-    beside, values = every.read_tokens(every.rows), every.read(*KEYS[0], every.rows)
+    beside, values = every.read_tokens(every.rows), every.read(KEYS[0], every.rows)
     valid = beside.segments > 0
     assert values.shape[:2] == valid.shape == (len(every.rows), every.slots) == (len(every.rows), 16)
     assert (values[~valid] == 0).all()
     assert (beside.documents[~valid] == -1).all()
     known = of_all.read_tokens(of_all.rows)
-    found = of_all.read(*KEYS[0], of_all.rows)
+    found = of_all.read(KEYS[0], of_all.rows)
     in_place = {}
     for row, slot in np.argwhere(known.segments > 0).tolist():
         token = (known.documents[row, slot], known.positions[row, slot], known.tokens[row, slot])
@@ -199,7 +199,7 @@ def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):
         every.read_outputs(0, ["losses"])
     halves = [list(every.batches(KEYS, 64, rank=rank, world=2)) for rank in range(2)]
     assert len(halves[0]) == len(halves[1]) > 0
-    statistics = every.statistics(*KEYS[0])
+    statistics = every.statistics(KEYS[0])
     assert statistics.count == valid.sum() == every.num_activations
     np.testing.assert_allclose(statistics.mean, values[valid].mean(axis=0, dtype=np.float64), atol=1e-5)
 
@@ -242,7 +242,7 @@ def test_a_selection_of_no_token_makes_a_sound_store(overrides, tmp_path):
     store = made(tmp_path, overrides, *nothing)
     assert store.num_activations == 0 < store.num_tokens
     assert verify_store(store.path) == []
-    assert not store.read(*KEYS[0], store.rows).any()
+    assert not store.read(KEYS[0], store.rows).any()
     assert list(store.batches(KEYS[0], 10)) == []
 
 
@@ -253,19 +253,26 @@ def test_lost_objects_and_unstored_tokens_are_reported(overrides, tmp_path, capl
     row = store.arrays["selected"][int(store.rows[0])]
     before = row.read().result()
     row.write(np.full_like(before, 10**6)).result()
-    assert any("select a position without a token" in problem.what for problem in verify_store(store.path))
+    assert "selected/c.0.0" in [problem.where for problem in verify_store(store.path)]
+    for read in (
+        lambda opened: opened.read_selected(opened.rows),
+        lambda opened: opened.read_tokens(opened.rows),
+        lambda opened: list(opened.batches(KEYS[0], 10)),
+    ):
+        with pytest.raises(StoreInvalid, match="selected has positions from -?\\d+ to 1000000"):
+            read(ActivationStore.open(store.path))
     row.write(before).result()
     loss = store.arrays["loss"][: len(store.rows)]
     loss.write(np.full_like(loss.read().result(), np.nan)).result()
-    os.remove(Path(store.path) / "top_ids/c/0/0/0")
+    os.remove(Path(store.path) / "top_ids/c.0.0.0")
     problems = verify_store(store.path)
-    of_loss = [problem.what for problem in problems if problem.where == "loss/c/0/0"]
-    assert "not the values that were written" in of_loss[0]
-    assert "top_ids/c/0/0/0" in [problem.where for problem in problems]
+    of_loss = [problem.what for problem in problems if problem.where == "loss/c.0.0"]
+    assert "the digest of its values" in of_loss[0]
+    assert "top_ids/c.0.0.0" in [problem.where for problem in problems]
     with pytest.raises(StoreInvalid, match="top_ids"):
         ActivationStore.open(store.path).read_outputs(store.rows)
-    os.remove(Path(store.path) / "selected/c/0/0")
-    assert any(problem.where == "selected/c/0/0" for problem in verify_store(store.path))
+    os.remove(Path(store.path) / "selected/c.0.0")
+    assert any(problem.where == "selected/c.0.0" for problem in verify_store(store.path))
     with pytest.raises(StoreInvalid, match="selected"):
         ActivationStore.open(store.path).read_tokens(store.rows)
     with pytest.raises(StoreInvalid, match="selected"):

@@ -38,7 +38,7 @@ from tests.jobs import (
 )
 
 MIN_BLOCKS = 40
-HELD = (0, 2)  # a block of the first process, committed after four others
+HELD = (0, 4)  # a block of the first process, committed after about seven others
 EXIT_S = 30  # all processes end within this time after one has failed
 
 

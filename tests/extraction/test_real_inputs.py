@@ -68,7 +68,7 @@ def stored_texts(shared, model, store, *overrides) -> tuple[ActivationStore, dic
     numbers, starts = np.unique(documents[order], return_index=True)
     pieces = dict(zip(numbers.tolist(), np.split(tokens[order], starts[1:]), strict=True))
     tokenizer = Tokenizer.from_file(str(shared / "tokenizers" / "qwen2" / "tokenizer.json"))
-    names = dict(zip(opened.documents["document"].to_pylist(), opened.documents["id"].to_pylist(), strict=False))
+    names = dict(zip(opened.documents()["document"].to_pylist(), opened.documents()["id"].to_pylist(), strict=False))
     assert set(names) == set(pieces)
     return opened, {names[n]: tokenizer.decode(ids.tolist(), skip_special_tokens=False) for n, ids in pieces.items()}
 

@@ -19,7 +19,7 @@ from pipeline.cluster import devices, preemption
 from pipeline.config import composing
 from pipeline.core.errors import ConfigError, InputError, NotFiniteError, StoreError, StoreMismatch
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.extraction.job_run import fill, load_step, open_store, run, work_left
+from pipeline.extraction.job_run import fill, load_step, open_store, run
 from pipeline.job.opening import open_job, print_plan
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.leaves import num_params
@@ -67,7 +67,7 @@ def test_the_loop_compiles_nothing_and_makes_no_implicit_transfer(text, tmp_path
     compilations.clear()
     store = StoreWriter.open(config.store.path, job.metadata, job.layout)
     with preemption.stop_on_signals() as stop, jax.transfer_guard_host_to_device("disallow"):
-        metrics = fill(job, store, work_left(job, store), stop, step)
+        metrics = fill(job, store, stop, step)
     assert not compilations
     assert metrics.steps > 10
 
@@ -105,7 +105,7 @@ def test_a_layers_activations_do_not_depend_on_the_other_captured_layers(text, t
     run(job_config(text, tmp_path / "b", "capture.layers=all", "run.max_tokens=2000", "capture.dtype=float32"))
     a, b = (ActivationStore.open(str(tmp_path / name)) for name in "ab")
     rows = a.rows
-    left, right = (store.read(layer=2, site="resid_post", rows=rows) for store in (a, b))
+    left, right = (store.read("blocks.2.resid_post", rows=rows) for store in (a, b))
     assert np.abs(left).max() > 0.1
     np.testing.assert_allclose(left, right, atol=1e-5, rtol=1e-5)
 
@@ -138,7 +138,7 @@ def test_stages_account_for_the_time_of_the_loop(text, disk):
     for number in range(20):
         store = StoreWriter.open(str(disk / str(number)), job.metadata, job.layout)
         with preemption.stop_on_signals() as stop:
-            metrics = fill(job, store, work_left(job, store), stop, step)
+            metrics = fill(job, store, stop, step)
         seconds = {thread: sum(metrics.thread_seconds(thread).values()) for thread in ("feed", "loop", "writer")}
         account = pytest.approx(metrics.elapsed_s, rel=0.05)
         if seconds["loop"] == account and seconds["writer"] == account:
@@ -163,9 +163,8 @@ def test_idle_time_is_covered_by_no_interval():
     assert idle_fraction([(0, 4), (1, 3), (3, 5), (9, 10)]) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("claim", [False, True])
-def test_blocks_of_a_complete_store_whose_records_were_deleted_are_computed_again(text, tmp_path, claim):
-    config = job_config(text, tmp_path / "store", "run.max_tokens=3000", f"run.claim={claim}")
+def test_blocks_of_a_complete_store_whose_records_were_deleted_are_computed_again(text, tmp_path):
+    config = job_config(text, tmp_path / "store", "run.max_tokens=3000")
     run(config)
     before = objects(tmp_path / "store")
     (*_, last) = sorted((tmp_path / "store/_commits/stream-00000").iterdir())
@@ -185,7 +184,7 @@ def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
     run(config)
     store = ActivationStore.open(str(tmp_path / "store"))
     assert store.complete
-    assert set(store.documents["stream"].to_pylist()) == {0}
+    assert set(store.documents()["stream"].to_pylist()) == {0}
     assert verify_store(config.store.path) == []
     before = objects(tmp_path / "store")
     run(config)
@@ -208,7 +207,7 @@ def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stor
     assert ActivationStore.open(str(tmp_path / "a")).num_tokens >= 2000
     run(job_config(text, tmp_path / "c", *overrides, "capture.dtype=float16", "capture.on_not_finite=warn"))
     store = ActivationStore.open(str(tmp_path / "c"))
-    statistics = store.statistics(2, "resid_post")
+    statistics = store.statistics("blocks.2.resid_post")
     assert statistics.count + statistics.not_finite == store.num_tokens
     assert statistics.not_finite > 0
     assert np.isfinite(statistics.mean).all()

@@ -1,8 +1,7 @@
-"""Blocks that the writer thread writes and commits, also when a write fails: a lock delays writes, a directory where a
-file belongs makes them fail."""
+"""Blocks that the writer thread writes and commits, also when a write fails."""
 
-import shutil
-import threading
+import errno
+import os
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -10,6 +9,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from threading import Event
+from unittest.mock import patch
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,18 +18,15 @@ import pytest
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import StoreError
-from pipeline.extraction import block_features
+from pipeline.extraction import block_summaries
 from pipeline.extraction.block_writer import BlockWriter
 from pipeline.extraction.buffers import BlockBuffers
-from pipeline.extraction.claiming import ClaimedStreams
 from pipeline.extraction.job_run import run
 from pipeline.extraction.transfer import HostBlock, StepInFlight
 from pipeline.job.metrics import Metrics
 from pipeline.job.opening import open_job
-from pipeline.store.io.shard_files import _lock
-from pipeline.store.write.claims import Claims
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import assert_same_store, write_text
+from tests.jobs import assert_same_store, lock_file, write_text
 from tests.models.sae_files import write_saelens
 
 pytestmark = pytest.mark.usefixtures("cached_steps")
@@ -54,25 +51,17 @@ def failing_write(config: RunConfig, block: tuple[int, int], until: tuple[int, i
     StoreWriter.open(config.store.path, job.metadata, job.layout)
     [spec] = [spec for spec in job.layout.arrays if spec.name == ARRAY]
     shard, awaited = (Path(config.store.path) / job.layout.shard_key(spec, *place) for place in (block, until or block))
-    shard.mkdir(parents=True)  # no file can be renamed to a directory
-    is_locked, ended = Event(), Event()
+    ended, link = Event(), os.link
 
-    def hold_lock() -> None:
-        with shard.with_name(f"{shard.name}.__lock").open("ab") as file:
-            _lock(file)
-            is_locked.set()
+    def fail(source: str, target: str) -> None:
+        if target == os.fspath(shard):
             while not (until and awaited.exists()) and not ended.is_set():
                 time.sleep(0.005)
+            raise OSError(errno.EIO, "Input/output error")
+        link(source, target)
 
-    thread = threading.Thread(target=hold_lock)
-    thread.start()
-    is_locked.wait()
-    try:
+    with patch("os.link", fail):
         yield ended
-    finally:
-        ended.set()
-        thread.join()
-        shutil.rmtree(shard)
 
 
 def committed_blocks(store: Path) -> list[tuple[int, int]]:
@@ -81,18 +70,11 @@ def committed_blocks(store: Path) -> list[tuple[int, int]]:
     return sorted((int(file.parent.name.split("-")[-1]), int(file.stem.split("-")[-1])) for file in found)
 
 
-@pytest.mark.parametrize(
-    ("streams", "failing", "awaited", "committed"),
-    [
-        (2, (0, 0), (1, 0), [(1, 0)]),  # another stream's block, whose write had begun
-        (1, (0, 0), (0, 1), []),  # no later block of the same stream
-    ],
-)
-def test_a_failed_write_stops_its_stream_only(text, tmp_path, streams, failing, awaited, committed):
-    config = job_config(text, tmp_path / "store", streams)
-    with failing_write(config, failing, awaited), pytest.raises(StoreError, match=f"{ARRAY}/c"):
+def test_after_a_failed_write_no_later_block_of_the_stream_is_committed(text, tmp_path):
+    config = job_config(text, tmp_path / "store", 1)
+    with failing_write(config, (0, 0), (0, 1)), pytest.raises(StoreError, match=f"{ARRAY}/c"):
         run(config)
-    assert committed_blocks(tmp_path / "store") == committed
+    assert committed_blocks(tmp_path / "store") == []
 
 
 @pytest.mark.parametrize(
@@ -139,50 +121,43 @@ def test_a_block_whose_table_cannot_be_written_is_not_committed(text, tmp_path):
     assert committed_blocks(tmp_path / "store") == [(1, 0), (1, 1)]
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatch, is_lost):
-    """Tables and record follow, unless the claim on the stream was lost meanwhile."""
-    may_sort, sort = Event(), block_features.by_feature
+def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatch):
+    """Statistics and record follow."""
+    may_sort, sort = Event(), block_summaries.by_feature
 
     def sort_late(*matrix):
         assert may_sort.wait(120)
         return sort(*matrix)
 
-    monkeypatch.setattr(block_features, "by_feature", sort_late)
+    monkeypatch.setattr(block_summaries, "by_feature", sort_late)
     write_saelens(tmp_path / "sae", "jumprelu", np.random.default_rng(0), num_inputs=128)
     encode = f'capture.encode={{{ARRAY}: "{tmp_path}/sae"}}'
     job = open_job(job_config(text, tmp_path / "store", 1, "capture.layers=[2]", encode))
     store = StoreWriter.open(job.storage, job.metadata, job.layout)
     shards = [tmp_path / "store" / job.layout.shard_key(spec, 0, 0) for spec in job.layout.all_arrays]
-    tables = [tmp_path / f"store/{folder}/stream-00000/block-000000.parquet" for folder in ("_documents", "_stats")]
+    statistics = tmp_path / "store/_statistics/stream-00000/block-000000.parquet"
     leaves = enumerate(BlockBuffers.allocate(job.plan).leaves())
     copies = [HostBlock(n, slice(0, len(leaf)), (), jnp.ones(leaf.shape, leaf.dtype)) for n, leaf in leaves]
-    with (
-        closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics,
-        closing(Claims(job.storage, lease_s=3600)) as claims,
-    ):
-        claimed = ClaimedStreams(job, store, claims, metrics)
-        writer = BlockWriter(store, job.plan, metrics, claimed)
-        block = next(claimed.blocks(lambda: False))
+    with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:
+        writer = BlockWriter(store, job.plan, metrics)
+        block = next(job.stream(0).blocks())
         writer.submit(StepInFlight(block, 0, block.num_rows, copies, counts=None))
         deadline = time.monotonic() + 120
         while not all(shard.exists() for shard in shards):
             assert time.monotonic() < deadline, "arrays wait for the features"
             time.sleep(0.005)
-        assert not any(table.exists() for table in tables)
-        if is_lost:
-            claims.release(0)
+        assert not statistics.exists()
         may_sort.set()
         writer.close()
-    assert [table.exists() for table in tables] == [not is_lost] * 2
-    assert committed_blocks(tmp_path / "store") == ([] if is_lost else [(0, 0)])
+    assert statistics.exists()
+    assert committed_blocks(tmp_path / "store") == [(0, 0)]
 
 
 def test_a_job_resumed_after_a_failed_write_makes_the_same_store(text, tmp_path):
     config = job_config(text, tmp_path / "store", 2, "run.max_tokens=8000")
-    with failing_write(config, (0, 1), (1, 1)), pytest.raises(StoreError):
+    with failing_write(config, (0, 1), (0, 2)), pytest.raises(StoreError):
         run(config)
-    assert committed_blocks(tmp_path / "store") == [(0, 0), (1, 0), (1, 1)]
+    assert committed_blocks(tmp_path / "store") == [(0, 0)]
     run(config)
     run(job_config(text, tmp_path / "reference", 2, "run.max_tokens=8000"))
     assert_same_store(tmp_path / "store", tmp_path / "reference")
@@ -196,8 +171,7 @@ def test_metrics_that_are_slow_to_write_delay_no_commit(text, tmp_path):
         written = tmp_path / "store/_metrics" / metrics.name
         written.parent.mkdir()
         writer = BlockWriter(store, replace(job.plan, step=replace(job.plan.step, statistics=False)), metrics)
-        with written.with_name(f"{written.name}.__lock").open("ab") as file:
-            _lock(file)  # TensorStore waits for it
+        with lock_file(written):
             for block, _ in zip(job.stream(0).blocks(), range(3), strict=False):
                 writer.submit(StepInFlight(block, 0, block.num_rows, copies=[], counts=None))
             deadline = time.monotonic() + 120

@@ -20,7 +20,6 @@ from pipeline.config.schema import (
     GenerateData,
     ModelConfig,
     RunConfig,
-    RunOptions,
 )
 from pipeline.core.errors import ConfigError
 from pipeline.generation.decode import Decoding
@@ -130,9 +129,3 @@ def test_kept_activations_take_memory():
     plan = plan_generation(config, MODEL, width=256, tensor=2, topology=Topology(devices=8))
     assert plan.kept_bytes == 256 * 2 * 16 * 128 // 4
     assert f"{plan.kept_bytes / 2**20:.1f} MiB of activations" in plan.describe()
-
-
-def test_int8_weights_with_several_workers_are_refused():
-    config = replace(CONFIG, model=ModelConfig(weights_dtype=Int8OrSame.int8), run=RunOptions(worker_count=2))
-    with pytest.raises(ConfigError, match="several workers: the rounding error is measured on the first stream"):
-        plan_generation(config, MODEL, width=0, tensor=1, topology=Topology(devices=1))

@@ -16,8 +16,8 @@ def test_the_limit_on_writes_is_divided_among_processes():
     assert spec[LIMITER] == {"write_rate": 62.5, "doubling_time": "20m"}
 
 
-@pytest.mark.parametrize(("processes", "workers", "rate"), [(1, 1, 1000.0), (4, 2, 125.0)])
-def test_a_job_counts_processes_and_workers(processes, workers, rate, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("processes", "rate"), [(1, 1000.0), (4, 250.0)])
+def test_a_job_counts_its_processes(processes, rate, tmp_path, monkeypatch):
     class Opened(Exception):
         pass
 
@@ -30,5 +30,5 @@ def test_a_job_counts_processes_and_workers(processes, workers, rate, tmp_path, 
     text = write_text(tmp_path / "text", files=1, documents=1)
     overrides = [f"data.path={text}", "store.path=gs://bucket/store", "store.ramp_up=1000"]
     with pytest.raises(Opened) as opened:
-        open_job(compose([*overrides, f"run.worker_count={workers}"]))
+        open_job(compose(overrides))
     assert opened.value.args == (rate,)

@@ -104,7 +104,7 @@ def assert_same_results(results: list[ExtractedDocument], store: ActivationStore
                 scales = np.repeat(result.scales[name], 32, axis=1)
                 values = values.astype(np.float32) * scales
             assert values.tobytes() == document.activations[name].tobytes(), (number, name)
-    table = store.documents  # a document in two blocks has two rows
+    table = store.documents()  # a document in two blocks has two rows
     cut = dict(zip(table["document"].to_pylist(), table["n_cut"].to_pylist(), strict=True))
     assert {number: result.num_cut for number, result in enumerate(results)} == cut
 
@@ -123,7 +123,7 @@ def test_results_and_a_saved_store_equal_the_commands_store(extractor, text, tex
     ids = pq.read_table(text)["id"].to_pylist()
     saved = extractor.save(tmp_path / "saved", texts, ids=ids)
     assert saved.complete
-    assert saved.documents.drop_columns(["source"]).equals(store.documents.drop_columns(["source"]))
+    assert saved.documents().drop_columns(["source"]).equals(store.documents().drop_columns(["source"]))
     for name in store.arrays:
         assert saved.arrays[name].read().result().tobytes() == store.arrays[name].read().result().tobytes(), name
     [result] = extractor([texts[3]])
@@ -165,7 +165,7 @@ def test_layers_sites_and_dtypes_are_named_as_other_libraries_do():
     [result], [stored] = extractor(["a list"]), extractor(["a list"], dtype="stored")
     values = result.activations["blocks.5.hook_resid_post"]
     assert values.dtype == np.float32
-    assert stored.activations[5, "resid_post"].dtype == "bfloat16"
+    assert stored.activations["5.resid_post"].dtype == "bfloat16"
     np.testing.assert_array_equal(values, stored.activations["resid_post"].astype(np.float32))
 
 
@@ -199,7 +199,7 @@ def test_on_error_skip_skips_bad_documents(tmp_path):
     assert results[0].activations[KEY].dtype == np.float32
     assert all(result.skipped for result in extractor([""]))
     store = extractor.save(tmp_path / "store", ["", "a list", "\ud800"])
-    assert store.documents["id"].to_pylist() == ["1"]
+    assert store.documents()["id"].to_pylist() == ["1"]
 
 
 def test_calls_of_different_sizes_compile_few_programs():

@@ -257,10 +257,9 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
         stream.batches(50, shuffle_buffer_tokens=BUFFER, seed=3, state=state)
     with pytest.raises(ValueError, match="differs in token_filter"):
         batches_of(stream, token_filter=TokenFilter(skip_first=1), state=state)
-    worker = ["run.worker_index=1", "run.worker_count=2"]
-    other = Stream.from_config([*overrides, "capture.layers=[3]", "run.max_tokens=9000", *worker])
+    other = Stream.from_config([*overrides, "capture.layers=[3]", "run.max_tokens=9000"])
     with pytest.raises(ValueError, match=r"differs in capture .*, max_tokens \(None .*, 9000 here\), rank .*, world"):
-        batches_of(other, state=state)
+        batches_of(other, rank=1, world=2, state=state)
     with pytest.raises(ValueError, match="the state is not from a Stream"):
         batches_of(stream, state=sealed({"epoch": 0, "batch": 3, "buffer": 0, "token": 5, "order": 1}))
 
@@ -270,7 +269,7 @@ def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
     [
         ({"shuffle_buffer_tokens": 1000}, ConfigError, "Set it to at least 1024, or lower batch.rows"),
         ({"shuffle_buffer_tokens": 1 << 40}, ConfigError, "Lower shuffle_buffer_tokens"),
-        ({"keys": (3, "resid_post")}, ConfigError, "or several: it has blocks.0"),
+        ({"keys": "blocks.3.resid_post"}, ConfigError, "or several: it has blocks.0"),
         ({"outputs": ("loss",)}, ConfigError, r"no outputs \['loss'\]; it has \[\]"),
         ({"features": True}, ConfigError, "no features"),
         ({"rank": 2, "world": 3}, ConfigError, "rank 2 of 3 has no documents: .*row_groups_per_shard"),
@@ -288,7 +287,6 @@ def test_options_that_are_refused(stream, options, error, message):
     ("settings", "message"),
     [
         (["data=generate", "data@data.prompts=demo", "data.path=none"], "data=generate needs a store"),
-        (["run.claim=true"], "Use rank and world of Stream.batches"),
         (["capture.layers=[40]"], r"capture.layers .* 40"),
     ],
 )
@@ -299,12 +297,12 @@ def test_configurations_that_are_refused(overrides, settings, message):
 
 def test_keys_filters_and_frameworks_apply_as_in_a_store(stream, store, whole):
     token_filter = TokenFilter(skip_first=2, norms={KEYS[1]: (0.0, 100.0)})
-    batches = list(batches_of(stream, keys=(1, "resid_post"), token_filter=token_filter, framework="jax"))
+    batches = list(batches_of(stream, keys="blocks.1.resid_post", token_filter=token_filter, framework="jax"))
     assert isinstance(batches[0].activations, jax.Array)
     assert batches[0].activations.dtype == jax.numpy.bfloat16
-    expected = store.batches((1, "resid_post"), SIZE, token_filter=token_filter, dtype="stored")
+    expected = store.batches("blocks.1.resid_post", SIZE, token_filter=token_filter, dtype="stored")
     assert tokens_of(batches) == tokens_of(expected)
-    stacked = next(batches_of(stream, keys=[(1, "resid_post"), KEYS[0]], stack=True))
+    stacked = next(batches_of(stream, keys=["blocks.1.resid_post", KEYS[0]], stack=True))
     assert stacked.activations.tobytes() == np.stack([whole[0].activations[k] for k in KEYS[::-1]], 1).tobytes()
 
 
@@ -315,7 +313,7 @@ def test_normalisation_is_computed_from_a_sample(stream, store):
     assert np.abs(values.mean(axis=0)).max() < 0.2
     np.testing.assert_allclose((values**2).mean(), 1, atol=0.1)
     everything = stream.sample(KEYS[0], num_tokens=1 << 30)[KEYS[0]]
-    np.testing.assert_allclose(everything.mean, store.statistics(0, "resid_post").mean, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(everything.mean, store.statistics("blocks.0.resid_post").mean, rtol=1e-3, atol=1e-4)
 
 
 def test_waits_are_reported_and_memory_is_as_planned(stream):

@@ -202,14 +202,12 @@ def test_all_layers_and_embed_are_captured_in_order():
     assert plan.step.keys[0].name == "embed"
 
 
-def test_streams_are_divided_among_all_processes_of_all_workers():
-    data = replace(BASE.data, num_streams=11)
+def test_streams_are_divided_among_all_processes_of_all_readers():
+    config = replace(BASE, data=replace(BASE.data, num_streams=11))
     seen = []
-    for worker in range(2):
+    for rank in range(2):
         for process in range(2):
-            config = replace(BASE, data=data, run=RunOptions(worker_index=worker, worker_count=2))
-            topology = Topology(devices=4, processes=2, process=process, workers=2, worker=worker)
-            plan = planned(config, 11, topology)
+            plan = planned(config, 11, Topology(devices=4, processes=2, process=process, world=2, rank=rank))
             assert plan.mesh.process_rows == 4
             seen += plan.streams.local
     assert sorted(seen) == list(range(11))
@@ -335,11 +333,6 @@ REFUSED = {
         dict(run=RunOptions(compiler_options={"a": [1]})),
         "expected booleans, numbers",
     ),
-    "worker beyond the count": (dict(run=RunOptions(worker_index=2, worker_count=2)), "run.worker_index is 2"),
-    "claims and a fixed share": (
-        dict(run=RunOptions(claim=True, worker_count=2)),
-        "run.worker_count is 2: workers either",
-    ),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
     "a tensor axis": (dict(mesh=MeshConfig(tensor=2)), r"mesh.data \* mesh.tensor = 1 \* 2 .* devices, 1\."),
     "weights along no tensor axis": (
@@ -359,7 +352,7 @@ def test_invalid_settings_are_refused_with_a_remedy(changes, message):
 
 def test_a_plan_has_the_notes_of_its_parts():
     config = replace(BASE, run=RunOptions(max_inflight_mib=4), model=ModelConfig(weights=Weights.auto))
-    plan = planned(config, topology=Topology(devices=4, device_bytes=5000 * MIB))
+    plan = planned(config, 100, Topology(devices=4, device_bytes=5000 * MIB))
     assert (plan.weights.sharding, plan.weights.device_bytes) == (Weights.fsdp, 1000 * MIB)
     assert plan.notes == (*plan.weights.notes, *plan.streams.notes, *plan.memory.notes)
     assert [bool(part.notes) for part in (plan.weights, plan.streams, plan.memory)] == [True, True, True]

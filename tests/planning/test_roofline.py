@@ -12,7 +12,6 @@ from pipeline.config.schema import (
     HfData,
     ParquetData,
     RunConfig,
-    RunOptions,
     StoreConfig,
 )
 from pipeline.core.sites import ActivationKey, Site, activation_keys
@@ -119,8 +118,8 @@ COMPUTE_BOUND = Limits(compute=1.0, interconnect=2.0, device_to_host=2.0, host_c
 MIB = 1 << 20
 
 
-def advice(config=CONFIG, limits=COMPUTE_BOUND, shard_bytes=128 * MIB, tokens_per_chip=4096) -> str:
-    return "\n".join(advise(config, LLAMA, parse_slice("v5e-4"), limits, 0.4, shard_bytes, tokens_per_chip))
+def advice(config=CONFIG, limits=COMPUTE_BOUND, shard_bytes=128 * MIB, tokens_per_chip=4096, tpu_slice="v5e-4") -> str:
+    return "\n".join(advise(config, LLAMA, parse_slice(tpu_slice), limits, 0.4, shard_bytes, tokens_per_chip))
 
 
 POOR = {
@@ -130,9 +129,9 @@ POOR = {
         "128 tokens per chip.*75%.*40% of the peak .plan.mfu.*batch.rows to reach at least about 770 tokens",
     ),
     "fairly few tokens": (dict(tokens_per_chip=512), "512 tokens per chip.*19% of the time to compute"),
-    "one file for two hosts": (
-        dict(config=replace(CONFIG, run=RunOptions(worker_count=2), data=HfData(data_files="mine.jsonl"))),
-        r"^1 source shard \(.*at most 1 stream, so 1 of 2 hosts have no work; divide the data into at least 2 files, "
+    "one file for four hosts": (
+        dict(config=replace(CONFIG, data=HfData(data_files="mine.jsonl")), tpu_slice="v5e-16"),
+        r"^1 source shard \(.*at most 1 stream, so 3 of 4 hosts have no work; divide the data into at least 4 files, "
         r"or parquet files by data.row_groups_per_shard$",
     ),
     "exchange": (dict(limits=replace(COMPUTE_BOUND, interconnect=0.25)), "4.0 times as long.*raise batch.rows"),

@@ -8,7 +8,7 @@ import pytest
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, RunOptions
 from pipeline.core.errors import ConfigError
-from pipeline.planning.streams import MAX_AUTO_STREAMS, plan_streams, require_rows
+from pipeline.planning.streams import MAX_AUTO_STREAMS, STREAMS_PER_PROCESS, plan_streams, require_rows
 from pipeline.store.format.layout import MAX_ROWS
 
 BASE = RunConfig(data=ParquetData(), batch=BatchConfig(rows=8, length=256))
@@ -28,35 +28,25 @@ def test_max_tokens_is_divided_evenly(max_tokens, streams, budgets):
 @pytest.mark.parametrize(
     ("max_tokens", "shards", "topology", "stored", "streams"),
     [
-        (None, 8, ONE_DEVICE, None, 1),  # a small job, or one of unknown size: no second stream's last step is wasted
-        (10_000, 8, ONE_DEVICE, None, 1),
-        (10**9, 8, ONE_DEVICE, None, 8),  # a large job: a stream per source shard
-        (10**9, 1000, ONE_DEVICE, None, 64),
-        (None, 8, Topology(devices=4, processes=4), None, 4),
-        (None, 100, Topology(devices=8, processes=4, workers=3), None, 12),
+        (10_000, 8, ONE_DEVICE, None, 1),  # a small job: no second stream's last step is wasted
+        (10**9, 8, ONE_DEVICE, None, 8),  # a large job, or one of unknown size: streams for processes that join later
+        (10**9, 1000, ONE_DEVICE, None, MAX_AUTO_STREAMS),
+        (None, 1000, ONE_DEVICE, None, STREAMS_PER_PROCESS),
+        (10_000, 8, Topology(devices=4, processes=4), None, 4),
+        (10_000, 100, Topology(devices=8, processes=4, world=3), None, 12),
+        (None, 1000, Topology(devices=100, processes=100), None, 100),
         (10**9, 8, ONE_DEVICE, 3, 3),  # a store keeps its number of streams
     ],
 )
 def test_the_number_of_streams_follows_tokens_and_processes(max_tokens, shards, topology, stored, streams):
-    config = replace(BASE, run=RunOptions(max_tokens=max_tokens, worker_count=topology.workers))
+    config = replace(BASE, run=RunOptions(max_tokens=max_tokens))
     assert plan_streams(config, shards, topology, stored).count == streams
-
-
-@pytest.mark.parametrize("topology", [ONE_DEVICE, Topology(devices=8, processes=8, process=3)])
-def test_with_claims_every_process_may_claim_every_stream(topology):
-    """The number of streams does not depend on the worker that creates the store."""
-    config = replace(BASE, run=RunOptions(claim=True, max_tokens=10_000))
-    plan = plan_streams(config, 1000, topology, stored=None)
-    assert plan.count == MAX_AUTO_STREAMS
-    assert plan.local == tuple(range(MAX_AUTO_STREAMS))
-    assert any("at most 64 can work at the same time" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(
     ("streams", "processes", "shards", "note"),
     [
-        (100, 64, 1000, "busy 78% of the time; in a new store, set data.num_streams=128"),
-        (100, 64, 100, "busy 78% of the time; in a new store, set data.num_streams=64"),
+        (100, 64, 1000, "busy 78% of the time; in a new store, set data.num_streams to a multiple of 64"),
         (128, 64, 1000, None),
     ],
 )
@@ -65,8 +55,6 @@ def test_streams_that_do_not_divide_among_the_processes_are_noted(streams, proce
     topology = Topology(devices=processes, processes=processes)
     notes = " ".join(plan_streams(config, shards, topology, stored=None).notes)
     assert (note in notes) if note else ("busy" not in notes)
-    claiming = plan_streams(replace(config, run=RunOptions(claim=True)), shards, topology, stored=None)
-    assert "busy" not in " ".join(claiming.notes)
 
 
 def test_more_tokens_than_the_rows_of_a_store_hold_are_refused():

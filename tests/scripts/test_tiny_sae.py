@@ -59,7 +59,7 @@ def test_the_sae_explains_the_jobs_activations(encoded_store):
 def test_sae_lens_reads_and_computes_the_same(encoded_store):
     sae_lens, torch = pytest.importorskip("sae_lens"), pytest.importorskip("torch")
     theirs = sae_lens.SAE.load_from_disk(str(SAE), device="cpu", dtype="float32")
-    x = ActivationStore.open(encoded_store).read(4, "resid_post", slice(0, 8))
+    x = ActivationStore.open(encoded_store).read("blocks.4.resid_post", slice(0, 8))
     with torch.no_grad():
         values = theirs.encode(torch.from_numpy(x)).to_dense().numpy()
     np.testing.assert_allclose(values, encode_dense(open_sae(str(SAE)), x), atol=1e-4)

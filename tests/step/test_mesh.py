@@ -293,7 +293,7 @@ def test_a_job_with_divided_weights_makes_the_same_store(tmp_path):
     one, divided = ActivationStore.open(tmp_path / "one"), ActivationStore.open(tmp_path / "tensor")
     assert np.array_equal(one.rows, divided.rows)
     for site in ("resid_post", "attn_z"):
-        a, b = (store.read(1, site, one.rows, np.float32) for store in (one, divided))
+        a, b = (store.read(f"blocks.1.{site}", one.rows, np.float32) for store in (one, divided))
         assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(a)
 
 

@@ -105,13 +105,15 @@ def calls(store: ActivationStore, path: str) -> dict[str, Call]:
     batches = {"keys": "embed", "batch_size": 3}
     return {
         "open": (ActivationStore.open, {"address": path}),
-        "read": (store.read, {"layer": 1, "site": "resid_post", "rows": [0, 1]}),
-        "read by name": (store.read, {"layer": "embed", "rows": 0}),
+        "read": (store.read, {"key": "blocks.1.resid_post", "rows": [0, 1]}),
+        "tokens_at": (store.tokens_at, {"rows": [0, 1], "positions": [1, 0]}),
+        "documents": (store.documents, {}),
+        "labels": (store.labels, {"column": "id"}),
         "read_tokens": (store.read_tokens, {"rows": 0}),
         "read_selected": (store.read_selected, {"rows": 0}),
         "read_outputs": (store.read_outputs, {"rows": 0}),
         "document": (store.document, {"id": 2}),
-        "statistics": (store.statistics, {"layer": 1, "site": "resid_post"}),
+        "statistics": (store.statistics, {"key": "embed"}),
         "normalisation": (store.normalisation, {"keys": "embed"}),
         "sample": (store.sample, {"keys": "embed", "num_tokens": 9}),
         "feature": (store.feature, {"name": "embed", "feature": 0}),

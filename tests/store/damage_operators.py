@@ -14,15 +14,13 @@ from tests.store.example_store import Image
 
 _KINDS = (
     ("root", r"zarr\.json"),
-    ("merged metadata", r"stats/(.*/)?zarr\.json"),
-    ("merged values", r"stats/.*/c/.*"),
     ("array metadata", r"[^/]+/zarr\.json"),
-    ("shard", r"[^/]+/c/.*"),
-    ("block table", r"_blocks/.*"),
-    ("ids", r"_ids/.*"),
+    ("shard", r"[^/]+/c\..*"),
+    ("summary", r"_summary/.*"),
+    ("feature index", r"_features/.*"),
     ("record", r"_commits/stream-.*"),
     ("table", r"_documents/.*"),
-    ("statistics", r"_stats/.*"),
+    ("statistics", r"_statistics/.*"),
     ("group", r"_generated/.*\.parquet"),
     ("kept", r"_generated/.*\.activations"),
     ("metrics", r"_metrics/.*"),
@@ -179,7 +177,7 @@ def add_object(rng: random.Random, objects: Objects, _older: Sequence[Image]) ->
     foreign = (
         "notes.txt",
         "_commits/notes.txt",
-        "stats/notes",
+        "_summary/notes",
         "other/zarr.json",
         "_documents/x/y.parquet",
         like + "~",
@@ -196,8 +194,8 @@ def shards_of(objects: Image) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for key in objects:
         if kind_of(key) == "shard":
-            name, _, index = key.partition("/c/")
-            found.setdefault(name, {})[index.partition("/")[0]] = key
+            name, _, index = key.partition("/c.")
+            found.setdefault(name, {})[index.partition(".")[0]] = key
     return found
 
 
@@ -211,8 +209,7 @@ def swap_blocks(rng: random.Random, objects: Objects, _older: Sequence[Image]) -
     activations = [name for name in shards if "." in name or name in ("embed", "final_norm")]
     names = rng.choice(([rng.choice(sorted(shards))], activations, list(shards)))
     for name in names:
-        places = [shards[name].get(number, f"{name}/c/{number}/0/0") for number in (left, right)]
-        swap(objects, *places)
+        swap(objects, shards[name][left], shards[name][right])
     return Damage(f"blocks {left} and {right} of {', '.join(names)} exchanged", is_visible=False)
 
 
@@ -241,41 +238,9 @@ def swap_layers(rng: random.Random, objects: Objects, _older: Sequence[Image]) -
     return Damage(f"blocks {', '.join(numbers)} of {left} {what} {right}", is_visible=False)
 
 
-def _merged(objects: Image) -> list[str]:
-    """Arrays with merged statistics."""
-    names = {key.split("/")[1] for key in objects if kind_of(key) == "merged values"}
-    return sorted(name for name in names if f"stats/{name}/zarr.json" in objects)
-
-
-def exchange_merged(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    """Swaps or copies two arrays' merged statistics: their values, their attributes, or both."""
-    names = _merged(objects)
-    if len(names) < 2:
-        return None
-    left, right = rng.sample(names, 2)
-    parts = rng.choice((["zarr.json"], ["c/0/0"], ["zarr.json", "c/0/0"]))
-    is_copied = rng.random() < 0.3
-    for part in parts:
-        if is_copied:
-            objects[f"stats/{right}/{part}"] = objects[f"stats/{left}/{part}"]
-        else:
-            swap(objects, f"stats/{left}/{part}", f"stats/{right}/{part}")
-    return Damage(f"stats/: {' and '.join(parts)} of {left} {'copied over' if is_copied else 'and'} {right}")
-
-
-def delete_merged(rng: random.Random, objects: Objects, _older: Sequence[Image]) -> Damage | None:
-    names = _merged(objects)
-    if not names:
-        return None
-    prefix = rng.choice(("stats/", f"stats/{rng.choice(names)}/"))
-    for key in [key for key in objects if key.startswith(prefix)]:
-        del objects[key]
-    return Damage(f"{prefix}* deleted")
-
-
 OPERATORS: dict[str, Operator] = by_name(
     *(flip_bit, overwrite, truncate, append, empty, delete, delete_folder),
     *(swap_same_kind, swap_any, copy_same_kind, copy_any, replay, add_object),
-    *(swap_blocks, swap_layers, exchange_merged, delete_merged),
+    *(swap_blocks, swap_layers),
 )
 """Operators for any bytes, also of damaged stores."""

@@ -29,7 +29,7 @@ from tests.store.damage_operators import Damage, kind_of
 from tests.store.damage_stores import Specimen, resume
 from tests.store.example_store import Image, in_memory, read_image
 
-_METADATA = ("array metadata", "merged metadata")
+_METADATA = ("array metadata",)
 _FOR_JOBS = ("group", "kept")
 
 
@@ -89,9 +89,9 @@ def read_content(path: str) -> Content:
     item("selected", lambda: store.read_selected(store.rows))
     item("outputs", lambda: store.read_outputs(store.rows))
     for key in store.keys:
-        item(f"activations of {key.name}", lambda key=key: store.read(key.layer, key.site, store.rows))
-        item(f"statistics of {key.name}", lambda key=key: vars(store.statistics(key.layer, key.site)))
-    documents = item("documents", lambda: store.documents)
+        item(f"activations of {key.name}", lambda key=key: store.read(key, store.rows))
+        item(f"statistics of {key.name}", lambda key=key: vars(store.statistics(key)))
+    documents = item("documents", store.documents)
     if not isinstance(documents, Failed) and documents.num_rows:
         by_id = ActivationStore.open(path)  # `store` has read all document tables, so it would not use the index of ids
         for row in (0, documents.num_rows // 2, -1):
@@ -137,6 +137,7 @@ class Oracle:
         self._specimen = specimen
         self._records = {key for key in specimen.image if kind_of(key) == "record"}
         self._contents: dict[frozenset[str], Content] = {}
+        self._is_complete = b'"complete": true' in specimen.image["zarr.json"]
 
     def check(self, image: Image, damage: Damage) -> Verdict:
         """The outcome for `image`, a damaged copy."""
@@ -166,7 +167,7 @@ class Oracle:
     def _expected(self, image: Image) -> Content:
         """The content of the sound store; for an unfinished one, up to the records that are left."""
         missing = frozenset(self._records - set(image))
-        if b'"complete": true' in self._specimen.image["zarr.json"] or not _are_last(missing, self._records):
+        if self._is_complete or not _are_last(missing, self._records):
             missing = frozenset()
         if missing not in self._contents:
             with in_memory(
@@ -190,9 +191,13 @@ class Oracle:
     def _is_same(self, left: bytes, right: bytes) -> bool:
         """Whether two texts are the same metadata."""
         try:
-            return json.loads(left) == json.loads(right)
+            metadata = json.loads(left), json.loads(right)
         except (ValueError, RecursionError):
             return False
+        if not self._is_complete:  # finishing it sets the numbers of rows
+            for array in metadata:
+                array["shape"] = array["shape"][1:] if isinstance(array, dict) and array.get("shape") else None
+        return metadata[0] == metadata[1]
 
 
 def check_resumed(specimen: Specimen, image: Image, folder: Path) -> Verdict:

@@ -5,6 +5,7 @@ Real jobs with the bundled model make them, in a second or two each.
 
 import os
 import pydoc_data.topics
+import signal
 import tempfile
 import uuid
 from dataclasses import dataclass
@@ -16,14 +17,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config import composing
+from pipeline.core.errors import EXIT_INTERRUPTED
+from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.commits import parse_commit_key
 from pipeline.store.format.layout import StoreLayout
+from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.indexing import index_ids
-from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import write_model_of_zeros
+from tests.jobs import run_and_signal, write_model_of_zeros
 from tests.models.sae_files import write_saelens
 from tests.store.example_store import Image, in_memory, read_image
 
@@ -52,14 +55,7 @@ OVERRIDES = {
     "decode": (*_GENERATE, "capture.when=decode"),
     "decode_unfinished": (*_GENERATE, "capture.when=decode"),
 }
-# Overrides of an earlier run: with fewer tokens, or by one of two workers.
-_BEFORE = {
-    "extended": "run.max_tokens=700",
-    "int8_weights": "run.worker_count=2",
-    "unfinished": "run.worker_count=2",
-    "decode": "run.worker_count=2",
-    "decode_unfinished": "run.worker_count=2",
-}
+_UNFINISHED = ("unfinished", "decode_unfinished")
 KINDS = tuple(OVERRIDES)
 SAMPLED_KINDS = ("int8", "decode_unfinished")  # together they have every kind of object
 
@@ -91,19 +87,22 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
         sae = write_saelens(folder / "sae", "jumprelu", np.random.default_rng(0), num_inputs=128).folder
         command += (f"capture.encode={{blocks.1.resid_post: {sae}}}",)
     before = ()
-    if kind in _BEFORE:
-        _run(*command, f"store.path={path}", _BEFORE[kind])
-        index_ids(Storage.open(path), range(2) if kind == "extended" else ())
+    if kind == "extended":
+        _run(*command, f"store.path={path}", "run.max_tokens=300")
+        index_ids(Storage.open(path))
         before = (read_image(str(path)),)
-    if kind == "decode_unfinished" and not is_resumable:
-        return Specimen(kind, _without_blocks(before[0], 1))
+    if kind in _UNFINISHED:
+        ended = run_and_signal(signal.SIGTERM, path, 3, (1, 2), *command)
+        assert ended.returncode == EXIT_INTERRUPTED, ended.stdout
+        before = (read_image(str(path)),)
+    if not is_resumable and kind in _UNFINISHED:
+        return Specimen(kind, before[0])
     _run(*command, f"store.path={path}")
-    index_ids(Storage.open(path), range(2) if kind == "int8" else ())
+    if kind in ("extended", "int8"):
+        index_ids(Storage.open(path))
     finished = read_image(str(path))
-    if kind == "decode_unfinished":
-        return Specimen(kind, _without_blocks(before[0], 1), (finished,), command, finished)
-    if kind == "unfinished":
-        return Specimen(kind, before[0], (_without_blocks(before[0], 1),), command, finished)
+    if kind in _UNFINISHED:
+        return Specimen(kind, before[0], (_without_blocks(before[0], 1), finished), command, finished)
     return Specimen(kind, finished, before, command, finished)
 
 
@@ -145,7 +144,7 @@ def _run(*overrides: str) -> None:
 def _without_blocks(image: Image, first: int) -> Image:
     """An unfinished store as it was when its streams had `first` blocks: without objects of later blocks."""
     with in_memory(image) as path:
-        layout = StoreWriter.open_existing(path).layout
+        layout = layout_of(StoreRoot.from_json(image["zarr.json"], path))
         places = filter(None, map(parse_commit_key, Storage.open(path).list_keys("_commits/")))
     later = {key for place in places if place[1] >= first for key in block_keys(layout, *place)}
     return {key: content for key, content in image.items() if key not in later}

@@ -16,16 +16,19 @@ import numpy as np
 import pyarrow as pa
 import tensorstore as ts
 
+from pipeline.core.sites import ActivationKey
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store import Batch
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.layout import ArraySpec, StoreLayout, scale_spec
+from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec, scale_spec
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.scaled import LARGEST, scale_name
-from pipeline.store.format.statistics import BlockStatistics
+from pipeline.store.format.statistics import BlockStatistics, token_statistics
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.store_writer import PendingBlock, StoreWriter
+from pipeline.store.write.indexing import index_ids
+from pipeline.store.write.store_writer import StoreWriter
+from tests.jobs import without_writer
 
 VOCAB_SIZE = 97
 NUM_STREAMS = 2
@@ -51,7 +54,8 @@ class Block:
 
 
 def layout(compression: str = "none", dtype: str = "bfloat16") -> StoreLayout:
-    specs = tuple(ArraySpec(name, dtype, width, {"d": width}) for name, width in WIDTHS.items())
+    keys = map(ActivationKey.parse, WIDTHS)
+    specs = tuple(activation_spec(key, key.hook_name(), WIDTHS[key.name], dtype, TOKENS.slots) for key in keys)
     scales = tuple(scale_spec(spec, 1) for spec in specs) if dtype in LARGEST else ()
     return StoreLayout(NUM_STREAMS, ROWS, LENGTH, specs, compression, scales=scales)
 
@@ -82,55 +86,30 @@ def activation(name: str, document: np.ndarray, token: np.ndarray, dtype: str = 
     return np.stack([values[k % 4] for k in range(width)], axis=-1).astype(ml_dtypes.bfloat16).astype(dtype)
 
 
-def blocks(stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> Iterator[Block]:
-    """The blocks of a stream, in order. `max_rows` limits the rows of the stream: the last block is truncated."""
+def blocks(stream: int, max_blocks: int | None = None, dtype: str = "bfloat16") -> Iterator[Block]:
+    """The first blocks of a stream, in order; all if `max_blocks` is None."""
     lengths = DOCUMENT_LENGTHS[stream]
     rows = list(_rows(lengths))
-    if max_rows is not None:
-        keep = min(max_rows, len(rows))
-        truncated = keep < len(rows) and keep % ROWS != 0
-    else:
-        keep, truncated = len(rows), False
-    for block, first in enumerate(range(0, keep, ROWS)):
-        last_block = first + ROWS >= keep
-        stop = min(first + ROWS, keep)
+    for block, first in enumerate(range(0, len(rows), ROWS)[:max_blocks]):
+        stop = min(first + ROWS, len(rows))
         start, next_cursor = _cursor(rows, first, lengths), _cursor(rows, stop, lengths)
-        if last_block and truncated:
-            next_cursor = start
-        yield _block(
-            stream,
-            block,
-            rows[first:stop],
-            start,
-            next_cursor,
-            exhausted=stop == len(rows),
-            truncated=last_block and truncated,
-            dtype=dtype,
-        )
+        yield _block(stream, block, rows[first:stop], start, next_cursor, exhausted=stop == len(rows), dtype=dtype)
 
 
-def begin_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> PendingBlock:
-    """Starts writing a block's arrays and tables."""
-    pending = writer.begin_block(block.record.stream, block.record.block, block.arrays)
-    return writer.write_tables(pending, block.table, statistics)
+def commit_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> CommitRecord:
+    return writer.write_block(block.record, block.arrays, block.table, statistics)
 
 
-def commit_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> None:
-    writer.commit(begin_block(writer, block, statistics), block.record)
-
-
-def write_blocks(writer: StoreWriter, stream: int, max_rows: int | None = None, dtype: str = "bfloat16") -> None:
-    """Writes the stream's blocks that the store lacks or has truncated."""
-    table, last, _ = writer.streams[stream]
-    done = len(table) - (1 if last and last.truncated else 0)
-    for block in list(blocks(stream, max_rows, dtype))[done:]:
+def write_blocks(writer: StoreWriter, stream: int, max_blocks: int | None = None, dtype: str = "bfloat16") -> None:
+    """Writes the stream's blocks that the store lacks."""
+    for block in list(blocks(stream, max_blocks, dtype))[len(writer.streams[stream].table) :]:
         commit_block(writer, block)
 
 
 def write_store(
     place: StorageLike,
     finish: bool = True,
-    max_rows: int | None = None,
+    max_blocks: int | None = None,
     compression: str = "none",
     dtype: str = "bfloat16",
 ) -> StoreWriter:
@@ -141,24 +120,50 @@ def write_store(
     if writer.complete:
         writer.reopen()
     for stream in range(NUM_STREAMS):
-        write_blocks(writer, stream, max_rows, dtype)
+        write_blocks(writer, stream, max_blocks, dtype)
     if finish:
         writer.finish()
     return writer
 
 
 def copy_store(
-    path: str, finish: bool = True, max_rows: int | None = None, compression: str = "none", dtype: str = "bfloat16"
+    path: str, finish: bool = True, max_blocks: int | None = None, compression: str = "none", dtype: str = "bfloat16"
 ) -> None:
     """Makes the store of `write_store` at an empty path by copying, which takes a tenth of the time."""
-    write_image(path, _image(finish, max_rows, compression, dtype))
+    write_image(path, _image(finish, max_blocks, compression, dtype))
 
 
 @cache
-def _image(finish: bool, max_rows: int | None, compression: str, dtype: str) -> Image:
+def _image(finish: bool, max_blocks: int | None, compression: str, dtype: str) -> Image:
     with in_memory() as path:
-        write_store(path, finish, max_rows, compression, dtype)
+        write_store(path, finish, max_blocks, compression, dtype)
         return read_image(path)
+
+
+@cache
+def full_image(kind: str = "int8") -> Image:
+    """The objects of the finished store with statistics and an index of ids. kind: int8, or zstd for compressed
+    bfloat16."""
+    dtype, compression = ("int8", "none") if kind == "int8" else ("bfloat16", "zstd")
+    made = metadata(store={"compression": compression}, capture={**CAPTURE, "dtype": dtype, "statistics": True})
+    with in_memory() as path:
+        writer = StoreWriter.open(path, made, layout(compression, dtype))
+        complete_full_store(writer)
+        index_ids(writer.storage)
+        return read_image(path)
+
+
+def complete_full_store(writer: StoreWriter) -> None:
+    """Writes what a store of `full_image` lacks, as its job would."""
+    if writer.complete:
+        return
+    dtype = writer.metadata.capture["dtype"]
+    for stream in range(NUM_STREAMS):
+        for block in list(blocks(stream, dtype=dtype))[len(writer.streams[stream].table) :]:
+            valid = block.arrays["segments"] > 0
+            values = {name: block.arrays[name][valid].astype(np.float32) for name in WIDTHS}
+            commit_block(writer, block, {name: token_statistics(found) for name, found in values.items()})
+    writer.finish()
 
 
 def read_image(path: str) -> Image:
@@ -185,12 +190,13 @@ def in_memory(image: Image = MappingProxyType({})) -> Iterator[str]:
 
 
 def comparable_image(path: str) -> Image:
-    """Every object of a store, without the time of creation."""
+    """Every object of a store, without the time of creation and the writing processes."""
     image = read_image(path)
     root = json.loads(image["zarr.json"])
     del root["attributes"]["activation_store"]["created"]
     del root["attributes"]["activation_store"]["sha256"]
-    return {**image, "zarr.json": json.dumps(root).encode()}
+    records = {key: without_writer(content) for key, content in image.items() if key.startswith("_commits/")}
+    return {**image, **records, "zarr.json": json.dumps(root).encode()}
 
 
 def flip(place: StorageLike, key: str, offset: int = -1) -> None:
@@ -212,12 +218,12 @@ def edited_root(text: bytes, edit: Callable[[dict], object]) -> bytes:
     attributes = root["attributes"]["activation_store"]
     edit(attributes)
     del attributes["sha256"]
-    attributes["sha256"] = json_digest(attributes)
+    attributes["sha256"] = json_digest(root)
     return json.dumps(root).encode()
 
 
-def stored_tokens(max_rows: int | None = None) -> int:
-    return sum(block.record.tokens for stream in range(NUM_STREAMS) for block in blocks(stream, max_rows))
+def stored_tokens(max_blocks: int | None = None) -> int:
+    return sum(block.record.tokens for stream in range(NUM_STREAMS) for block in blocks(stream, max_blocks))
 
 
 def tokens_of(batches: Iterable[Batch]) -> list[tuple[int, int]]:
@@ -268,7 +274,6 @@ def _block(
     start: dict[str, int],
     next_cursor: dict[str, int],
     exhausted: bool,
-    truncated: bool,
     dtype: str,
 ) -> Block:
     shape = (ROWS, LENGTH)
@@ -318,6 +323,5 @@ def _block(
         start=start,
         next=next_cursor,
         exhausted=exhausted,
-        truncated=truncated,
     )
     return Block(arrays, table, record)

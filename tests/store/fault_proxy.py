@@ -5,6 +5,7 @@ The emulator of Google Cloud Storage ignores generations: the proxy keeps them, 
 
 import json
 import random
+import re
 import socket
 import threading
 from collections import Counter
@@ -191,7 +192,13 @@ class _Handler(BaseHTTPRequestHandler):
         with self._proxy.turn, closing(HTTPConnection(self._proxy.backend, timeout=60)) as connection:
             connection.request(self.command, self.path, body, headers)
             response = connection.getresponse()
-            return response, response.read()
+            content = response.read()
+        suffix = re.fullmatch(r"bytes=-(\d+)", self.headers.get("Range", ""))
+        if suffix and response.status == 200:  # the GCS emulator ignores such ranges, which the service supports
+            first = max(0, len(content) - int(suffix[1]))
+            response.status, response.headers["Content-Range"] = 206, f"bytes {first}-{len(content) - 1}/{len(content)}"
+            content = content[first:]
+        return response, content
 
     def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes, length: int | None = None) -> None:
         self.send_response_only(status)

@@ -20,7 +20,7 @@ from tests.store.example_store import (
     token_ids,
 )
 
-KEYS = [[(1, "resid_post"), "embed"], (3, "resid_post")]
+KEYS = [["blocks.1.resid_post", "embed"], "blocks.3.resid_post"]
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_filters_ranks_states_and_normalisation_apply_to_all_stores(pair):
 @pytest.mark.parametrize(
     ("stream", "block", "name", "place", "message"),
     [
-        (1, 1, "tokens", (1, 3), "block 1 of stream 1, row 13, position 3: tokens is"),
-        (0, 0, "segments", (2, 5), "block 0 of stream 0, row 2, position 5: segments is"),
+        (1, 1, "tokens", (1, 3), "block 1 of stream 1: tokens differs between "),
+        (0, 0, "segments", (2, 5), "block 0 of stream 0: segments differs between "),
     ],
 )
 def test_a_store_with_one_changed_value_is_refused(pair, store_path, stream, block, name, place, message):
@@ -105,12 +105,8 @@ def test_a_store_with_one_changed_value_is_refused(pair, store_path, stream, blo
 
 
 def test_unequal_stores_are_refused(pair, store_path):
-    partial = f"{store_path}-partial"
-    copy_store(partial, finish=False, max_rows=6)
-    with pytest.raises(StoreMismatch, match="block 1 of stream 0: rows is 4 in .*-a and 2 in .*-partial"):
-        open_aligned([pair[0], partial])
     short = f"{store_path}-short"
-    copy_store(short, finish=False, max_rows=4)
+    copy_store(short, finish=False, max_blocks=1)
     with pytest.raises(StoreMismatch, match=r"block 1 of stream 0 is in .*-a, but not in .*-short\."):
         open_aligned([short, pair[0]])
 

@@ -3,20 +3,16 @@ import itertools
 import json
 import re
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeline.core.errors import ArgumentError
 from pipeline.store import ActivationStore, Batch, Normalisation, TokenFilter
-from pipeline.store.format.norms import l2_norms
-from pipeline.store.io.shard_files import read_chunks
+from pipeline.store.format.normalisation import l2_norms
 from pipeline.store.io.storage import Storage, StorageOptions
-from pipeline.store.read import batches, rows
-from pipeline.store.read.reader import REMOTE_REQUESTS
-from pipeline.store.read.rows import READS_AHEAD
+from pipeline.store.read import batches
+from pipeline.store.read.shard_reads import REMOTE_REQUESTS
 from tests.store.emulators import new_bucket
 from tests.store.example_store import (
     LENGTH,
@@ -46,7 +42,7 @@ def test_every_token_comes_once_with_its_activations(store, batch_size, shuffle,
     seen = []
     sizes = []
     batches = store.batches(
-        [(1, "resid_post"), "embed"], batch_size, shuffle=shuffle, seed=3, dtype="float32", buffer_mib=buffer_mib
+        ["blocks.1.resid_post", "embed"], batch_size, shuffle=shuffle, seed=3, dtype="float32", buffer_mib=buffer_mib
     )
     for batch in batches:
         seen += tokens_of([batch])
@@ -65,14 +61,14 @@ def test_every_token_comes_once_with_its_activations(store, batch_size, shuffle,
 
 def test_the_order_depends_on_the_seed_alone(store):
     def order(seed: int) -> list[tuple[int, int]]:
-        return tokens_of(store.batches((1, "resid_post"), 16, shuffle=True, seed=seed))
+        return tokens_of(store.batches("blocks.1.resid_post", 16, shuffle=True, seed=seed))
 
     assert order(0) == order(0)
     assert order(0) != order(1)
 
 
 def test_a_single_activation_is_an_array(store):
-    batch = next(store.batches((3, "resid_post"), 5))
+    batch = next(store.batches("blocks.3.resid_post", 5))
     assert batch.activations.shape == (5, 6)
 
 
@@ -85,15 +81,15 @@ def test_drop_last_omits_an_incomplete_batch(store, drop_last):
 
 
 def test_batches_stay_valid_after_the_next_ones(store):
-    kept = list(store.batches((1, "resid_post"), 8, buffer_mib=TINY_MIB))
-    again = store.batches((1, "resid_post"), 8, buffer_mib=TINY_MIB)
+    kept = list(store.batches("blocks.1.resid_post", 8, buffer_mib=TINY_MIB))
+    again = store.batches("blocks.1.resid_post", 8, buffer_mib=TINY_MIB)
     for before, now in zip(kept, again, strict=True):
         np.testing.assert_array_equal(before.activations, now.activations)
 
 
 def test_closing_an_iterator_ends_its_threads(store):
     before = set(threading.enumerate())
-    batches = store.batches((1, "resid_post"), 8)
+    batches = store.batches("blocks.1.resid_post", 8)
     next(batches)
     started = set(threading.enumerate()) - before
     assert started
@@ -107,9 +103,9 @@ def test_closing_an_iterator_ends_its_threads(store):
 
 @pytest.mark.parametrize("read_only", ["local"], indirect=True)
 def test_dropping_an_iterator_ends_its_threads_without_taking_their_lock(store):
-    held = [store.batches((1, "resid_post"), 8)]
+    held = [store.batches("blocks.1.resid_post", 8)]
     next(held[0])
-    threads = held[0]._sources[0]._blocks._threads
+    threads = held[0]._sources[0]._blocks._pieces._threads
     workers = threads._threads
     dropping = threading.Thread(target=held.clear, daemon=True)
     gc.disable()  # threads end without the collector
@@ -130,13 +126,13 @@ def test_damage_reaches_the_caller(store_path):
     copy_store(store_path)
     flip(store_path, layout().shard_key(layout().arrays[0], 0, 1), 10)
     store = ActivationStore.open(store_path)
-    with pytest.raises(Exception, match="Digest mismatch"):
-        list(store.batches((1, "resid_post"), 8))
+    with pytest.raises(Exception, match="does not match its checksum"):
+        list(store.batches("blocks.1.resid_post", 8))
 
 
 def test_shuffling_mixes_streams_and_blocks(store):
     """The first batch has tokens from all over the store."""
-    first = next(store.batches((1, "resid_post"), 48, shuffle=True, seed=0))
+    first = next(store.batches("blocks.1.resid_post", 48, shuffle=True, seed=0))
     streams = first.documents % NUM_STREAMS
     assert 0 < streams.sum() < len(streams)
     assert len(set(first.documents.tolist())) >= 6
@@ -148,26 +144,6 @@ SHUFFLED = {"shuffle": True, "seed": 5, "buffer_mib": TINY_MIB}
 
 def same(left: Batch, right: Batch) -> bool:
     return all(np.array_equal(vars(left)[name], vars(right)[name]) for name in vars(left))
-
-
-@pytest.mark.parametrize(("compression", "reads_files"), [("none", True), ("zstd", False)])
-@pytest.mark.parametrize(("keys", "stack"), [(NAME, False), ([(1, "resid_post"), (3, "resid_post")], True)])
-def test_uncompressed_local_shards_are_read_as_files(tmp_path, monkeypatch, compression, reads_files, keys, stack):
-    """With the same batches as from TensorStore."""
-    copy_store(str(tmp_path), compression=compression)
-    store, are_read = ActivationStore.open(tmp_path), []
-
-    def read(*arguments: Any) -> bool:
-        are_read.append(read_chunks(*arguments))
-        return are_read[-1]
-
-    monkeypatch.setattr(rows, "read_chunks", read)
-    read_first = list(store.batches(keys, 8, shuffle=True, stack=stack))
-    assert bool(are_read) == reads_files
-    assert all(are_read)
-    monkeypatch.setattr(rows, "read_chunks", lambda *_: False)
-    again = store.batches(keys, 8, shuffle=True, stack=stack)
-    assert all(same(*pair) for pair in zip(read_first, again, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -312,6 +288,7 @@ def test_ranks_of_endless_readers_count_no_tokens_first(store):
         ({"normalisation": {"embed": None}}, "expected a dict: a Normalisation"),
         ({"rank": 2, "world": 2}, "rank is 2 with world=2"),
         ({"framework": "tensorflow"}, "framework is 'tensorflow'. Choose one of numpy, jax, torch"),
+        ({"pin_memory": True}, 'pin_memory=True needs framework="torch", got numpy'),
         ({"keys": [NAME, "embed"], "stack": True}, "stack=True needs equal widths"),
         ({"keys": [NAME, NAME], "stack": True}, "stack=True needs each key once"),
         ({"state": {}}, "not a state as a reader's state"),
@@ -348,7 +325,7 @@ def test_filters_keep_the_tokens_that_numpy_keeps(store, shuffle):
 
 
 def test_stacked_activations_equal_those_by_name(store):
-    keys = [(3, "resid_post"), (1, "resid_post")]
+    keys = ["blocks.3.resid_post", "blocks.1.resid_post"]
     for stacked, named in zip(
         store.batches(keys, 16, stack=True, **SHUFFLED), store.batches(keys, 16, **SHUFFLED), strict=True
     ):
@@ -359,7 +336,7 @@ def test_stacked_activations_equal_those_by_name(store):
 @pytest.mark.parametrize("stack", [False, True])
 @pytest.mark.parametrize("dtype", [None, "float16"])
 def test_normalised_activations_equal_apply(store, stack, dtype):
-    keys = [(3, "resid_post"), (1, "resid_post")]
+    keys = ["blocks.3.resid_post", "blocks.1.resid_post"]
     samples = store.sample(keys, num_tokens=50, seed=1)
     normalisation = {NAME: samples[NAME].normalisation()}
     plain = next(store.batches(keys, 20)).activations
@@ -397,6 +374,19 @@ def test_batches_of_a_framework_equal_numpys(store, framework):
             np.testing.assert_array_equal(np.asarray(ours.activations[name]), values)
 
 
+def test_torch_batches_are_pinned_where_there_is_cuda(store):
+    torch = pytest.importorskip("torch")
+    reader = store.batches([NAME, "embed"], 16, framework="torch", pin_memory=True, **SHUFFLED)
+    if not torch.cuda.is_available():
+        with pytest.raises(ArgumentError, match="pin_memory=True needs a GPU with CUDA, but torch finds none"):
+            next(reader)
+        return
+    for pinned, plain in zip(reader, store.batches([NAME, "embed"], 16, framework="torch", **SHUFFLED), strict=True):
+        for ours, expected in zip(pinned.activations.values(), plain.activations.values(), strict=True):
+            assert ours.is_pinned()
+            assert torch.equal(ours, expected)
+
+
 @pytest.mark.parametrize(("kind", "server"), [("gs", "gcs"), ("s3", "s3")])
 def test_a_remote_store_has_the_batches_of_a_local_one(request, tmp_path, kind, server):
     remote = f"{new_bucket(kind, request.getfixturevalue(server).backend)}/store"
@@ -411,40 +401,6 @@ def test_a_remote_store_has_the_batches_of_a_local_one(request, tmp_path, kind, 
     found += ActivationStore.open(remote).batches(NAME, **options, state=state)
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
-
-
-@pytest.mark.parametrize(
-    ("is_remote", "pieces_allowed", "under_way"), [(False, 10, READS_AHEAD), (True, 10, 10), (True, 2, READS_AHEAD)]
-)
-def test_reads_in_flight_from_remote_storage_are_limited_by_bytes(
-    store, monkeypatch, is_remote, pieces_allowed, under_way
-):
-    array, num_rows = store.arrays["tokens"], len(store.rows)
-    out = np.empty((3 * num_rows, LENGTH), np.int32)
-    monkeypatch.setattr(rows, "REMOTE_BYTES_AHEAD", pieces_allowed * out[0].nbytes)
-    reads, counts = rows.ReadsAhead(is_remote), []
-    for at, row in enumerate(np.tile(store.rows, 3).tolist()):
-        reads.add(rows.RowRead(array, row, out[at : at + 1]))
-        counts.append(len(reads))
-    assert counts == [min(n, under_way) for n in range(1, len(out) + 1)]
-    reads.wait()
-    assert len(reads) == 0
-    np.testing.assert_array_equal(out, np.tile(store.read_tokens(store.rows).tokens, (3, 1)))
-
-
-def test_reads_in_flight_end_before_an_error_is_raised(store):
-    """So none of them writes to memory that another buffer uses."""
-    array, numbers, released = store.arrays[NAME], store.rows.tolist()[:4], threading.Event()
-    out = np.zeros((len(numbers), *array.shape[1:]), array.dtype.numpy_dtype)
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(released.wait)  # the reads wait behind this
-        with suppress(ValueError), rows.ReadsAhead(is_remote=False) as reads:
-            for at, row in enumerate(numbers):
-                reads.add(rows.RowRead(array, row, out[at : at + 1], threads))
-            released.set()
-            raise ValueError("damaged")
-        at_once = out.copy()
-    np.testing.assert_array_equal(at_once, np.stack([array[row].read().result() for row in numbers]))
 
 
 def test_a_reader_has_more_requests_in_flight_by_default_than_a_writer(gcs):

@@ -1,32 +1,18 @@
 """Block tables: the commit records' counts in columns."""
 
-import hashlib
-import io
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
+from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
-from pipeline.store.format.block_table import (
-    DTYPE,
-    BlockTable,
-    StreamBlocks,
-    index_step,
-    join_streams,
-    read_stream,
-    split_streams,
-    stream_table_key,
-)
-from pipeline.store.format.commits import CommitRecord, read_stream_records
-from pipeline.store.format.statistics import (
-    Statistics,
-    merge,
-    read_running,
-    token_statistics,
-)
+from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams, read_stream, split_streams
+from pipeline.store.format.commits import CommitRecord, commit_key, list_blocks, num_recent
+from pipeline.store.format.statistics import Statistics, merge, read_block_statistics, token_statistics
+from pipeline.store.format.tables import encode_table
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import WIDTHS, Block, blocks, commit_block, copy_store, layout, metadata
 
@@ -43,84 +29,66 @@ def record(stream: int, block: int, **changes) -> CommitRecord:
         "tokens_cut": 1 << 40,
         "skipped": ({"source": "a", "index": 1, "reason": "", "rows": 1},),
     }
-    fixed = {"start": start, "next": stop, "exhausted": False, "truncated": False}
+    fixed = {"start": start, "next": stop, "exhausted": False}
     return CommitRecord(stream, block, **(counts | fixed | changes))
 
 
 def stream_records(count: int) -> list[CommitRecord]:
-    """Records of stream 3, each with the digest of those before it."""
-    records: list[CommitRecord] = []
+    """Records of stream 3 with different counts."""
+    table, records = BlockTable(), []
     for block in range(count):
-        records.append(record(3, block, blocks_before=BlockTable.from_records(records).digest()))
+        records.append(record(3, block, tokens=7 + block, recent=table.recent(block)))
+        table = BlockTable.join([table, BlockTable.from_records(records[-1:])])
     return records
 
 
-def write_records(storage: Storage, *records: CommitRecord) -> None:
-    for entry in records:
-        storage.write(entry.key, entry.to_json())
-
-
 def test_a_table_has_the_counts_of_the_records():
-    records = [
-        record(1, 5, selected=4),
-        record(0, 6, exhausted=True, statistics_sha256="s"),
-        record(2, 7, truncated=True),
-    ]
-    table = BlockTable.decode(BlockTable.from_records(records).encode())
+    records = [record(0, 0, exhausted=True, statistics_sha256="s"), record(1, 0, selected=4), record(2, 0)]
+    table = BlockTable.decode(BlockTable.from_records(records).encode(), 3)
     assert [block[:9] for block in table] == [
-        (1, 5, 2, 7, 4, 3, 1, 1 << 40, 15),
-        (0, 6, 2, 7, 7, 3, 1, 1 << 40, 18),
-        (2, 7, 2, 7, 7, 3, 1, 1 << 40, 21),
+        (0, 0, 2, 7, 7, 3, 1, 1 << 40, 0),
+        (1, 0, 2, 7, 4, 3, 1, 1 << 40, 0),
+        (2, 0, 2, 7, 7, 3, 1, 1 << 40, 0),
     ]
-    flags = [(block.exhausted, block.truncated, block.has_statistics, block.continues) for block in table]
-    assert flags == [(0, 0, 0, 1), (1, 0, 1, 0), (0, 1, 0, 1)]
+    assert [(block.exhausted, block.has_statistics, block.continues) for block in table] == [(1, 1, 0)] + [
+        (0, 0, 0)
+    ] * 2
+    assert BlockTable.from_records([record(0, 1)])[0].continues
     assert table.total("tokens_cut") == 3 << 40
-    assert table.has_statistics.tolist() == [False, True, False]
+    assert table.has_statistics.tolist() == [True, False, False]
     assert table[1:][0] == table[1]
-    assert table.in_row_order(3).column("stream").tolist() == [1, 0, 2]
+    assert table.per_stream(4).tolist() == [1, 1, 1, 0]
+    assert table.first_blocks(np.array([1, 0, 1])).column("stream").tolist() == [0, 2]
 
 
-def test_a_table_is_a_file_that_numpy_opens(tmp_path):
-    (tmp_path / "table.npy").write_bytes(BlockTable.from_records([record(0, 0), record(0, 1)]).encode())
-    assert np.load(tmp_path / "table.npy")["tokens"].tolist() == [7, 7]
+def table_with(change) -> bytes:
+    """A table of stream 0's blocks 0 to 2, changed."""
+    values = BlockTable.from_records(record(0, block) for block in range(3)).values
+    table = pa.table({name: values[name] for name in values.dtype.names})
+    return encode_table(change(table))
 
 
-def crafted(dtype=DTYPE, shape=(2,), fortran_order=False, values: bytes = bytes(2 * DTYPE.itemsize)) -> bytes:
-    file = io.BytesIO()
-    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": fortran_order, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-    return sealed(file.getvalue() + values)
-
-
-def sealed(payload: bytes) -> bytes:
-    return payload + hashlib.sha256(payload).digest()
+def test_a_table_of_the_right_form_is_decoded():
+    assert len(BlockTable.decode(table_with(lambda table: table), 1)) == 3
 
 
 @pytest.mark.parametrize(
-    "content",
+    "change",
     [
-        b"",
-        bytes(100),
-        hashlib.sha256(b"").digest(),
-        b"x" + hashlib.sha256(b"x").digest(),
-        crafted()[:-1],
-        crafted(shape=(10**15,)),
-        crafted(shape=(1, 2)),
-        crafted(shape=()),
-        crafted(values=b""),
-        crafted(dtype="<i8"),
-        crafted(dtype=[("stream", "O")]),
-        crafted(dtype="O"),
-        sealed(b"\x93NUMPY\x01\x00\x10\x00" + b"{'descr': [(((((("),
-        sealed(b"\x93NUMPY\x01\x00\xff\xff"),
+        lambda table: table.drop_columns(["flags"]),
+        lambda table: table.set_column(2, "rows", pa.array([1, 2, 3], pa.int64())),
+        lambda table: table.set_column(2, "rows", pa.array([1, 2, None], pa.uint32())),
+        lambda table: table.set_column(2, "rows", pa.array([[1], [2], [3]])),
+        lambda table: table.set_column(0, "stream", pa.array([0, 0, 2**32 - 1], pa.uint32())),
+        lambda table: table.set_column(0, "stream", pa.array([0, 0, 1], pa.uint32())),
+        lambda table: table.set_column(1, "block", pa.array([0, 1, 3], pa.uint32())),
+        lambda table: table.set_column(1, "block", pa.array([0, 1, 1], pa.uint32())),
+        lambda table: table.set_column(1, "block", pa.array([2, 1, 0], pa.uint32())),
     ],
 )
-def test_other_files_are_not_decoded(content):
-    assert BlockTable.decode(content) is None
-
-
-def test_a_crafted_file_with_the_right_header_is_decoded():
-    assert len(BlockTable.decode(crafted())) == 2
+def test_other_tables_are_refused(change):
+    with pytest.raises(ValueError, match="it"):
+        BlockTable.decode(table_with(change), 1)
 
 
 def test_streams_are_joined_in_the_order_of_rows_and_split_again():
@@ -138,73 +106,40 @@ def test_streams_are_joined_in_the_order_of_rows_and_split_again():
     assert list(map(len, split_streams(BlockTable(), 2))) == [0, 0]
 
 
-@pytest.mark.parametrize("indexed", [0, 1, 4, 5, 6, 9])
-def test_a_stream_is_read_from_its_table_and_the_later_records(tmp_path, indexed):
-    """Deleting records leaves a table that is longer than the stream; it is not used."""
-    storage = Storage.open(str(tmp_path))
-    records = stream_records(9)
-    write_records(storage, *records[:6])
-    storage.write(stream_table_key(3), BlockTable.from_records(records[:indexed]).encode())
-    known = range(indexed - 1 if 0 < indexed <= 6 else 0)
-    for block in known:
-        storage.write(records[block].key, b"not read")
-    table, last, _ = read_stream(storage, 3)
-    np.testing.assert_array_equal(table.values, BlockTable.from_records(records[:6]).values)
-    assert last == records[5]
+def test_a_stream_is_read_from_few_records(tmp_path):
+    storage, count = Storage.open(str(tmp_path)), 77
+    records = stream_records(count)
+    expected = BlockTable.from_records(records).values
+    for entry in records:
+        storage.write(entry.key, entry.to_json())
+    for known in (0, 1, 5, 64, 76, 77):
+        table, last = read_stream(storage, 3, BlockTable(expected[:known]))
+        np.testing.assert_array_equal(table.values, expected)
+        assert last == records[-1]
+    for entry in records:
+        if entry.block not in (63, 71, 75, 76):
+            storage.write(entry.key, b"not read")
+    np.testing.assert_array_equal(read_stream(storage, 3).table.values, expected)
+    assert not len(read_stream(storage, 2).table)
+
+
+def test_a_record_repeats_few_counts():
+    assert [num_recent(block) for block in (0, 1, 2, 3, 7, 11, 1023, 4095)] == [0, 1, 0, 3, 7, 3, 1023, 1023]
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [{"tokens": 8}, {"exhausted": True}, {"selected": 1}, {"blocks_before": "other"}],
+    "recent", [((2, 7, 7, 3, 1, 0, 0, 0),) * 2, ((2, 7, 7, 3, 1, 0, 0),) * 3, ((2, 7, 7, 3, 1, 0, 0, 1 << 63),) * 3]
 )
-def test_a_table_that_contradicts_the_records_is_not_used(tmp_path, wrong):
-    storage = Storage.open(str(tmp_path))
-    records = stream_records(4)
-    write_records(storage, *records[:2], replace(records[2], **wrong), records[3])
-    storage.write(stream_table_key(3), BlockTable.from_records(records[:3]).encode())
-    table, *_ = read_stream(storage, 3)
-    expected = [*records[:2], replace(records[2], **wrong), records[3]]
-    np.testing.assert_array_equal(table.values, BlockTable.from_records(expected).values)
-
-
-def test_a_crafted_table_is_not_used(tmp_path):
-    """Its last block and its sums agree with the records."""
-    storage = Storage.open(str(tmp_path))
-    records = stream_records(6)
-    write_records(storage, *records)
-    table = BlockTable.from_records(records[:4])
-    table.values["rows"][0] += 1
-    storage.write(stream_table_key(3), table.encode())
-    np.testing.assert_array_equal(read_stream(storage, 3).table.values, BlockTable.from_records(records).values)
+def test_records_with_impossible_earlier_counts_are_refused(recent):
+    with pytest.raises(StoreInvalid):
+        BlockTable.through(CommitRecord.from_json(replace(record(3, 3), recent=recent).to_json(), "it"))
 
 
 def test_records_beyond_a_million_blocks_are_seen(tmp_path):
     storage = Storage.open(str(tmp_path))
     for block in (10**6 - 1, 10**6, 10**6 + 1):
-        write_records(storage, record(3, block))
-    assert [r.block for r in read_stream_records(storage, 3, 10**6 - 1, list_all=False)] == [999999, 1000000, 1000001]
-
-
-def test_a_table_lacks_an_eighth_of_a_streams_blocks_and_at_most_63():
-    steps = {0: 8, 8: 8, 127: 8, 128: 16, 255: 16, 256: 32, 511: 32, 512: 64, 10**6: 64}
-    assert {num_blocks: index_step(num_blocks) for num_blocks in steps} == steps
-    assert all(num_blocks % index_step(num_blocks) <= max(7, num_blocks / 8) for num_blocks in range(2000))
-
-
-def test_a_table_is_written_every_few_blocks_and_at_the_end(tmp_path):
-    storage = Storage.open(str(tmp_path))
-    streams = CommittedStreams(storage, 4)
-    last = 8 * 16 + 3
-    assert len(streams[3].table) == 0
-    lengths = []
-    for block in range(last + 1):
-        entry = record(3, block, truncated=block == last)
-        write_records(storage, entry)
-        streams.append(entry)
-        content = storage.read(stream_table_key(3))
-        lengths.append(0 if content is None else len(BlockTable.decode(content)))
-    assert sorted(set(lengths)) == [*range(0, last, 8), last]
-    assert len(CommittedStreams(storage, 4)[3].table) == last + 1
+        storage.write(commit_key(3, block), b"")
+    assert list_blocks(storage, 3, 10**6 - 1) == range(10**6 - 1, 10**6 + 2)
 
 
 def statistics_of(block: Block) -> dict[str, Statistics]:
@@ -221,7 +156,7 @@ def test_running_statistics_cover_all_blocks(tmp_path):
         if index % 2 == 0:
             writer = StoreWriter.open(str(tmp_path), metadata(), layout())
         commit_block(writer, block, statistics[index])
-        running = read_running(writer.storage, writer.streams[0].last)
+        _, running = read_block_statistics(writer.storage, writer.streams[0].last)
         for name in WIDTHS:
             total = merge(part[name] for part in statistics[: index + 1])
             assert all(np.array_equal(vars(running[name])[field], value) for field, value in vars(total).items())
@@ -231,7 +166,7 @@ def test_running_statistics_cover_all_blocks(tmp_path):
 def test_documents_that_span_blocks_are_looked_up_in_their_blocks(tmp_path):
     copy_store(str(tmp_path))
     store = ActivationStore.open(str(tmp_path))
-    documents = store.documents
+    documents = store.documents()
     for number in set(documents["document"].to_pylist()):
         has_it = documents.filter(np.asarray(documents["document"]) == number)
         expected = set(zip(has_it["stream"].to_pylist(), has_it["block"].to_pylist(), strict=True))

@@ -147,7 +147,7 @@ def test_batches_have_the_features_of_rows_and_documents(both, alone):
     for store, keys in ((both, ARRAY), (alone, [])):
         [batch] = store.batches(keys, 1000, features=True)
         valid = store.read_tokens(store.rows).segments > 0
-        documents = [store.document(number) for number in sorted(set(store.documents["document"].to_pylist()))]
+        documents = [store.document(number) for number in sorted(set(store.documents()["document"].to_pylist()))]
         outputs = store.read_outputs(store.rows)
         for name, features in batch.features.items():
             in_order = np.argsort(batch.documents, kind="stable")
@@ -281,8 +281,7 @@ def test_a_missing_object_is_an_error(alone, part):
     array = f"features.{ENCODED}.narrow.{part}"
     with in_memory(read_image(alone.path)) as path:
         storage = Storage.open(path)
-        objects = storage.list_keys(f"{array}/c/")
-        assert not any(key.startswith(f"{array}/c/1/") for key in objects)
+        objects = storage.list_keys(f"{array}/c.")
         storage.write(objects[0], None)
         with pytest.raises(StoreInvalid, match=f"{objects[0]} is missing"):
             list(ActivationStore.open(path).batches([], 8, features=True))

@@ -2,7 +2,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.store.format.norms import l2_norms
+from pipeline.store.format.normalisation import l2_norms
 from pipeline.store.read.filters import TokenFilter
 
 SIDE_ARRAYS = {

@@ -1,25 +1,70 @@
-"""Finishing does not hide a lost record, and does not restore a deleted root."""
+"""Finishing a store: any number of times, by several processes, beside an extension."""
 
 import pytest
 
 from pipeline.core.errors import StoreError
-from pipeline.store.check.verifying import verify_store
+from pipeline.store import ActivationStore
 from pipeline.store.format.metadata import ROOT_KEY, read_root
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import write_store
+from tests.store.example_store import NUM_STREAMS, blocks, commit_block, read_image, write_blocks, write_store
 
 
-def test_finishing_does_not_shrink_a_complete_store_that_lost_a_record(store_path):
+def test_finishing_again_changes_nothing(store_path):
+    writer = write_store(store_path)
+    before = read_image(store_path)
+    assert writer.finish()
+    assert StoreWriter.open_existing(store_path).finish()
+    assert read_image(store_path) == before
+
+
+def test_an_extension_keeps_what_readers_have_opened(store_path):
+    """The summary's files stay, the arrays' rows only grow, and a reader's blocks stay its blocks."""
+    write_store(store_path, max_blocks=1)
+    storage, reader, before = Storage.open(store_path), ActivationStore.open(store_path), read_image(store_path)
+    rows = reader.rows
+    values = reader.read("embed", rows)
+    writer = write_store(store_path, finish=False)
+    assert not read_root(storage).complete
+    assert len(ActivationStore.open(store_path).blocks) == sum(len(list(blocks(s))) for s in range(NUM_STREAMS))
+    assert writer.finish()
+    assert {key for key, content in before.items() if storage.read(key) != content} == {
+        "zarr.json",
+        *(f"{name}/zarr.json" for name in writer.root.array_names),
+    }
+    assert (reader.rows == rows).all()
+    assert (reader.read("embed", rows) == values).all()
+    assert len(storage.list_keys("_summary/")) == 2
+
+
+def test_a_late_finisher_does_not_undo_an_extension(store_path):
+    """It read the records before the extension began, and finds that the root has changed."""
+    writer = write_store(store_path, finish=False, max_blocks=1)
+    other = StoreWriter.open_existing(store_path)
+
+    def extend_while_reading():
+        streams = type(other.streams).read_all_again(other.streams)
+        writer.reopen("all")
+        return streams
+
+    other.streams.read_all_again = extend_while_reading
+    assert not other.finish()
+    assert not read_root(Storage.open(store_path)).complete
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    assert writer.finish()
+
+
+def test_finishing_does_not_hide_a_lost_record(store_path):
     record = write_store(store_path).streams[0].last
-    before = read_root(Storage.open(store_path))
     Storage.open(store_path).write(record.key, None)
-    problems = [problem.where for problem in verify_store(store_path)]
-    assert not StoreWriter.open_existing(store_path).finish()
-    assert read_root(Storage.open(store_path)) == before
-    assert [problem.where for problem in verify_store(store_path)] == problems
-    assert StoreWriter.open_existing(store_path).finish(force=True)
-    assert read_root(Storage.open(store_path)).blocks[0] == record.block
+    before = read_root(Storage.open(store_path))
+    writer = StoreWriter.open_existing(store_path)
+    writer.reopen("all")
+    assert not writer.finish()
+    assert writer.finish(force=True)
+    assert read_root(Storage.open(store_path)).summary != before.summary
+    assert len(ActivationStore.open(store_path).blocks) == 5
 
 
 @pytest.mark.parametrize(
@@ -31,3 +76,15 @@ def test_a_root_that_was_deleted_meanwhile_is_not_written_again(tmp_path, change
     with pytest.raises(StoreError, match=r"store/zarr\.json was deleted while the store was being written"):
         change(writer)
     assert writer.storage.read(ROOT_KEY) is None
+
+
+def test_a_forced_store_takes_more_blocks_later(store_path):
+    """A job that runs beside `finalize force=true` goes on, and completes the store again."""
+    writer = write_store(store_path, finish=False, max_blocks=1)
+    assert StoreWriter.open_existing(store_path).finish(force=True)
+    [_, block, *_] = blocks(0)
+    commit_block(writer, block)
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    assert writer.finish()
+    assert len(ActivationStore.open(store_path).blocks) == sum(len(list(blocks(s))) for s in range(NUM_STREAMS))

@@ -11,10 +11,11 @@ import pytest
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.store.format.problems import Remedy
 from pipeline.store.generated.completions import completion_slots
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
 from pipeline.store.generated.group_files import check_groups, group_key, read_group
+from pipeline.store.generated.kept_activations import read_kept
+from pipeline.store.io.problems import Remedy
 from pipeline.store.io.storage import Storage
 from tests.store.example_store import flip
 
@@ -78,18 +79,31 @@ def test_an_existing_group_is_not_overwritten(groups, tmp_path):
     assert storage.read(group_key(STREAM, 1)) == before
 
 
-def test_activations_are_kept_only_for_the_existing_group(groups, tmp_path):
+def test_the_stored_group_wins_and_keeps_its_own_activations(groups, tmp_path):
     """A file with other bytes, written by another version of a library, is the same group."""
     storage = Storage.open(tmp_path)
     sink = io.BytesIO()
     pq.write_table(read_group(storage, STREAM, 0), sink, compression="none")
     storage.write(group_key(STREAM, 0), sink.getvalue())
-    groups.write(GROUPS[0], {"embed": np.zeros((7, 2))})
+    assert groups.count(["embed"]) == 0
+    values = np.arange(14.0).reshape(7, 2)
+    groups.write(GROUPS[0], {"embed": values})
     assert groups.count(["embed"]) == 1
+    for _ in range(2):  # the first of two runs stores its group, then another one with other completions comes
+        groups.write(GROUPS[1], {"embed": values})
+        other = replace(GROUPS[1], items=(SKIPS[1], document(2, 1, 2), document(4, 1, 3)))
+        stored = groups.write(other, {"embed": values + 1})
+        assert list(map(plain, stored.items)) == list(map(plain, GROUPS[1].items))
+        read = read_kept(storage, stored.kept(STREAM), "embed", values.dtype, values.shape)
+        assert np.array_equal(read, values)
+    assert groups.count(["embed"]) == 2
+
+
+def test_other_completions_than_those_whose_activations_are_gone_are_reported(groups):
+    """As in an extension on other hardware: finishing the store deleted what was kept."""
     other = replace(GROUPS[1], items=(SKIPS[1], document(2, 1, 2), document(4, 1, 3)))
     with pytest.raises(StoreError, match="the completions in .*group-000001.parquet differ from those generated now"):
         groups.write(other, {"embed": np.zeros((9, 2))})
-    assert groups.count(["embed"]) == 1
 
 
 def test_damage_is_reported(groups, tmp_path):

@@ -52,8 +52,8 @@ def test_chunks_divide_the_shard_and_have_the_specified_size_if_possible(rows, l
 
 def test_shard_keys_follow_zarr():
     layout = StoreLayout(3, 4, 8, (ACTIVATION,))
-    assert layout.shard_key(ACTIVATION, stream=2, block=5) == "blocks.0.resid_post/c/17/0/0"
-    assert layout.shard_key(TOKENS, stream=2, block=5) == "tokens/c/17/0"
+    assert layout.shard_key(ACTIVATION, stream=2, block=5) == "blocks.0.resid_post/c.17.0.0"
+    assert layout.shard_key(TOKENS, stream=2, block=5) == "tokens/c.17.0"
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from pipeline.core.errors import StoreInvalid, StoreMismatch
+from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.metadata import Difference, StoreRoot
-from tests.store.example_store import CAPTURE, WIDTHS, edited_root, metadata
+from pipeline.store.write.store_writer import new_root
+from tests.store.example_store import CAPTURE, WIDTHS, edited_root, layout, metadata
 
+ROOT = new_root(metadata(), layout())
 SAE = {"features": "features.blocks.2.resid_post", "width": 64, "top": 8, "dtype": "bfloat16", "sha256": "abc"}
 
 
@@ -81,7 +85,7 @@ def test_differences_of_saes_are_listed_by_the_users_keys(stored, asked, expecte
 
 
 def test_a_root_is_read_as_written():
-    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00", 7, complete=True, blocks=(3, 2))
+    root = replace(ROOT, target=7, complete=True, summary={"blocks": "ab" * 32, "statistics": None, "ids": None})
     assert StoreRoot.from_json(root.to_json(), "it") == root
     attributes = json.loads(root.to_json())["attributes"]["activation_store"]
     assert attributes["version"] == 1
@@ -103,9 +107,18 @@ def test_a_root_is_read_as_written():
         (lambda text: resealed(text.replace(b'"num_streams": 2', b'"num_streams": "2"')), "'num_streams' is '2'"),
         (lambda text: resealed(text.replace(b'"rows_per_block": 4', b'"rows_per_block": 0')), "'rows_per_block' is 0"),
         (lambda text: resealed(text.replace(b'"embed"', b'"../x"')), "'arrays' is"),
-        (lambda text: resealed(text, arrays=["embed"]), r"arrays is \['embed'\], but capture.arrays"),
+        (lambda text: resealed(text, arrays=["embed"]), "widths, hook_names, arrays and capture.arrays disagree"),
+        (lambda text: resealed(text, widths=WIDTHS | {"embed": 1 << 25}), "'widths' is"),
+        (lambda text: resealed(text, scale_groups={"embed": 1}), "scale_groups does not name the scaled arrays"),
+        (lambda text: resealed(text, selected=2), "selected and capture.positions disagree"),
+        (
+            lambda text: text.replace(b'"node_type": "group"', b'"node_type": "array"'),
+            "does not match its own checksum",
+        ),
+        (lambda text: text.replace(b'"zarr_format": 3', b'"zarr_format": 3, "more": 1'), "its own checksum"),
+        (lambda text: text.replace(b'"widths"', b'"widhts"'), "commit d322b78 is the last one that reads it"),
         (lambda text: resealed(text, arrays=["embed", "embed"]), "'arrays' is"),
-        (lambda text: resealed(text, blocks=[1, -1]), "'blocks' is"),
+        (lambda text: resealed(text, summary=[1]), "'summary' is"),
         (lambda text: resealed(text, target="none"), "'target' is 'none'"),
         (lambda text: b"[]", "not the JSON of a Zarr group"),
         (lambda text: b'{"attributes": {"activation_store": [1]}}', "is damaged"),
@@ -113,7 +126,25 @@ def test_a_root_is_read_as_written():
     ],
 )
 def test_damaged_roots_are_refused(edit, message):
-    root = StoreRoot(metadata(), tuple(WIDTHS), "2026-01-01T00:00:00+00:00", "all")
     with pytest.raises(StoreInvalid, match=message) as caught:
-        StoreRoot.from_json(edit(root.to_json()), "it")
+        StoreRoot.from_json(edit(ROOT.to_json()), "it")
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"widths": WIDTHS | {"embed": 1 << 24}, "rows_per_block": 1 << 24},
+        {"rows_per_block": 1 << 24, "batch": {"length": 1 << 24}},
+        {"rows_per_block": 1, "batch": {"length": 16777213}, "widths": WIDTHS | {"embed": 64}},  # a prime number
+    ],
+)
+def test_sizes_that_no_store_has_are_refused(changes):
+    names = ("rows_per_block", "batch")
+    root = replace(
+        ROOT,
+        metadata=metadata(**{name: changes[name] for name in names if name in changes}),
+        widths=changes.get("widths", WIDTHS),
+    )
+    with pytest.raises(StoreInvalid, match="expected at most"):
+        layout_of(StoreRoot.from_json(root.to_json(), "it"))

@@ -19,7 +19,7 @@ import pyarrow
 from pipeline.store.io.parquet import decode_parquet
 
 before = set(os.listdir("/proc/self/task"))
-table = decode_parquet(sys.stdin.buffer.read(), verify_pages=True)
+table = decode_parquet(sys.stdin.buffer.read(), 1 << 20, verify_pages=True)
 print(table.num_rows, len(set(os.listdir("/proc/self/task")) - before))
 """
 
@@ -33,4 +33,4 @@ def test_decoding_a_table_starts_no_pyarrow_threads():
 
 
 def test_a_table_is_decoded_as_it_was_encoded():
-    assert decode_parquet(encode_table(TABLE)).equals(TABLE, check_metadata=True)
+    assert decode_parquet(encode_table(TABLE), TABLE.num_rows).equals(TABLE, check_metadata=True)

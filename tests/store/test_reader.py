@@ -1,15 +1,16 @@
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.store import ActivationStore
+from pipeline.store import ActivationStore, TokenFilter
+from pipeline.store.io.shards import encode_shard
 from pipeline.store.io.storage import Storage
-from pipeline.store.read import stored_rows
-from pipeline.store.read.rows import RunsRead
-from pipeline.store.read.stored_rows import ArrayReads
+from pipeline.store.read import rows as stored_rows
+from pipeline.store.read.rows import StoredRows
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
     LENGTH,
@@ -17,7 +18,6 @@ from tests.store.example_store import (
     ROWS,
     WIDTHS,
     activation,
-    begin_block,
     blocks,
     copy_store,
     layout,
@@ -28,6 +28,7 @@ from tests.store.example_store import (
 )
 
 NAME = "blocks.3.resid_post"
+PADDED = 26  # a row that ends with padding
 
 
 @pytest.fixture
@@ -64,10 +65,10 @@ def test_rows_equal_those_of_the_arrays(store, rows):
     expected = np.arange(len(everything))[rows] if isinstance(rows, slice) else rows
     if isinstance(rows, slice):
         expected = expected[np.isin(expected, known)]
-    read = store.read(3, "resid_post", rows)
+    read = store.read("blocks.3.resid_post", rows)
     np.testing.assert_array_equal(read, everything[np.asarray(expected, int)])
     assert read.dtype == "float32"
-    assert store.read(3, "resid_post", rows, dtype="stored").dtype == "bfloat16"
+    assert store.read("blocks.3.resid_post", rows, dtype="stored").dtype == "bfloat16"
     side_arrays = store.read_tokens(rows)
     for name in ("tokens", "segments", "positions", "documents"):
         stored = store.arrays[name][...].read().result()
@@ -75,50 +76,59 @@ def test_rows_equal_those_of_the_arrays(store, rows):
 
 
 def test_read_converts_to_the_given_dtype(store):
-    values = store.read(None, Site.embed, [0, 1], dtype=np.float32)
+    values = store.read("embed", [0, 1], dtype=np.float32)
     assert values.dtype == np.float32
     assert values.shape == (2, LENGTH, WIDTHS["embed"])
-    np.testing.assert_array_equal(values, store.read(None, "embed", [0, 1]).astype(np.float32))
+    np.testing.assert_array_equal(values, store.read("embed", [0, 1]).astype(np.float32))
 
 
 def test_a_mask_selects_from_the_stored_rows(store):
     mask = np.arange(len(store.rows)) % 3 == 1
     assert not np.array_equal(store.rows, np.arange(len(store.rows)))
-    expected = store.read(1, "resid_post", store.rows[mask])
-    np.testing.assert_array_equal(store.read(1, "resid_post", mask), expected)
-    np.testing.assert_array_equal(store.read(1, "resid_post", mask.tolist()), expected)
+    expected = store.read("blocks.1.resid_post", store.rows[mask])
+    np.testing.assert_array_equal(store.read("blocks.1.resid_post", mask), expected)
+    np.testing.assert_array_equal(store.read("blocks.1.resid_post", mask.tolist()), expected)
 
 
 def test_numpy_numbers_are_accepted(store):
     row = np.int32(9)
-    expected = store.read(3, "resid_post", 9)
+    expected = store.read("blocks.3.resid_post", 9)
     assert expected.shape == (LENGTH, WIDTHS[NAME])
-    np.testing.assert_array_equal(store.read(np.int64(3), "resid_post", row), expected)
+    np.testing.assert_array_equal(store.read("blocks.3.resid_post", row), expected)
     assert store.document(np.int64(4)).id == store.document(4).id
-    assert next(store.batches((np.int64(3), "resid_post"), 5)).activations.shape == (5, WIDTHS[NAME])
-    assert list(next(store.batches(((np.int64(3), "resid_post"), "embed"), 5)).activations) == [NAME, "embed"]
-    assert next(store.batches((None, "embed"), 5)).activations.shape == (5, WIDTHS["embed"])
+    assert next(store.batches("blocks.3.resid_post", 5)).activations.shape == (5, WIDTHS[NAME])
+    assert list(next(store.batches(("blocks.3.resid_post", "embed"), 5)).activations) == [NAME, "embed"]
+    assert next(store.batches("embed", 5)).activations.shape == (5, WIDTHS["embed"])
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda store: store.read(2, "resid_post", 0),
+            lambda store: store.read("blocks.2.resid_post", 0),
             r"has no array .*, or several: it has blocks\.1\.resid_post, ",
         ),
-        (lambda store: store.read(1, "resid", 0), "has no array .*'resid'., or several"),
-        (lambda store: store.read(None, "resid_post", 0), "has no array .*'resid_post'., or several"),
-        (lambda store: store.read(1, "resid_post", [0, 10**6]), r"rows \[1000000\] are not in the store"),
+        (lambda store: store.read("blocks.1.resid", 0), "has no array .*resid., or several"),
+        (lambda store: store.read("resid_post", 0), "has no array 'resid_post', or several"),
+        (lambda store: store.read("blocks.1.resid_post", [0, 10**6]), r"rows \[1000000\] are not in the store"),
         (lambda store: store.read_tokens(-1), r"rows \[-1\] are not in the store"),
         (lambda store: store.document("nothing"), "no document has it"),
         (lambda store: store.document(10**6), "no document has it"),
         (lambda store: store.batches("blocks.9.resid_post", 4), "has no array"),
         (lambda store: store.batches([], 4), r"keys is empty; the store .* has blocks\.1\."),
         (lambda store: store.batches((), 4), "keys is empty; the store .* has"),
-        (lambda store: store.batches([(1,)], 4), "has blocks.*; expected a name such as"),
+        (lambda store: store.batches([(1, "resid_post")], 4), "has blocks.*; expected a name such as"),
         (lambda store: store.batches([None], 4), "has blocks.*; expected a name such as"),
-        (lambda store: store.read(1.0, "resid_post", 0), "has blocks.*; the layer is 1.0, expected an integer"),
+        (lambda store: store.documents(["nothing"]), r"have no columns \['nothing'\]"),
+        (
+            lambda store: store.labels("url", pa.table({"id": ["a"]})),
+            r"the table has no columns \['url'\]; it has \['id'",
+        ),
+        (lambda store: store.labels("url")[np.array([0, 10**6])], r"documents \[1000000\] have no url"),
+        (lambda store: store.tokens_at([0, 10**6], [0, 0]), r"rows \[1000000\] are not in the store"),
+        (lambda store: store.tokens_at([0, 1], [0]), "positions is .*, expected an integer for each of 2 rows"),
+        (lambda store: store.tokens_at(0, LENGTH), f"positions are {LENGTH} to {LENGTH}, expected 0 to {LENGTH - 1}"),
+        (lambda store: store.tokens_at(PADDED, LENGTH - 1), rf"no activations at the .* pairs \[\({PADDED}, 7\)\]"),
         (lambda store: store.read_tokens([0.5, 1.0]), r"rows have the shape \[2\] and dtype float64"),
         (lambda store: store.read_tokens([[0, 1]]), r"rows have the shape \[1, 2\]"),
         (lambda store: store.read_tokens(0, whole=np.arange(3)), "whole is array.*, expected True or False"),
@@ -149,7 +159,7 @@ def test_a_document_has_all_its_tokens_in_order(store, stream):
         for name, values in found.activations.items():
             np.testing.assert_array_equal(values, activation(name, document, token))
         assert (np.diff(found.rows) >= 0).all()
-        by_number = store.document(number, keys=[(3, "resid_post")])
+        by_number = store.document(number, keys=["blocks.3.resid_post"])
         assert list(by_number.activations) == [NAME]
         np.testing.assert_array_equal(by_number.tokens, found.tokens)
         np.testing.assert_array_equal(by_number.positions[np.diff(found.rows, prepend=-1) != 0], 0)
@@ -172,7 +182,7 @@ def test_the_example_for_one_document_in_the_docs_works(store):
 
 
 def test_the_document_table_has_all_documents(store):
-    table = store.documents
+    table = store.documents()
     assert table.column_names[:4] == ["stream", "block", "document", "id"]
     assert table.column_names[-1] == "url"
     tokens = np.asarray(table["last_token"]) - np.asarray(table["first_token"])
@@ -183,27 +193,26 @@ def test_the_document_table_has_all_documents(store):
 
 
 def test_committed_blocks_of_an_unfinished_store_are_read(store_path):
-    writer = write_store(store_path, finish=False, max_rows=ROWS)
-    unfinished = list(blocks(0))[1]
-    pending = begin_block(writer, unfinished)
-    for future in pending.futures.values():
-        future.result()
+    write_store(store_path, finish=False, max_blocks=1)
+    spec, block = layout().arrays[0], list(blocks(0))[1]
+    shard, _ = encode_shard(block.arrays[spec.name], layout().shard_format(spec))
+    Storage.open(store_path).put(layout().shard_key(spec, 0, 1), *shard)  # of a block without a record
     store = ActivationStore.open(store_path)
     assert not store.complete
     assert store.rows.tolist() == list(range(ROWS * NUM_STREAMS))
-    assert store.read(1, "resid_post", slice(None)).shape == (ROWS * NUM_STREAMS, LENGTH, WIDTHS[NAME])
-    assert sum(len(batch.tokens) for batch in store.batches((1, "resid_post"), 10)) == store.num_tokens
+    assert store.read("blocks.1.resid_post", slice(None)).shape == (ROWS * NUM_STREAMS, LENGTH, WIDTHS[NAME])
+    assert sum(len(batch.tokens) for batch in store.batches("blocks.1.resid_post", 10)) == store.num_tokens
 
 
 def test_a_store_without_blocks_is_read_as_empty(store_path):
-    write_store(store_path, max_rows=0)
+    write_store(store_path, max_blocks=0)
     store = ActivationStore.open(store_path)
     assert store.complete
     assert store.num_tokens == 0
     assert store.rows.tolist() == []
-    assert store.documents.num_rows == 0
-    assert store.read(1, "resid_post", slice(None)).shape == (0, LENGTH, WIDTHS[NAME])
-    assert list(store.batches((1, "resid_post"), 10)) == []
+    assert store.documents().num_rows == 0
+    assert store.read("blocks.1.resid_post", slice(None)).shape == (0, LENGTH, WIDTHS[NAME])
+    assert list(store.batches("blocks.1.resid_post", 10)) == []
 
 
 @pytest.mark.parametrize("name", ["tokens", "segments", "documents", NAME])
@@ -213,31 +222,68 @@ def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
     Storage.open(store_path).write(layout().shard_key(spec, 1, 0), None)
     store = ActivationStore.open(store_path)
     with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
-        store.read(3, "resid_post", [4]) if name == NAME else store.read_tokens([4])
+        store.read("blocks.3.resid_post", [4]) if name == NAME else store.read_tokens([4])
     with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
-        list(store.batches((3, "resid_post"), 10))
+        list(store.batches("blocks.3.resid_post", 10))
 
 
 @pytest.mark.parametrize(
     ("bytes_ahead", "expected"),
     [
-        (1 << 30, ["start a", "start b", "start c", "finish a", "finish b", "finish c"]),
-        (1, ["start a", "finish a", "start b", "finish b", "start c", "finish c"]),
+        (1 << 30, ["start a", "start b", "start c", "a", "b", "c"]),
+        (1, ["start a", "a", "start b", "b", "start c", "c"]),
     ],
 )
 def test_arrays_are_read_concurrently_within_a_memory_limit(store, monkeypatch, bytes_ahead, expected):
+    names = dict(zip(["tokens", "segments", NAME], "abc", strict=True))
+    start, events = StoredRows.start, []
+
+    def started(self, name, rows):
+        events.append(f"start {names[name]}")
+        return start(self, name, rows)
+
     monkeypatch.setattr(stored_rows, "BYTES_AHEAD", bytes_ahead)
-    rows, events = np.array([9, 0, 1]), []
-
-    def start(name: str) -> RunsRead:
-        events.append(f"start {name}")
-        return RunsRead(store.arrays["tokens"], rows)
-
-    def finish(name: str, read: RunsRead) -> np.ndarray:
-        events.append(f"finish {name}")
-        return read.wait()
-
-    arrays = dict(ArrayReads("abc", start, finish))
+    monkeypatch.setattr(StoredRows, "start", started)
+    for name, _ in store._rows.reads(list(names), np.array([9, 0, 1])):
+        events.append(names[name])
     assert events == expected
-    for values in arrays.values():
-        np.testing.assert_array_equal(values, store.read_tokens(rows).tokens)
+
+
+@pytest.mark.parametrize("keys", [None, NAME, ["embed", NAME]])
+def test_tokens_are_read_by_row_and_position_in_any_order(store, keys):
+    segments = store.read_tokens(store.rows).segments
+    index, positions = np.nonzero(segments)
+    order = np.random.default_rng(0).permutation(len(index))[:40]
+    rows, positions = store.rows[index[order]], positions[order]
+    rows, positions = np.append(rows, rows[:3]), np.append(positions, positions[:3])  # some twice
+    batch = store.tokens_at(rows, positions, keys)
+    for name, values in ({keys: batch.activations} if keys == NAME else batch.activations).items():
+        np.testing.assert_array_equal(values, store.read(name, rows)[np.arange(len(rows)), positions])
+    for name, values in vars(store.read_tokens(rows)).items():
+        np.testing.assert_array_equal(getattr(batch, name), values[np.arange(len(rows)), positions])
+    assert store.tokens_at([], [], keys).tokens.shape == (0,)
+    assert store.tokens_at(0, 1, NAME).activations.shape == (1, WIDTHS[NAME])
+
+
+def test_document_tables_are_read_by_columns_and_blocks(store):
+    everything = store.documents()
+    assert store.documents(["id", "block"]).equals(everything.select(["id", "block"]))
+    part = store.documents(blocks=store.blocks[:2])
+    assert part.equals(everything.slice(0, part.num_rows))
+    assert 0 < part.num_rows < everything.num_rows
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_labels_of_a_users_table_are_joined_by_id(store, framework):
+    pytest.importorskip(framework)
+    table = pa.table(
+        {"label": [3, 5, 9], "id": ["stream 1 document 0", "nothing", "stream 0 document 2"], "more": "abc"}
+    )
+    labels = store.labels("label", table)
+    assert labels.numbers.tolist() == [1, 4]
+    batches = store.batches(NAME, 7, token_filter=TokenFilter(documents=labels.numbers), framework=framework)
+    values = [labels[batch.documents] for batch in batches]
+    assert np.concatenate(values).tolist().count(3) == DOCUMENT_LENGTHS[1][0]
+    assert np.concatenate(values).tolist().count(9) == DOCUMENT_LENGTHS[0][2]
+    urls = store.labels("url")
+    assert urls[np.array([[4], [1]])].tolist() == [["https://example.org/2"], ["https://example.org/0"]]

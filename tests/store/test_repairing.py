@@ -1,110 +1,167 @@
-"""The commands for repairing a store delete what its next run writes again."""
+"""`verify.repair=true` removes what is damaged and nothing else; the job's command then completes the store."""
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from pipeline.store.check.repairing import _numbered, repair_steps
+from pipeline.core.errors import StoreError
+from pipeline.store import ActivationStore
+from pipeline.store.check.reporting import verify_and_print
 from pipeline.store.format.commits import commit_key
-from pipeline.store.format.problems import Problem, Remedy
+from pipeline.store.format.metadata import change_root, require_root
+from pipeline.store.format.tables import table_key
 from pipeline.store.generated.group_keys import group_key
 from pipeline.store.io.storage import Storage
+from pipeline.store.write.store_writer import StoreWriter
+from tests.store.example_store import (
+    complete_full_store,
+    edit_root,
+    flip,
+    full_image,
+    in_memory,
+    read_image,
+    write_image,
+)
+from tests.store.test_damage import DAMAGE, copy, delete, edit
 
-NUM_STREAMS = 2
-BLOCKS = {0: range(12), 1: (0, 1, 2, 4)}  # by stream, the blocks with a record
-COMMITS = "rm {}/_commits/stream-0000"
+RESID = "blocks.1.resid_post"
 
 
-@pytest.fixture
-def storage(tmp_path) -> Storage:
-    storage = Storage.open(str(tmp_path / "store"))
-    for stream, blocks in BLOCKS.items():
-        for block in blocks:
-            storage.write(commit_key(stream, block), b"{}")
-    for index in range(4):
-        storage.write(group_key(1, index), b"")
-    return storage
+def run_job(path: str) -> None:
+    """What the job's command does with the store of `full_image`."""
+    writer = StoreWriter.open_existing(path)
+    complete_full_store(StoreWriter.open(path, writer.metadata, writer.layout))
+
+
+def values(path: str) -> list:
+    store = ActivationStore.open(path)
+    return [store.read(key, store.rows).tolist() for key in store.keys] + [store.documents().to_pylist()]
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_repaired_store_is_completed_by_its_job(name):
+    with in_memory(full_image()) as path:
+        expected = values(path)
+        DAMAGE[name][0](Storage.open(path))
+        verify_and_print(path, repairs=True)
+        run_job(path)
+        assert verify_and_print(path) == 0
+        assert values(path) == expected
 
 
 @pytest.mark.parametrize(
-    ("remedy", "keys", "commands"),
+    ("damage", "removed"),
     [
-        (Remedy.recompute, ["embed/c/14/0/0"], [COMMITS + "0/block-{{000007..000011}}.json"]),
-        (Remedy.recompute, ["blocks.2.resid_post/c/20/0/0"], [COMMITS + "0/block-{{000010..000011}}.json"]),
-        (Remedy.recompute, ["_documents/stream-00000/block-000011.parquet"], [COMMITS + "0/block-000011.json"]),
-        (
-            Remedy.recompute,
-            ["_features/blocks.4.resid_post/stream-00000/block-000011.csc"],
-            [COMMITS + "0/block-000011.json"],
-        ),
-        (
-            Remedy.recompute,
-            ["_stats/stream-00001/block-000004.parquet", "tokens/c/3/0"],
-            [COMMITS + "1/block-{{000001..000002}}.json", COMMITS + "1/block-000004.json"],
-        ),
-        (Remedy.recompute, ["_commits/stream-00001/a b.txt"], ["rm '{}/_commits/stream-00001/a b.txt'"]),
-        (
-            Remedy.recompute,
-            ["_commits/stream-00007/block-000000.json"],
-            ["rm -r {}/_commits/stream-00007/"],
-        ),
-        (Remedy.rewrite_array, ["embed/zarr.json", "zarr.json"], ["rm {}/embed/zarr.json"]),
-        (Remedy.tabulate, ["_blocks/all.npy", "_blocks/all.npy"], ["rm {}/_blocks/all.npy"]),
-        (Remedy.merge_again, ["stats/zarr.json", "stats/embed/"], ["rm -r {}/stats/"]),
-        (Remedy.regenerate, [group_key(1, 2)], ["rm {}/_generated/stream-00001/group-{{000002..000003}}.parquet"]),
-        (Remedy.other_dtype, ["embed/c/3/0/0"], []),
-        (Remedy.restore, ["zarr.json"], []),
+        ([edit(f"{RESID}/c.2.0.0")], [f"{RESID}/c.2.0.0", *(commit_key(0, block) for block in (1, 2, 3))]),
+        ([delete("tokens/c.6.0")], [commit_key(0, 3)]),
+        ([edit(table_key(1, 1))], [table_key(1, 1), commit_key(1, 1)]),
+        ([edit(commit_key(0, 2))], [commit_key(0, 2), commit_key(0, 3)]),
+        ([copy("tokens/c.6.0", "tokens/c.99.0")], ["tokens/c.99.0"]),
+        ([delete(commit_key(0, 3))], []),
     ],
 )
-def test_commands_delete_the_objects_to_be_written_again(storage, remedy, keys, commands):
-    first, *steps = repair_steps(storage, NUM_STREAMS, [Problem(key, "is wrong", remedy) for key in keys])
-    assert first == remedy
-    assert steps == [f"    {command.format(storage.path)}" for command in commands]
+def test_sound_objects_stay(damage, removed):
+    with in_memory(full_image()) as path:
+        for change in damage:
+            change(Storage.open(path))
+        before = set(read_image(path))
+        assert verify_and_print(path, repairs=True) == 0
+        assert before - set(read_image(path)) == set(removed)
 
 
-def test_a_missing_last_record_needs_no_deletion(storage):
-    steps = repair_steps(
-        storage, NUM_STREAMS, [Problem("_commits/stream-00001", "the store was completed with 5 blocks")]
-    )
-    assert list(steps) == [Remedy.rerun_missing]
+def test_objects_of_no_committed_block_are_removed_only_if_asked(capsys):
+    with in_memory(full_image()) as path:
+        edit_root(path, lambda root: root.update(complete=False, summary=None))
+        Storage.open(path).write(commit_key(0, 3), None)
+        before = set(read_image(path))
+        assert verify_and_print(path) == 0
+        assert set(read_image(path)) == before
+        assert verify_and_print(path, repairs=True) == 0
+        removed = before - set(read_image(path))
+        assert {f"{RESID}/c.6.0.0", table_key(0, 3)} <= removed
+        assert all("c.6." in key or "block-000003" in key for key in removed)
+        assert "removed 0 commit records and 12 other objects" in capsys.readouterr().out
 
 
-def test_a_long_list_is_cut(storage):
-    problems = [Problem(f"embed/c/{k}/0/0", "belongs to no committed block", Remedy.discard) for k in range(30)]
-    _, *commands, rest = repair_steps(storage, NUM_STREAMS, problems)
-    assert (len(commands), rest) == (20, "    ... and 10 more: all that are named above")
+def test_damaged_groups_and_all_later_ones_are_removed():
+    with in_memory(full_image()) as path:
+        storage = Storage.open(path)
+        data = {"source": "generate"}
+        change_root(storage, lambda root: replace(root, metadata=replace(root.metadata, data=data)))
+        for index in range(4):
+            storage.write(group_key(1, index), b"damaged" if index == 2 else b"PAR1")
+        verify_and_print(path, repairs=True)
+        assert storage.list_keys("_generated/") == []  # none of them is a group
 
 
-@pytest.mark.parametrize(
-    ("url", "file", "folder"),
-    [
-        ("gs://bucket/store", "gcloud storage rm", "gcloud storage rm --recursive"),
-        ("s3://bucket/store", "aws s3 rm", "aws s3 rm --recursive"),
-    ],
-)
-def test_buckets_get_the_commands_of_their_tools(url, file, folder):
-    problems = [Problem("_blocks/all.npy", "", Remedy.tabulate), Problem("stats/", "", Remedy.merge_again)]
-    steps = list(repair_steps(Storage.open(url), NUM_STREAMS, problems))
-    assert steps[1::2] == [f"    {file} {url}/_blocks/all.npy", f"    {folder} {url}/stats/"]
+def test_without_repair_a_sentence_says_what_it_would_do(capsys):
+    with in_memory(full_image()) as path:
+        flip(path, f"{RESID}/c.2.0.0")
+        image = read_image(path)
+        assert verify_and_print(path) == 1
+        assert read_image(path) == image
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("verify.repair=true deletes the commit records of damaged blocks and of all later blocks")
 
 
-def test_commands_for_records_on_s3_use_loops_and_are_never_cut():
-    numbers = [*range(0, 60, 2), *range(100, 103)]
-    commands = _numbered(Storage.open("s3://bucket/store"), "_commits/stream-00001/block-", numbers, ".json")
-    assert len(commands) == 31
-    assert commands[0] == "aws s3 rm s3://bucket/store/_commits/stream-00001/block-000000.json"
-    assert commands[-1] == (
-        "for n in {000100..000102}; do aws s3 rm s3://bucket/store/_commits/stream-00001/block-$n.json; done"
-    )
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_nothing_is_removed_while_a_lease_is_renewed(tmp_path, is_renewed):
+    write_image(str(tmp_path), full_image())
+    edit_root(str(tmp_path), lambda root: root["config"]["run"].update(lease_s=0.3))
+    flip(str(tmp_path), f"{RESID}/c.2.0.0")
+    storage = Storage.open(str(tmp_path))
+    storage.write("_leases/stream-00000.json", b"0")
+    image = read_image(str(tmp_path))
+    timer = threading.Timer(0.1, lambda: storage.write("_leases/stream-00000.json", b"1"))
+    if is_renewed:
+        timer.start()
+        with pytest.raises(StoreError, match="a job writes to .* its leases changed. Nothing was removed"):
+            verify_and_print(str(tmp_path), repairs=True)
+        timer.join()
+        assert read_image(str(tmp_path)) == {**image, "_leases/stream-00000.json": b"1"}
+    else:
+        assert verify_and_print(str(tmp_path), repairs=True) == 0
+        assert not require_root(storage).complete
 
 
-def test_braces_keep_the_width_of_keys_beyond_a_million(storage):
-    commands = _numbered(storage, "block-", range(999_998, 1_000_002), ".json")
-    numbers = [command.partition("block-")[2] for command in commands]
-    assert numbers == ["{999998..999999}.json", "{1000000..1000001}.json"]
+def put_link(store: Path, outside: Path) -> None:
+    path = store / f"{RESID}/c.2.0.0"
+    path.rename(outside)
+    path.symlink_to(outside)
 
 
-def test_the_commands_for_many_damaged_streams_are_all_printed(tmp_path):
-    storage = Storage.open(str(tmp_path / "store"))
-    for stream in range(30):
-        storage.write(commit_key(stream, 0), b"{}")
-    problems = [Problem(f"embed/c/{stream}/0/0", "is wrong", Remedy.recompute) for stream in range(30)]
-    assert len(list(repair_steps(storage, 30, problems))) == 31
+def put_pipe(store: Path, _outside: Path) -> None:
+    path = store / f"{RESID}/c.2.0.0"
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("put", [put_link, put_pipe])
+def test_what_is_in_the_place_of_an_object_is_removed(tmp_path, put: Callable[[Path, Path], None]):
+    store, outside = tmp_path / "store", tmp_path / "outside"
+    write_image(str(store), full_image())
+    outside.write_bytes(b"")
+    put(store, outside)
+    content = outside.read_bytes()
+    assert verify_and_print(str(store), repairs=True) == 0
+    assert not os.path.lexists(store / f"{RESID}/c.2.0.0")
+    assert outside.read_bytes() == content
+    run_job(str(store))
+    assert verify_and_print(str(store)) == 0
+
+
+def test_nothing_is_removed_in_a_linked_folder(tmp_path):
+    store, outside = tmp_path / "store", tmp_path / "outside"
+    write_image(str(store), full_image())
+    (store / RESID).rename(outside)
+    (store / RESID).symlink_to(outside)
+    root = json.loads((store / "zarr.json").read_text())
+    with pytest.raises(StoreError, match="is a symbolic link, or in a linked folder. Nothing was removed"):
+        verify_and_print(str(store), repairs=True)
+    assert len(list(outside.iterdir())) == 7
+    assert json.loads((store / "zarr.json").read_text()) == root

@@ -1,16 +1,13 @@
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tensorstore as ts
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
-from pipeline.store.format.arrays import open_or_create
-from pipeline.store.io.directories import require_no_links
+from pipeline.store.format.arrays import create_arrays
 from pipeline.store.io.failures import storage_errors
-from pipeline.store.io.shard_files import ShardFiles
 from pipeline.store.io.storage import Storage, StorageOptions, set_request_defaults
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
@@ -24,7 +21,7 @@ def test_settings_reach_tensorstore():
     assert spec["s3_request_retries"] == spec["gcs_request_retries"]
     assert {spec[f"{kind}_concurrency"]["limit"] for kind in ("gcs_request", "s3_request", "file_io")} == {7}
     assert spec["data_copy_concurrency"] == {"limit": 2}
-    assert storage.file_threads._max_workers == 7
+    assert storage.put_threads._max_workers == 7
     storage.write("key", b"value")
     assert Storage.open("memory://settings").read("key") == b"value"
 
@@ -145,12 +142,10 @@ def test_directories_are_synced_before_their_content_counts(tmp_path, monkeypatc
     monkeypatch.setattr("os.mkdir", lambda path, *mode: made.append(str(path)) or mkdir(path, *mode))
     root = tmp_path / "above" / "store"
     storage = Storage.open(root)
-    files = ShardFiles(root, ThreadPoolExecutor(1))
     storage.write("_commits/stream-00000/block-000000.json", b"x")
-    assert storage.write_if_absent("_claims/stream-00000.json", b"x")
-    open_or_create(storage, layout())
-    files.write("tokens/c/12/0", np.ones((4, 8), np.int32), (1, 8), 0).result()
-    files.write("embed/c/12/0/0", np.ones((4, 8, 2), np.int32), (1, 8, 2), 0).result()
+    assert storage.put("_leases/stream-00000.json", b"x")
+    create_arrays(storage, layout())
+    assert storage.put("tokens/c.12.0", b"x")
     directories = {path for path in (root, *root.rglob("*")) if path.is_dir()} | {root.parent}
     assert set(made) == set(map(str, directories))  # TensorStore makes no others
     for directory in directories:
@@ -166,9 +161,11 @@ def test_links_in_a_store_are_refused(tmp_path, link, target):
     file.parent.mkdir(parents=True)
     file.symlink_to(target)
     for root in (tmp_path / "store", tmp_path / "link"):
-        require_no_links(Storage.open(root).directory, ["zarr.json", "x/y/z"])
-        with pytest.raises(StoreInvalid, match="a/b/c is a symbolic link or in a linked directory"):
-            require_no_links(Storage.open(root).directory, ["zarr.json", "a/b/c"])
+        storage = Storage.open(root)
+        assert storage.read("zarr.json") is None
+        for use, *content in ((storage.read,), (storage.put, b"x"), (storage.write, b"x")):
+            with pytest.raises(StoreInvalid, match="a/b/c is a symbolic link or in a linked directory"):
+                use("a/b/c", *content)
 
 
 def test_objects_of_other_s3_services_have_s3_urls(monkeypatch):

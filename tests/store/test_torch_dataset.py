@@ -19,7 +19,7 @@ def tokens_of(batches) -> list[tuple[int, int]]:
 def test_a_data_loader_gets_whole_batches(tmp_path):
     copy_store(str(tmp_path))
     store = ActivationStore.open(tmp_path)
-    dataset = ActivationDataset(store, [(1, "resid_post"), (3, "resid_post")], 16, stack=True)
+    dataset = ActivationDataset(store, ["blocks.1.resid_post", "blocks.3.resid_post"], 16, stack=True)
     batches = list(DataLoader(dataset, batch_size=None))
     assert batches[0]["activations"].shape == (16, 2, 6)
     assert batches[0]["activations"].dtype == torch.bfloat16
@@ -30,7 +30,7 @@ def test_every_epoch_reads_the_commit_of_the_first(tmp_path, monkeypatch):
     copy_store(str(tmp_path / "store"))
     with hub_for_this_process(tmp_path, monkeypatch) as server:
         server.push("datasets/owner/acts", contents(tmp_path / "store"))
-        dataset = ActivationDataset("hf://datasets/owner/acts", (1, "resid_post"), 16)
+        dataset = ActivationDataset("hf://datasets/owner/acts", "blocks.1.resid_post", 16)
         server.push("datasets/owner/acts", {"zarr.json": b"{}"})
         assert tokens_of(dataset) == all_tokens()
 
@@ -38,13 +38,13 @@ def test_every_epoch_reads_the_commit_of_the_first(tmp_path, monkeypatch):
 def passes_of(path: Path, num_passes: int, workers: int) -> list[list[tuple[int, int]]]:
     """The tokens of each pass, from all workers, sorted."""
     store, options = ActivationStore.open(path), {"shuffle": True, "seed": 1, "framework": "torch", "world": workers}
-    readers = [store.batches((1, "resid_post"), 4, rank=rank, **options) for rank in range(workers)]
+    readers = [store.batches("blocks.1.resid_post", 4, rank=rank, **options) for rank in range(workers)]
     return [sorted(tokens_of(vars(batch) for reader in readers for batch in reader)) for _ in range(num_passes)]
 
 
 def test_every_iteration_is_another_pass_unless_the_epoch_is_set(tmp_path):
     copy_store(str(tmp_path))
-    dataset = ActivationDataset(tmp_path, (1, "resid_post"), 4, shuffle=True, seed=1)
+    dataset = ActivationDataset(tmp_path, "blocks.1.resid_post", 4, shuffle=True, seed=1)
     loader = DataLoader(dataset, batch_size=None)
     passes = [tokens_of(loader) for _ in range(3)]
     assert len({tuple(tokens) for tokens in passes}) == 3
@@ -57,7 +57,7 @@ def test_every_iteration_is_another_pass_unless_the_epoch_is_set(tmp_path):
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])  # starts four processes
 def test_workers_divide_the_store_and_agree_on_the_pass(tmp_path, persistent):
     copy_store(str(tmp_path))
-    dataset = ActivationDataset(tmp_path, (1, "resid_post"), 4, shuffle=True, seed=1)
+    dataset = ActivationDataset(tmp_path, "blocks.1.resid_post", 4, shuffle=True, seed=1)
     options = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": persistent}
     loader = DataLoader(dataset, batch_size=None, **options)
     expected = passes_of(tmp_path, 2, 2)
@@ -73,7 +73,7 @@ def test_workers_divide_the_store_and_agree_on_the_pass(tmp_path, persistent):
 def test_forked_workers_are_told_to_spawn(tmp_path):
     copy_store(str(tmp_path))
     loader = DataLoader(
-        ActivationDataset(tmp_path, (1, "resid_post"), 4),
+        ActivationDataset(tmp_path, "blocks.1.resid_post", 4),
         batch_size=None,
         num_workers=1,
         multiprocessing_context="fork",

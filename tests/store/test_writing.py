@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import tensorstore as ts
 import zarr
@@ -16,28 +16,25 @@ import zarr
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.arrays import set_rows
-from pipeline.store.format.block_table import TABLE_KEY, BlockTable, stream_table_key
-from pipeline.store.format.commits import read_stream_records
-from pipeline.store.format.layout import MAX_ROWS
+from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.metadata import read_metadata
-from pipeline.store.format.problems import Remedy
-from pipeline.store.format.statistics import statistics_key
-from pipeline.store.io.storage import Storage
+from pipeline.store.format.statistics import Statistics, statistics_key, token_statistics
+from pipeline.store.format.tables import table_key
+from pipeline.store.io.storage import NO_OBJECT, Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
+    CAPTURE,
     LENGTH,
     NUM_STREAMS,
-    ROWS,
     WIDTHS,
-    begin_block,
+    Block,
     blocks,
     commit_block,
     comparable_image,
     copy_store,
-    flip,
     layout,
     metadata,
+    read_image,
     stored_tokens,
     write_blocks,
     write_store,
@@ -53,6 +50,10 @@ def open_and_read(path: str) -> StoreWriter:
 
 def committed(writer: StoreWriter, stream: int) -> list[int]:
     return writer.streams[stream].table.column("block").tolist()
+
+
+def start_block(writer: StoreWriter, block: Block) -> Future[CommitRecord]:
+    return writer.start_block(block.record, block.arrays, block.table, lambda _: (None, {}))
 
 
 def attributes(path: str) -> dict:
@@ -82,19 +83,18 @@ def test_stored_arrays_equal_the_written_ones(store_path):
                 np.testing.assert_array_equal(stored, expected[rows])
 
 
-def test_a_finished_store_is_trimmed_to_its_last_row(store_path):
+def test_the_arrays_of_a_finished_store_end_with_its_last_row(store_path):
     writer = write_store(store_path, finish=False)
-    assert ActivationStore.open(store_path).arrays["tokens"].shape == (MAX_ROWS, LENGTH)
+    group = Storage.open(store_path)
+    assert json.loads(group.read("tokens/zarr.json"))["shape"] == [0, LENGTH]
     writer.finish()
     writer.finish()
     last = [list(blocks(stream))[-1].record for stream in range(NUM_STREAMS)]
     rows = max(layout().first_row(r.stream, r.block) + r.rows for r in last)
-    trimmed = ActivationStore.open(store_path).arrays
-    assert trimmed["tokens"].shape == (rows, LENGTH)
-    assert {name: trimmed[name].shape for name in WIDTHS} == {n: (rows, LENGTH, w) for n, w in WIDTHS.items()}
+    shapes = {name: json.loads(group.read(f"{name}/zarr.json"))["shape"] for name in ("tokens", *WIDTHS)}
+    assert shapes == {"tokens": [rows, LENGTH]} | {name: [rows, LENGTH, width] for name, width in WIDTHS.items()}
     assert writer.complete
     assert attributes(store_path)["complete"] is True
-    assert attributes(store_path)["blocks"] == [len(list(blocks(stream))) for stream in range(NUM_STREAMS)]
 
 
 def test_every_block_of_an_array_is_one_object(store_path):
@@ -102,8 +102,8 @@ def test_every_block_of_an_array_is_one_object(store_path):
     storage = Storage.open(store_path)
     shards = [layout().shard_index(s, b.record.block) for s in range(NUM_STREAMS) for b in blocks(s)]
     for spec in layout().all_arrays:
-        zeros = "/0" * (len(spec.dimension_names) - 1)
-        assert storage.list_keys(f"{spec.name}/c/") == sorted(f"{spec.name}/c/{shard}{zeros}" for shard in shards)
+        zeros = ".0" * (len(spec.dimension_names) - 1)
+        assert storage.list_keys(f"{spec.name}/c.") == sorted(f"{spec.name}/c.{shard}{zeros}" for shard in shards)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -113,26 +113,6 @@ def test_two_stores_have_the_same_bytes(tmp_path, compression):
     a, b = comparable_image(str(tmp_path / "a")), comparable_image(str(tmp_path / "b"))
     assert a == b
     assert len(a) > 40
-
-
-def test_an_interrupted_store_ends_with_the_same_bytes(tmp_path):
-    """Interrupted after any number of blocks, with the next block's objects written but not committed."""
-    write_store(str(tmp_path / "whole"))
-    expected = comparable_image(str(tmp_path / "whole"))
-    everything = [block for stream in range(NUM_STREAMS) for block in blocks(stream)]
-    for done in range(len(everything)):
-        path = str(tmp_path / f"interrupted{done}")
-        writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
-        for block in everything[:done]:
-            commit_block(writer, block)
-        pending = begin_block(writer, everything[done])
-        for future in pending.futures.values():
-            future.result()
-        del writer
-        assert verify_store(path) == []
-        assert ActivationStore.open(path).num_tokens == sum(block.record.tokens for block in everything[:done])
-        write_store(path)
-        assert comparable_image(path) == expected
 
 
 def test_a_store_whose_creation_was_interrupted_is_healed(store_path):
@@ -146,46 +126,153 @@ def test_a_store_whose_creation_was_interrupted_is_healed(store_path):
     assert comparable_image(store_path + "-new") == expected
 
 
-def test_several_blocks_of_a_stream_may_be_in_progress(store_path):
+def test_blocks_of_a_stream_are_committed_in_order(store_path):
+    """Also those that are written at once; their records repeat the counts of earlier ones."""
     writer = StoreWriter.open(store_path, metadata(), layout())
     expected = list(blocks(0))
     assert len(expected) >= 3
-    pending = [begin_block(writer, b) for b in expected]
-    with pytest.raises(ValueError, match="1 is not the next"):
-        writer.commit(pending[1], expected[1].record)
-    for p, block in zip(pending, expected, strict=True):
-        writer.commit(p, block.record)
-        assert p.done
-    bare = [
-        replace(record, table_sha256="", digests={}, blocks_before="")
-        for record in read_stream_records(writer.storage, 0)
+    records = [written.result() for written in [start_block(writer, block) for block in expected]]
+    assert [replace(r, digests={}, documents_sha256="", recent=(), written_by="") for r in records] == [
+        block.record for block in expected
     ]
-    assert bare == [block.record for block in expected]
     again = StoreWriter.open(store_path, metadata(), layout())
-    assert committed(again, 0) == committed(writer, 0)
-    assert again.streams[0].last == writer.streams[0].last
+    assert committed(again, 0) == committed(writer, 0) == list(range(len(expected)))
+    assert again.streams[0].last == records[-1]
+    with pytest.raises(ValueError, match="0 blocks; 1 is not the next"):
+        commit_block(writer, list(blocks(1))[1])
 
 
-def test_a_record_written_by_another_run_stays(store_path):
-    """The same content is accepted, other content is refused, also if a truncated block is to be extended."""
-    first, *_ = blocks(0)
-    [*_, cut] = blocks(0, max_rows=ROWS - 1)
-    a, b, late = (open_and_read(store_path) for _ in range(3))
-    for writer in (a, b):
-        commit_block(writer, first)
-    pending = begin_block(late, cut)
-    with pytest.raises(StoreError, match="another run on this store has written .*block-000000.json"):
-        late.commit(pending, cut.record)
-    assert late.streams.read_again(0).last == a.streams[0].last == b.streams[0].last
+def test_no_block_follows_one_that_failed(store_path):
+    writer = StoreWriter.open(store_path, metadata(), layout())
+    first, second, *_ = blocks(0)
+    Storage.open(store_path).write(table_key(0, 0), b"damaged")
+    written = [start_block(writer, block) for block in (first, second)]
+    for future in written:
+        with pytest.raises(StoreInvalid, match="block-000000.parquet cannot be read"):
+            future.result()
+    assert committed(StoreWriter.open(store_path, metadata(), layout()), 0) == []
 
-    c = StoreWriter.open(store_path, metadata(), layout())
-    commit_block(c, next(blocks(1, max_rows=ROWS - 1)))
-    d = open_and_read(store_path)
-    whole = next(blocks(1))
-    commit_block(c, whole)
-    with pytest.raises(StoreError, match="was replaced by another run"):
-        d.begin_block(1, 0, whole.arrays)
-    assert d.streams.read_again(1).last == c.streams[1].last
+
+NAME = "blocks.1.resid_post"
+
+
+def with_other_values(block: Block) -> Block:
+    """The same block as another kind of hardware computes it."""
+    return replace(block, arrays=block.arrays | {NAME: block.arrays[NAME] * 2})
+
+
+def statistics_of(block: Block) -> dict[str, Statistics]:
+    valid = block.arrays["segments"] > 0
+    return {name: token_statistics(block.arrays[name][valid].astype(np.float32)) for name in WIDTHS}
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_values_that_another_run_has_written_are_adopted(store_path, compression):
+    """Whether it was killed before its record, or committed the block."""
+    store, capture = {"compression": compression}, CAPTURE | {"statistics": True}
+    first, second, third, *_ = blocks(0)
+    for is_committed in (False, True):
+        path = f"{store_path}-{is_committed}"
+        writers = [
+            StoreWriter.open(path, metadata(store=store, capture=capture), layout(compression)) for _ in range(2)
+        ]
+        other = with_other_values(first)
+        record = commit_block(writers[0], other, statistics_of(other))
+        if not is_committed:
+            for key in (record.key, statistics_key(0, 0)):
+                writers[0].storage.write(key, None)
+        adopted = []
+
+        def summarise(names, adopted=adopted, first=first):
+            adopted.extend(names)
+            return statistics_of(first), {}
+
+        again = writers[1].start_block(first.record, first.arrays, first.table, summarise).result()
+        assert adopted == [NAME]
+        np.testing.assert_array_equal(first.arrays[NAME], other.arrays[NAME])
+        assert again.is_same_block(record)
+        assert (again == record) == is_committed
+        for block in (second, third):
+            commit_block(writers[1], block, statistics_of(block))
+        first = next(blocks(0))
+
+
+@pytest.mark.parametrize("differing", ["tokens", "documents", "table", "record"])
+def test_other_tokens_under_one_key_are_refused(store_path, differing):
+    block = next(blocks(0))
+    record = commit_block(StoreWriter.open(store_path, metadata(), layout()), block)
+    before = read_image(store_path)
+    if differing == "table":
+        block = replace(block, table=block.table.set_column(0, "document", pa.array([7] * block.table.num_rows)))
+    elif differing == "record":
+        block = replace(block, record=replace(block.record, exhausted=True))
+    else:
+        block.arrays[differing][0, 0] += 1
+    with pytest.raises(StoreError, match=r"another run has written with different content.*verify\.repair=true"):
+        commit_block(StoreWriter.open(store_path, metadata(), layout()), block)
+    assert read_image(store_path) == before
+    assert StoreWriter.open(store_path, metadata(), layout()).streams[0].last == record
+
+
+def test_an_interrupted_block_is_completed(tmp_path):
+    """Whichever of its objects a killed run has written."""
+    write_store(str(tmp_path / "whole"))
+    expected = comparable_image(str(tmp_path / "whole"))
+    first = next(blocks(0))
+    keys = [layout().shard_key(spec, 0, 0) for spec in layout().all_arrays] + [table_key(0, 0)]
+    for written in range(len(keys) + 1):
+        path = str(tmp_path / f"interrupted{written}")
+        writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
+        for key in keys[:written]:
+            writer.storage.write(key, expected[key])
+        assert verify_store(path) == []
+        assert ActivationStore.open(path).num_tokens == 0
+        write_store(path)
+        assert comparable_image(path) == expected, first.record.key
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda arrays: arrays.pop("embed"), "a block needs the arrays"),
+        (lambda arrays: arrays.update(tokens=arrays["tokens"][:2]), "a block needs the arrays"),
+        (lambda arrays: arrays.update(tokens=arrays["tokens"].astype(np.int64)), "a block needs the arrays"),
+    ],
+)
+def test_wrong_arrays_are_refused(tmp_path, edit, message):
+    writer, example = StoreWriter.open(str(tmp_path), metadata(), layout()), next(blocks(0))
+    edit(example.arrays)
+    with pytest.raises(ValueError, match=message):
+        start_block(writer, example)
+
+
+def test_a_complete_store_must_be_reopened(tmp_path):
+    writer = write_store(str(tmp_path))
+    with pytest.raises(ValueError, match="reopen"):
+        start_block(writer, next(blocks(0)))
+
+
+class Deaf(Storage):
+    """Storage that ignores a condition of writes, as some servers do."""
+
+    ignored = b""
+
+    def put(self, key, *parts):
+        return self.write(key, b"".join(parts)) is None if self.ignored == NO_OBJECT else super().put(key, *parts)
+
+    def write_if_unchanged(self, key, value, generation):
+        return super().write(key, value) or b"1" if self.ignored else super().write_if_unchanged(key, value, generation)
+
+
+@pytest.mark.parametrize("ignored", [NO_OBJECT, b"if-equal"])
+def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypatch):
+    """Unless the user says that no other process writes."""
+    monkeypatch.setattr(Deaf, "ignored", ignored)
+    arguments = Deaf.open(f"memory://{tmp_path}"), metadata(), layout()
+    with pytest.raises(StoreInvalid, match=r"ignores the condition if-.*run\.exclusive=true"):
+        StoreWriter.open_or_plan(*arguments)
+    assert StoreWriter.open_or_plan(*arguments, exclusive=True)
+    assert arguments[0].list_keys() == []
 
 
 def test_changing_the_callers_arrays_after_a_commit_changes_nothing(store_path):
@@ -210,213 +297,24 @@ def test_another_configuration_is_refused_by_key(store_path):
 
 def test_an_extended_store_equals_one_that_was_never_truncated(tmp_path):
     path, whole = str(tmp_path / "extended"), str(tmp_path / "whole")
-    max_rows = ROWS + 2
-    write_store(path, max_rows=max_rows)
+    max_blocks = 1
+    write_store(path, max_blocks=max_blocks)
     short = ActivationStore.open(path)
     assert short.complete
-    assert short.num_tokens == stored_tokens(max_rows) == NUM_STREAMS * max_rows * LENGTH
+    assert short.num_tokens == stored_tokens(max_blocks)
     assert verify_store(path) == []
     write_store(path)
     write_store(whole)
-    assert comparable_image(path) == comparable_image(whole)
+    extended, expected = comparable_image(path), comparable_image(whole)
+    earlier = {key for key in extended.keys() - expected.keys() if key.startswith("_summary/blocks-")}
+    assert len(earlier) == 1  # which a reader may have opened
+    assert {key: content for key, content in extended.items() if key not in earlier} == expected
     assert verify_store(path) == []
-
-
-def test_a_store_whose_completion_was_interrupted_is_healed(store_path):
-    """An interrupted completion or reopening leaves it marked complete with untrimmed arrays."""
-    copy_store(store_path, max_rows=ROWS + 2)
-    names = [spec.name for spec in layout().all_arrays]
-    set_rows(Storage.open(store_path), names, MAX_ROWS)
-    assert verify_store(store_path)
-    StoreWriter.open(store_path, metadata(), layout()).finish()
-    assert verify_store(store_path) == []
-    set_rows(Storage.open(store_path), names, MAX_ROWS)
-    write_store(store_path)
-    assert verify_store(store_path) == []
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-
-
-@contextmanager
-def stopped_after(writes: int) -> Iterator[list[str]]:
-    """Allows `writes` writes or deletions of objects; the next one raises, as if the process had been killed.
-
-    Yields the keys that were written.
-    """
-    done: list[str] = []
-
-    def counted(write: Callable) -> Callable:
-        def write_counted(storage: Storage, key: str, *arguments: bytes | None) -> bytes | None:
-            if len(done) == writes:
-                raise KeyboardInterrupt
-            result = write(storage, key, *arguments)
-            done.append(key)
-            return result
-
-        return write_counted
-
-    with pytest.MonkeyPatch.context() as patch:
-        for method in ("write", "write_if_unchanged"):
-            patch.setattr(Storage, method, counted(getattr(Storage, method)))
-        yield done
-
-
-NUM_ARRAYS = len(layout().all_arrays)
-
-
-@pytest.mark.parametrize("store_path", ["memory"], indirect=True)
-@pytest.mark.parametrize("longer", [False, True])
-@pytest.mark.parametrize(
-    ("call", "writes"),
-    [("finish", writes) for writes in range(NUM_ARRAYS + 2)] + [("reopen", writes) for writes in range(NUM_ARRAYS + 1)],
-)
-def test_finish_and_reopen_may_be_interrupted_between_any_two_writes(store_path, call, writes, longer):
-    """The block table, the root and each array's zarr.json are written one after the other."""
-    max_rows = ROWS + 2
-    copy_store(store_path, finish=call == "reopen", max_rows=max_rows)
-    writer = StoreWriter.open(store_path, metadata(), layout())
-    with stopped_after(writes) as done, pytest.raises(KeyboardInterrupt):
-        getattr(writer, call)()
-    assert len(done) == writes
-    problems = verify_store(store_path)
-    wrong = {f"{spec.name}/zarr.json" for spec in layout().all_arrays}
-    if call == "finish":
-        wrong = wrong - set(done) if "zarr.json" in done else set()
-    else:
-        wrong &= set(done)
-    assert {problem.where for problem in problems} == wrong
-    assert all("the last committed row is" in problem.what for problem in problems)
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens(max_rows)
-    write_store(store_path, max_rows=None if longer else max_rows)
-    assert verify_store(store_path) == []
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens(None if longer else max_rows)
-
-
-def delete_table(path: str, key: str) -> None:
-    Storage.open(path).write(key, None)
-
-
-def damage_table(path: str, key: str) -> None:
-    flip(path, key, -50)
-
-
-def write_shorter_table(path: str, key: str) -> None:
-    """As if two processes finished the store and the slower one had seen fewer blocks."""
-    table = BlockTable.decode(Storage.open(path).read(key))
-    Storage.open(path).write(key, table[:-1].encode())
-
-
-@pytest.mark.parametrize("spoil", [delete_table, damage_table, write_shorter_table])
-def test_a_block_table_that_does_not_match_the_root_is_not_used(store_path, spoil):
-    copy_store(store_path)
-    expected = comparable_image(store_path)
-    spoil(store_path, TABLE_KEY)
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-    assert [(problem.where, problem.remedy) for problem in verify_store(store_path)] == [(TABLE_KEY, Remedy.tabulate)]
-    StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout()).finish()
-    assert comparable_image(store_path) == expected
-
-
-@pytest.mark.parametrize("spoil", [delete_table, damage_table, write_shorter_table])
-def test_the_block_table_of_a_stream_only_saves_requests(store_path, spoil):
-    write_store(store_path, finish=False)
-    expected = [block.record.block for block in blocks(0)]
-    spoil(store_path, stream_table_key(0))
-    problems = [(problem.where, problem.remedy) for problem in verify_store(store_path)]
-    assert problems == ([(stream_table_key(0), Remedy.tabulate)] if spoil is damage_table else [])
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-    assert committed(StoreWriter.open(store_path, metadata(), layout()), 0) == expected
-    write_store(store_path)
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-
-
-def test_the_block_table_of_another_stream_is_not_used(store_path):
-    write_store(store_path, finish=False)
-    storage = Storage.open(store_path)
-    storage.write(stream_table_key(0), storage.read(stream_table_key(1)))
-    assert [problem.where for problem in verify_store(store_path)] == [stream_table_key(0)]
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-    writer = StoreWriter.open(store_path, metadata(), layout())
-    assert set(writer.streams[0].table.column("stream")) == {0}
-
-
-def test_a_run_trusts_the_records_and_not_the_block_tables(store_path):
-    """A user deleted only records, as pipeline.verify says for repairing a store."""
-    copy_store(store_path)
-    expected = comparable_image(store_path)
-    for block in list(blocks(0))[1:]:
-        Storage.open(store_path).write(block.record.key, None)
-    assert TABLE_KEY in {problem.where for problem in verify_store(store_path)}
-    writer = StoreWriter.open(store_path, metadata(store={"compression": "none"}), layout())
-    assert committed(writer, 0) == [0]
-    write_store(store_path)
-    assert comparable_image(store_path) == expected
-
-
-def test_the_block_table_is_not_used_while_a_store_is_extended(store_path):
-    write_store(store_path, max_rows=ROWS)
-    write_store(store_path, finish=False)
-    assert Storage.open(store_path).read(TABLE_KEY) is not None
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-    assert verify_store(store_path) == []
-
-
-def test_objects_of_a_killed_longer_run_are_reported_in_a_finished_store(store_path):
-    """Its second block was written but not committed when a shorter run finished the store."""
-    write_store(store_path, finish=False, max_rows=ROWS)
-    writer = StoreWriter.open(store_path, metadata(), layout())
-    write_blocks(writer, 0)
-    killed = list(blocks(1))[1]
-    for future in begin_block(writer, killed).futures.values():
-        future.result()
-    writer.storage.write(statistics_key(1, 1), b"left")
-    assert verify_store(store_path) == []
-    StoreWriter.open(store_path, metadata(), layout()).finish()
-    left = {layout().shard_key(spec, 1, 1) for spec in layout().all_arrays}
-    problems = verify_store(store_path)
-    assert {problem.where for problem in problems} == left | {
-        f"{folder}/stream-00001/block-000001.parquet" for folder in ("_documents", "_stats")
-    }
-    assert {problem.remedy for problem in problems} == {Remedy.discard}
-    rows = ActivationStore.open(store_path).rows
-    assert not np.isin(np.arange(ROWS) + layout().first_row(1, 1), rows).any()
-    for problem in problems:
-        Storage.open(store_path).write(problem.where, None)
-    assert verify_store(store_path) == []
-    write_store(store_path)
-    assert verify_store(store_path) == []
-
-
-def test_finishing_does_not_disturb_a_worker_that_still_writes(store_path):
-    """As if one of two workers had a larger `run.max_tokens`."""
-    shorter, longer = (StoreWriter.open(store_path, metadata(), layout()) for _ in range(2))
-    write_blocks(shorter, 0, max_rows=ROWS)
-    write_blocks(longer, 1, max_rows=ROWS)
-    block = list(blocks(1))[1]
-    pending = begin_block(longer, block)
-    for future in pending.futures.values():
-        future.result()
-    shorter.finish()
-    longer.commit(pending, block.record)
-    longer.finish()
-    assert verify_store(store_path) == []
-    assert len(ActivationStore.open(store_path).rows) == ROWS + ROWS + block.record.rows
-
-
-def test_a_truncated_block_leaves_the_store_while_it_is_rewritten(store_path):
-    copy_store(store_path, max_rows=ROWS + 2)
-    writer = StoreWriter.open(store_path, metadata(), layout())
-    writer.reopen()
-    longer = list(blocks(0))[1]
-    pending = begin_block(writer, longer)
-    assert committed(StoreWriter.open(store_path, metadata(), layout()), 0) == [0]
-    assert verify_store(store_path) == []
-    writer.commit(pending, longer.record)
-    assert verify_store(store_path) == []
 
 
 def test_two_writers_share_a_store(store_path):
     """Like two processes: each writes its own streams, both reopen and finish."""
-    copy_store(store_path, max_rows=ROWS)
+    copy_store(store_path, max_blocks=1)
     writers = [open_and_read(store_path) for _ in range(2)]
     for stream, writer in enumerate(writers):
         writer.reopen()
@@ -430,54 +328,6 @@ def test_two_writers_share_a_store(store_path):
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
 
 
-@pytest.mark.parametrize(
-    ("stream", "block", "edit", "message"),
-    [
-        (0, 0, lambda arrays: arrays.pop("embed"), "a block needs the arrays"),
-        (0, 0, lambda arrays: arrays.update(tokens=arrays["tokens"][:2]), "a block needs the arrays"),
-        (0, 0, lambda arrays: arrays.update(tokens=arrays["tokens"].astype(np.int64)), "a block needs the arrays"),
-        (1, 0, lambda arrays: None, "is committed, and was not truncated"),
-    ],
-)
-def test_wrong_arrays_and_committed_blocks_are_refused(tmp_path, stream, block, edit, message):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
-    write_blocks(writer, 1)
-    example = next(blocks(stream))
-    edit(example.arrays)
-    with pytest.raises(ValueError, match=message):
-        writer.begin_block(stream, block, example.arrays)
-
-
-def test_a_block_is_not_committed_without_its_tables(tmp_path):
-    writer, block = StoreWriter.open(str(tmp_path), metadata(), layout()), next(blocks(0))
-    pending = writer.begin_block(0, 0, block.arrays)
-    with pytest.raises(ValueError, match="needs its tables"):
-        writer.commit(pending, block.record)
-    writer.commit(writer.write_tables(pending, block.table), block.record)
-    assert committed(writer, 0) == [0]
-
-
-def test_a_complete_store_must_be_reopened(tmp_path):
-    writer = write_store(str(tmp_path))
-    example = next(blocks(0))
-    with pytest.raises(ValueError, match="reopen"):
-        writer.begin_block(0, 0, example.arrays)
-
-
-def test_metrics_are_written(store_path):
-    writer = StoreWriter.open(store_path, metadata(), layout())
-    writer.write_metrics("process-0.jsonl", b"{}\n")
-    assert Storage.open(store_path).read("_metrics/process-0.jsonl") == b"{}\n"
-
-
-def test_metrics_that_cannot_be_written_are_a_store_error(tmp_path):
-    writer = StoreWriter.open(str(tmp_path), metadata(), layout())
-    (tmp_path / "_metrics").write_bytes(b"")
-    with pytest.raises(StoreError, match="_metrics/process-0"):
-        writer.write_metrics("process-0.jsonl", b"{}\n")
-    assert verify_store(str(tmp_path)) == []
-
-
 def test_zarr_python_and_tensorstore_read_the_store_without_the_package(tmp_path):
     path = str(tmp_path / "store")
     write_store(path)
@@ -488,10 +338,10 @@ def test_zarr_python_and_tensorstore_read_the_store_without_the_package(tmp_path
         other = group[spec.name]
         assert other.metadata.dimension_names == spec.dimension_names
         assert other.shards == layout().shard_shape(spec)
-        np.testing.assert_array_equal(other[...], stored)
+        np.testing.assert_array_equal(other[...], stored[: other.shape[0]])
         storage = {"driver": "file", "path": f"{path}/{spec.name}/"}
         alone = ts.open({"driver": "zarr3", "kvstore": storage}).result()
-        np.testing.assert_array_equal(alone[...].read().result(), stored)
+        np.testing.assert_array_equal(alone[...].read().result(), stored[: other.shape[0]])
     assert group.attrs["activation_store"]["complete"] is True
 
 
@@ -519,31 +369,6 @@ def test_a_path_below_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(StoreInvalid, match=r"hoose a different store\.path"):
         StoreWriter.open(str(tmp_path / "file" / "store"), metadata(), layout())
-
-
-@pytest.mark.parametrize("part", ["", '"d":4'])
-def test_deeply_nested_metadata_does_not_reach_tensorstore(store_path, part):
-    """TensorStore parses and compares it recursively: 200,000 levels crash the process, 3,000 do not."""
-    write_store(store_path, finish=False)
-    storage, key, deep = Storage.open(store_path), "embed/zarr.json", b"[" * 3000 + b"]" * 3000
-    sound = storage.read(key)
-    edited = sound.replace(part.encode(), b'"d":' + deep) if part else deep
-    assert edited != sound
-    storage.write(key, edited)
-    with pytest.raises(StoreInvalid, match=r"embed/zarr\.json is JSON nested") as caught:
-        StoreWriter.open(store_path, metadata(), layout())
-    assert len(str(caught.value)) < 400
-
-
-def test_an_array_of_another_dtype_is_refused(tmp_path):
-    write_store(str(tmp_path))
-    zarr_json = tmp_path / "embed" / "zarr.json"
-    zarr_json.write_text(zarr_json.read_text().replace("bfloat16", "float32"))
-    with pytest.raises(StoreInvalid, match=r"delete its zarr\.json \(the next run writes a new one"):
-        StoreWriter.open(str(tmp_path), metadata(), layout())
-    zarr_json.unlink()
-    write_store(str(tmp_path))
-    assert verify_store(str(tmp_path)) == []
 
 
 @pytest.mark.parametrize("path", [Path("~/stores/a"), "~/stores/a", Path("stores/a"), "stores/a/"])

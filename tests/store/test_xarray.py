@@ -27,10 +27,10 @@ def test_xarray_reads_a_store_block_by_block(path):
     assert activations.data.chunks[0][0] == ROWS
     rows = activations.isel(row=store.rows).load()
     assert rows.dtype == "bfloat16"
-    np.testing.assert_array_equal(rows, store.read(1, "resid_post", store.rows))
+    np.testing.assert_array_equal(rows, store.read("blocks.1.resid_post", store.rows))
     valid = store.read_tokens(store.rows).segments > 0
     of_dask = activations.astype("float32").where(opened["segments"] > 0).mean(("row", "position")).compute()
-    of_numpy = store.read(1, "resid_post", store.rows, dtype=np.float32)[valid].mean(axis=0)
+    of_numpy = store.read("blocks.1.resid_post", store.rows, dtype=np.float32)[valid].mean(axis=0)
     np.testing.assert_allclose(of_dask, of_numpy, rtol=1e-6)
 
 

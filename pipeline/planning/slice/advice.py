@@ -29,7 +29,7 @@ def advise(
 
     `shard_bytes` is the size of the largest store shard, `tokens_per_chip` the tokens of a step on one chip.
     """
-    yield from _advise_on_data(config, tpu_slice.num_hosts * config.run.worker_count)
+    yield from _advise_on_data(config, tpu_slice.num_hosts)
     is_of_shard_mib = 2 * shard_bytes > config.store.shard_mib * MIB  # and not smaller for a small run.max_tokens
     if "://" in config.store.path and shard_bytes < _MIN_REMOTE_SHARD and is_of_shard_mib:
         yield (

@@ -180,14 +180,12 @@ def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
 
 def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
     """The plan of the first process. The data is not opened; it is assumed to have enough source shards."""
-    num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts * config.run.worker_count)
+    num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts)
     topology = Topology(
         devices=tpu_slice.num_chips,
         device_bytes=unreserved(tpu_slice.chip.hbm_bytes, config.run),
         host_memory=int(tpu_slice.host_memory_bytes),
         processes=tpu_slice.num_hosts,
-        workers=config.run.worker_count,
-        worker=config.run.worker_index,
     )
     encoders = tuple(encoder.spec for encoder in open_encoders(config.capture, model))
     return make_plan(config, model, num_source_shards, topology, encoders=encoders)

@@ -1,129 +1,132 @@
-"""Shell commands to repair a store: they delete objects that the next run writes again."""
+"""Removes what is damaged from a store, so that the job's command computes it again."""
 
+import os
 import re
-import shlex
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import count
 
-from pipeline.store.format.commits import COMMITS_PREFIX, parse_commit_key
+from pipeline.core.errors import StoreError
+from pipeline.store.check.ahead import map_ahead
+from pipeline.store.format.commits import COMMITS_PREFIX, commit_key, parse_commit_key
 from pipeline.store.format.keys import stream_prefix
-from pipeline.store.format.problems import Problem, Remedy
-from pipeline.store.format.statistics import MERGED_PREFIX
-from pipeline.store.generated.group_keys import GENERATED_PREFIX
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, change_root
+from pipeline.store.io.directories import sync_directory
+from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage
 
-_BLOCK = re.compile(r"_.*/stream-(\d{5,12})/block-(\d{6,12})\.\w+")
-_SHARD = re.compile(r"[^/]+/c/(\d{1,18})(?:/0)*")
-_GROUP = re.compile(r"_generated/stream-(\d{5,12})/(?:group-(\d{6,12})\.parquet)?")
-_MOST_LINES = 20
-
-# For these, the objects that have the problem are deleted.
-_DELETED_REMEDIES = (
-    Remedy.rewrite_array,
-    Remedy.tabulate,
-    Remedy.index_again,
-    Remedy.discard,
-    Remedy.regenerate_kept,
-)
-_COMMANDS = {"gs://": "gcloud storage rm", "s3://": "aws s3 rm"}
-_RECURSIVE_COMMANDS = {"gs://": "gcloud storage rm --recursive", "s3://": "aws s3 rm --recursive"}
+_LEASES_PREFIX = "_leases/"
+_LEASE_S, _MAX_LEASE_S = 60.0, 600.0  # how long to wait if the root does not say it, and at most
+_DELETIONS_AT_ONCE = 16
+_GROUP = re.compile(r"_generated/stream-\d{5,12}/group-(\d{6,12})\..*")
 
 
-def repair_steps(storage: Storage, num_streams: int | None, problems: Sequence[Problem]) -> Iterator[str]:
-    """The remedies of the problems, one line each, followed by indented commands that delete objects. Does not delete
-    anything itself.
+class Quiet:
+    """Notices jobs that write to a store while it is examined and repaired, by their leases."""
 
-    num_streams: the store's; None if its root cannot be read.
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._leases = self._read()
+
+    def require(self, root: StoreRoot) -> None:
+        """Raises StoreError if a lease has changed since this object was made. If there are leases, first waits for as
+        long as a job may leave one unchanged."""
+        if self._leases:
+            config = root.metadata.config.get("run")
+            lease_s = config.get("lease_s") if isinstance(config, dict) else None
+            time.sleep(min(lease_s, _MAX_LEASE_S) if isinstance(lease_s, int | float) and lease_s > 0 else _LEASE_S)
+        if self._read() != self._leases:
+            raise StoreError(
+                f"a job writes to {self._storage.path}: its leases changed. Nothing was removed. Stop the job, then "
+                "run the same command again."
+            )
+
+    def _read(self) -> dict[str, bytes | None]:
+        keys = self._storage.list_keys(_LEASES_PREFIX)
+        return dict(zip(keys, self._storage.read_many(keys), strict=True))
+
+
+def repair(storage: Storage, problems: Iterable[Problem]) -> tuple[int, int]:
+    """Removes the objects that have these problems, as `Remedy` says. Returns how many commit records and how many
+    other objects it removed.
+
+    The root is changed first, then records are deleted, the last of each stream first, so that an interrupted repair
+    leaves a store without a summary and with fewer blocks. Sound objects of these blocks stay. Raises StoreError.
     """
-    for remedy in dict.fromkeys(problem.remedy for problem in problems):
-        keys = [problem.where for problem in problems if problem.remedy is remedy]
-        commands: list[str] = []
-        if remedy is Remedy.recompute and num_streams is not None:
-            commands = _delete_records(storage, num_streams, keys)
-        elif remedy is Remedy.regenerate:
-            commands = _delete_groups(storage, keys)
-        elif remedy is Remedy.merge_again:
-            commands = [_command(storage, MERGED_PREFIX, recursive=True)]
-        elif remedy in _DELETED_REMEDIES:
-            commands = [_command(storage, key) for key in dict.fromkeys(keys) if "/" in key]  # the root is in no folder
-        yield Remedy.rerun_missing if remedy is Remedy.recompute and not commands else remedy
-        shown = commands[:_MOST_LINES] if remedy in _DELETED_REMEDIES else commands
-        yield from (f"    {command}" for command in shown)
-        if len(shown) < len(commands):
-            yield f"    ... and {len(commands) - len(shown)} more: all that are named above"
-
-
-def _delete_records(storage: Storage, num_streams: int, keys: Sequence[str]) -> list[str]:
-    """Commands to delete the records of the blocks to which `keys` belong, and of all later blocks of their streams."""
+    problems = [problem for problem in problems if problem.remedy.is_repair]
     first_blocks: dict[int, int] = {}
-    others: list[str] = []
-    for key in keys:
-        stream_and_block = _stream_and_block(key, num_streams)
-        if stream_and_block is not None and stream_and_block[0] < num_streams:
-            stream, block = stream_and_block
+    for problem in problems:
+        if problem.remedy is Remedy.recompute:
+            stream, block = problem.block
             first_blocks[stream] = min(block, first_blocks.get(stream, block))
-        elif record := parse_commit_key(key):  # of a stream that the store does not have, of which one record is named
-            others.append(stream_prefix(COMMITS_PREFIX, record[0]))
-        elif key.startswith(COMMITS_PREFIX) and "." in key:  # among the records, but not a record of a stream
-            others.append(key)
-    commands = [_command(storage, key, recursive=key.endswith("/")) for key in dict.fromkeys(others)]
-    for stream, first in sorted(first_blocks.items()):
-        parsed = filter(None, map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))))
-        blocks = sorted(block for _, block in parsed if block >= first)
-        commands += _numbered(storage, f"{stream_prefix(COMMITS_PREFIX, stream)}block-", blocks, ".json")
-    return commands
+    doomed = [problem for problem in problems if not _is_to_be_adopted(problem, first_blocks)]
+    objects = list(dict.fromkeys(key for problem in doomed for key in _damaged_objects(storage, problem)))
+    _require_own(storage, objects)
+    remedies = {problem.remedy for problem in problems}
+    if remedies & {Remedy.recompute, Remedy.summarise}:
+        change_root(storage, lambda root: replace(root, complete=False, summary=None))
+    elif Remedy.recreate in remedies:
+        change_root(storage, lambda root: replace(root, complete=False))
+
+    def delete_records(stream: int) -> int:
+        keys = storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
+        blocks = sorted(parsed[1] for parsed in map(parse_commit_key, keys) if parsed)
+        later = [commit_key(stream, block) for block in blocks if block >= first_blocks[stream]]
+        for key in reversed(later):
+            _delete(storage, key)
+        return len(later)
+
+    num_records = sum(map_ahead(delete_records, sorted(first_blocks), _DELETIONS_AT_ONCE))
+    deque(map_ahead(partial(_delete, storage), objects, _DELETIONS_AT_ONCE), maxlen=0)
+    return num_records, len(objects)
 
 
-def _stream_and_block(key: str, num_streams: int) -> tuple[int, int] | None:
-    """The stream and block of an object; None if it belongs to no block."""
-    if match := _BLOCK.fullmatch(key):
-        return int(match[1]), int(match[2])
-    if match := _SHARD.fullmatch(key):
-        block, stream = divmod(int(match[1]), num_streams)
-        return stream, block
-    return None
+def _is_to_be_adopted(problem: Problem, first_blocks: Mapping[int, int]) -> bool:
+    """Whether the problem is an object of a block that lost its record."""
+    if problem.remedy is not Remedy.discard or problem.block is None:
+        return False
+    stream, block = problem.block
+    return stream in first_blocks and block >= first_blocks[stream]
 
 
-def _delete_groups(storage: Storage, keys: Sequence[str]) -> list[str]:
-    """Commands to delete the groups with these keys, and all later groups of their streams."""
-    commands = []
-    damaged = [match for match in map(_GROUP.fullmatch, keys) if match]
-    for stream in sorted({int(match[1]) for match in damaged}):
-        prefix = stream_prefix(GENERATED_PREFIX, stream)
-        stored = [match for match in map(_GROUP.fullmatch, storage.list_keys(prefix)) if match and match[2]]
-        indices = sorted(int(match[2]) for match in stored)
-        gap = next((k for k, index in enumerate(indices) if index != k), len(indices))
-        first = min([gap, *(int(match[2]) for match in damaged if int(match[1]) == stream and match[2])])
-        later = [index for index in indices if index >= first]
-        commands += _numbered(storage, f"{prefix}group-", later, ".parquet")
-    return commands
+def _damaged_objects(storage: Storage, problem: Problem) -> Iterator[str]:
+    """The objects to delete because of a problem, besides commit records."""
+    if problem.remedy is Remedy.regenerate:
+        yield from _later_groups(storage, problem.where)
+        return
+    is_record = problem.remedy is Remedy.recompute and parse_commit_key(problem.where) is not None
+    if not is_record and problem.where != ROOT_KEY:  # the latter: the root lacks a summary
+        yield problem.where
 
 
-def _numbered(storage: Storage, prefix: str, numbers: Sequence[int], suffix: str) -> list[str]:
-    """Commands to delete objects with these ascending numbers in their keys: one per run of consecutive numbers, with
-    the shell's braces."""
-    # In one pair of braces, bash gives all numbers the same width; keys have six digits, and more from a million on.
-    starts = [
-        k for k, (before, number) in enumerate(pairwise([-2, *numbers])) if number != before + 1 or number == 10**6
-    ]
-    commands = []
-    for start, stop in pairwise([*starts, len(numbers)]):
-        first, last = numbers[start], numbers[stop - 1]
-        if first == last:
-            commands.append(_command(storage, prefix) + f"{first:06d}{suffix}")
-            continue
-        braces = f"{{{first:06d}..{last:06d}}}"
-        if storage.path.startswith("s3://"):  # its command takes only one object
-            commands.append(f"for n in {braces}; do {_command(storage, prefix)}$n{suffix}; done")
-        else:
-            commands.append(_command(storage, prefix) + braces + suffix)
-    return commands
+def _later_groups(storage: Storage, where: str) -> list[str]:
+    """The objects of a damaged group and of all later groups of its stream; of all groups after the first gap if
+    `where` is the prefix of a stream's groups. The last ones come first."""
+    prefix = where[: where.rindex("/") + 1]
+    stored = sorted((int(match[1]), key) for key in storage.list_keys(prefix) if (match := _GROUP.fullmatch(key)))
+    numbers = {number for number, _ in stored}
+    first = int(match[1]) if (match := _GROUP.fullmatch(where)) else next(n for n in count() if n not in numbers)
+    return [key for number, key in reversed(stored) if number >= first]
 
 
-def _command(storage: Storage, key: str, *, recursive: bool = False) -> str:
-    """The shell command that deletes an object; only the object's URL for storage without a command."""
-    if storage.directory is not None:
-        return f"{'rm -r' if recursive else 'rm'} {shlex.quote(storage.directory + key)}"
-    commands = _RECURSIVE_COMMANDS if recursive else _COMMANDS
-    command = commands.get(storage.path[:5])
-    return " ".join(filter(None, [command, shlex.quote(storage.url(key))]))
+def _require_own(storage: Storage, keys: Iterable[str]) -> None:
+    """Raises StoreError if a key is in a linked folder of a local store."""
+    for folder in {os.path.dirname(key) for key in keys} if storage.directory is not None else ():
+        path = os.path.join(storage.directory, folder)
+        if os.path.realpath(path) != os.path.join(os.path.realpath(storage.directory), folder):
+            raise StoreError(f"{path} is a symbolic link, or in a linked folder. Nothing was removed. Remove the link.")
+
+
+def _delete(storage: Storage, key: str) -> None:
+    """Deletes an object durably, or what is in its place: a link or a pipe, but not a folder."""
+    if storage.directory is None:
+        storage.write(key, None)
+        return
+    _require_own(storage, [key])
+    with storage.errors(key), suppress(FileNotFoundError):
+        os.unlink(storage.directory + key)
+        sync_directory(os.path.dirname(storage.directory + key))

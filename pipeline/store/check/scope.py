@@ -1,8 +1,12 @@
-"""The scope of a verification: a share of the streams, a sample of the blocks, and how much of each is checked."""
+"""What is verified: a store, a share of its streams, a sample of the blocks, and how much of each is checked."""
 
 import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
+
+from pipeline.store.format.layout import StoreLayout
+from pipeline.store.format.metadata import StoreRoot
+from pipeline.store.io.storage import Storage
 
 _HASH_BYTES = 8
 
@@ -10,16 +14,14 @@ _HASH_BYTES = 8
 class Level(IntEnum):
     """How much is verified. Each level includes those before it.
 
-    records: the root, the commit records and the block tables.
+    records: the root, the commit records and the table of blocks.
     objects: that all objects of the records exist, and that a complete store has no others.
     checksums: that the objects contain what was written.
-    all: that their values agree with each other.
     """
 
     records = 1
     objects = 2
     checksums = 3
-    all = 4
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class Scope:
     world: int = 1
     sample: float = 1.0
     seed: int = 0
-    level: Level = Level.all
+    level: Level = Level.checksums
 
     @property
     def is_first(self) -> bool:
@@ -43,7 +45,7 @@ class Scope:
 
     @property
     def is_everything(self) -> bool:
-        return self.world == 1 and self.sample == 1 and self.level is Level.all
+        return self.world == 1 and self.sample == 1 and self.level is Level.checksums
 
     def streams(self, num_streams: int) -> range:
         return range(self.rank, num_streams, self.world)
@@ -59,3 +61,12 @@ class Scope:
 
 
 EVERYTHING = Scope()
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """A store whose root can be read, and the layout that the root determines."""
+
+    storage: Storage
+    root: StoreRoot
+    layout: StoreLayout

@@ -70,37 +70,35 @@ class FeatureStatistics:
 class FeatureIndexes:
     """The indexes by feature of an SAE.
 
-    features: the prefix of its arrays' names. width: F. value_type: the dtype of values. blocks: the store's blocks, in
-    row order.
+    features: the prefix of its arrays' names. width: F. blocks: the store's blocks, in row order.
     """
 
     storage: Storage
     features: str
     width: int
-    value_type: np.dtype
     layout: StoreLayout
     blocks: Sequence[Block]
 
     def read(self, feature: int, top: int | None = None) -> Firings:
         """All firings of a feature, or the `top` strongest. Costs two small reads per block; with `top`, one per block
         and a second one for at most `top` blocks. Raises StoreError."""
+        [value_type] = (np.dtype(spec.dtype) for spec in self.layout.outputs if spec.name == f"{self.features}.value")
         keys = [index_key(self.features, block.stream, block.block) for block in self.blocks]
         contents = _read(self.storage, keys, [entry_range(feature)] * len(keys))
         entries = [decode_entry(content, feature, key) for key, content in zip(keys, contents, strict=True)]
         fires = [n for n, entry in enumerate(entries) if entry["count"]]
         if top is not None:  # the strongest firings are in the `top` blocks with the largest maxima
             fires = sorted(sorted(fires, key=lambda n: -entries[n]["maximum"])[:top])
-        ranges = [firings_range(entries[n], self.width, self.value_type) for n in fires]
+        ranges = [firings_range(entries[n], self.width, value_type) for n in fires]
         contents = _read(self.storage, [keys[n] for n in fires], ranges)
         rows, slots, values = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.float32)]
         for n, content in zip(fires, contents, strict=True):
             block = self.blocks[n]
-            block_firings = decode_firings(content, entries[n], self.value_type, keys[n])
+            block_firings = decode_firings(content, entries[n], value_type, keys[n])
             row, slot = np.divmod(block_firings.slots.astype(np.int64), self.layout.slots)
-            in_block = row < block.rows  # a longer run may have replaced a truncated block since the store was opened
-            rows.append(self.layout.first_row(block.stream, block.block) + row[in_block])
-            slots.append(slot[in_block])
-            values.append(block_firings.values[in_block])
+            rows.append(self.layout.first_row(block.stream, block.block) + row)
+            slots.append(slot)
+            values.append(block_firings.values)
         firings = Firings(*map(np.concatenate, (rows, slots, values)))
         if top is None:
             return firings

@@ -1,38 +1,36 @@
-"""Block tables: the counts of commit records in columns, 45 bytes per block, so that not every record has to be read.
+"""Block tables: the counts of commit records in columns, 45 bytes per block.
 
-A complete store has a table of all its blocks, `_blocks/all.npy`, whose sha256 is in the root. Each stream has a table
-of its first blocks, written whenever their number is a multiple of `index_step`, and at the stream's end. It only
-repeats the records: later blocks are read from their records, and a table that is missing, damaged or contradicts the
-records is ignored.
+A finished store has a table of its blocks as parquet (`summary.py`). The counts of other blocks come from their
+records: the record of block b repeats the counts of the `num_recent(b)` blocks before it, as in a Fenwick tree. So the
+counts of n blocks are read from about log2(n) records, and one more per 1,024 blocks.
 """
 
-import hashlib
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, overload
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from jaxtyping import Bool, Int64
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.commits import CommitRecord, read_stream_records
+from pipeline.store.format.commits import CommitRecord, list_blocks, num_recent, read_commit_records
+from pipeline.store.format.layout import StoreLayout
+from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.storage import Storage
 
-PREFIX = "_blocks/"
-TABLE_KEY = f"{PREFIX}all.npy"
-_MIN_INDEX_STEP, _MAX_INDEX_STEP = 8, 64
-
 _STREAMS_AT_ONCE = 32
-_SHA256_BYTES = 32
-_MAGIC = b"\x93NUMPY\x01\x00"  # followed by the header's length in two bytes, the header, and the values
-_EXHAUSTED, _TRUNCATED, _STATISTICS, _CONTINUES = 1, 2, 4, 8  # flags
+_MAX_BLOCKS = 1 << 30
+_EXHAUSTED, _STATISTICS, _CONTINUES = 1, 2, 4  # flags
 _COUNTS = (
     *(("stream", "<u4"), ("block", "<u4"), ("rows", "<u4"), ("tokens", "<u4"), ("activations", "<u4")),
     *(("documents", "<u4"), ("skipped", "<u4"), ("tokens_cut", "<u8"), ("first_document", "<u8")),
 )
 DTYPE = np.dtype([*_COUNTS, ("flags", "u1")])
+_SCHEMA = pa.schema([(name, pa.from_numpy_dtype(DTYPE[name])) for name in DTYPE.names])
 
 
 class Block(NamedTuple):
@@ -52,7 +50,6 @@ class Block(NamedTuple):
     tokens_cut: int
     first_document: int
     exhausted: bool
-    truncated: bool
     has_statistics: bool
     continues: bool
 
@@ -66,7 +63,18 @@ class BlockTable(Sequence[Block]):
 
     @classmethod
     def from_records(cls, records: Iterable[CommitRecord]) -> "BlockTable":
-        return cls(np.array([_row(record) for record in records], DTYPE))
+        return cls(np.array([(record.stream, record.block, *counts_of(record)) for record in records], DTYPE))
+
+    @classmethod
+    def through(cls, record: CommitRecord) -> "BlockTable":
+        """The block of a record, after the `num_recent` blocks whose counts it repeats. Raises StoreInvalid for counts
+        that no block has."""
+        first = record.block - len(record.recent)
+        rows = [(record.stream, first + n, *counts) for n, counts in enumerate((*record.recent, counts_of(record)))]
+        try:
+            return cls(np.array(rows, DTYPE))
+        except OverflowError as error:
+            raise StoreInvalid(f"{record.key} repeats impossible counts of earlier blocks: {error}.") from error
 
     @classmethod
     def join(cls, tables: Iterable["BlockTable"]) -> "BlockTable":
@@ -103,69 +111,83 @@ class BlockTable(Sequence[Block]):
     def continues(self) -> Bool[np.ndarray, " n"]:
         return (self.values["flags"] & _CONTINUES) != 0
 
-    def with_record(self, record: CommitRecord) -> "BlockTable":
-        return BlockTable.join([self, BlockTable.from_records([record])])
+    def recent(self, block: int) -> tuple[tuple[int, ...], ...]:
+        """The counts that the record of a block repeats, from the table of its stream's first blocks."""
+        return tuple(row[2:] for row in self.values[block - num_recent(block) : block].tolist())
 
     def in_row_order(self, num_streams: int) -> "BlockTable":
         """The same blocks, in the order of their rows in the store."""
         return self[np.argsort(self.column("block") * num_streams + self.column("stream"), kind="stable")]
 
-    def digest(self) -> str:
-        """The sha256 of the blocks' counts, as hex; the record of a stream's next block contains it."""
-        return hashlib.sha256(self.values.tobytes()).hexdigest()
+    def per_stream(self, num_streams: int) -> Int64[np.ndarray, " streams"]:
+        """The number of blocks of each stream."""
+        return np.bincount(self.values["stream"], minlength=num_streams)
+
+    def first_blocks(self, counts: Int64[np.ndarray, " streams"]) -> "BlockTable":
+        """The first `counts[s]` blocks of each stream s, in the same order."""
+        return self[np.flatnonzero(self.column("block") < np.asarray(counts)[self.values["stream"]])]
 
     def encode(self) -> bytes:
-        """A .npy file, followed by the sha256 of its bytes."""
-        file = io.BytesIO()
-        np.lib.format.write_array(file, self.values, version=(1, 0), allow_pickle=False)
-        return file.getvalue() + hashlib.sha256(file.getbuffer()).digest()
+        """The table as parquet."""
+        sink = io.BytesIO()
+        table = pa.table([self.values[name] for name in DTYPE.names], schema=_SCHEMA)
+        pq.write_table(table, sink, compression="zstd")
+        return sink.getvalue()
 
     @classmethod
-    def decode(cls, content: bytes) -> "BlockTable | None":
-        """The inverse of `encode`; None for any other content."""
-        payload = memoryview(content)[:-_SHA256_BYTES]
-        if hashlib.sha256(payload).digest() != content[-_SHA256_BYTES:]:
-            return None
-        size = int.from_bytes(payload[len(_MAGIC) : len(_MAGIC) + 2], "little")
-        header, values = payload[len(_MAGIC) + 2 :][:size], payload[len(_MAGIC) + 2 + size :]
-        num_blocks, remainder = divmod(len(values), DTYPE.itemsize)
-        is_valid = payload[: len(_MAGIC)] == _MAGIC and bytes(header).strip() == _header(num_blocks) and not remainder
-        return cls(np.frombuffer(values, DTYPE)) if is_valid else None
+    def decode(cls, content: bytes, num_streams: int) -> "BlockTable":
+        """The inverse of `encode`, for a table in row order. Raises ValueError or pyarrow's errors if it is not one of
+        `num_streams` streams' first blocks."""
+        table = decode_parquet(content, _MAX_BLOCKS)
+        if table.schema.remove_metadata() != _SCHEMA or any(column.null_count for column in table.columns):
+            raise ValueError(f"its columns are {table.schema.names}, expected {_SCHEMA.names}, without nulls")
+        values = np.empty(table.num_rows, DTYPE)
+        for name in DTYPE.names:
+            values[name] = table[name].to_numpy()
+        blocks = cls(values)
+        if (values["stream"] >= num_streams).any():
+            raise ValueError(f"it has blocks of stream {values['stream'].max()}, but the store has {num_streams}")
+        streams = split_streams(blocks, num_streams)
+        if not all(np.array_equal(part.values["block"], np.arange(len(part))) for part in streams):
+            raise ValueError("it lacks a stream's blocks, or has some twice")
+        if not np.array_equal(blocks.in_row_order(num_streams).values, values):
+            raise ValueError("its blocks are not in the order of their rows")
+        return blocks
 
 
-def _header(num_blocks: int) -> bytes:
-    """The header of a .npy file. It is compared rather than parsed, since the file may come from anybody."""
-    fields = {"descr": np.lib.format.dtype_to_descr(DTYPE), "fortran_order": False, "shape": (num_blocks,)}
-    return ("{" + "".join(f"{name!r}: {value!r}, " for name, value in fields.items()) + "}").encode()
+def counts_of(record: CommitRecord) -> tuple[int, ...]:
+    """A block's counts without its stream and number, in the order of `Block`, the last three as flags."""
+    flags = _EXHAUSTED * record.exhausted | _STATISTICS * bool(record.statistics_sha256)
+    flags |= _CONTINUES * bool(record.start["token"])
+    counts = (record.rows, record.tokens, record.activations, record.documents, len(record.skipped))
+    return (*counts, record.tokens_cut, record.start["ordinal"], flags)
 
 
-def _row(record: CommitRecord) -> tuple[int, ...]:
-    flags = _EXHAUSTED * record.exhausted | _TRUNCATED * record.truncated
-    flags |= _STATISTICS * bool(record.statistics_sha256) | _CONTINUES * bool(record.start["token"])
-    counts = (record.stream, record.block, record.rows, record.tokens, record.activations, record.documents)
-    return (*counts, len(record.skipped), record.tokens_cut, record.start["ordinal"], flags)
+def impossible_counts(table: BlockTable, layout: StoreLayout) -> Iterator[tuple[Block, str]]:
+    """The blocks of a table that have more rows, tokens or documents than a block of the store can have."""
+    rows, tokens = table.column("rows"), table.column("tokens")
+    limits = {
+        "rows": np.full(len(table), layout.rows_per_block),
+        "tokens": rows * layout.length,
+        "activations": np.minimum(tokens, rows * layout.slots),
+        "documents": tokens,
+    }
+    for name, most in limits.items():
+        for index in np.flatnonzero(table.column(name) > most):
+            what = f"has {table.column(name)[index]} {name}, but a block has at most {most[index]}"
+            yield table[int(index)], what
 
 
 def _block(row: tuple[int, ...]) -> Block:
     *counts, flags = row
-    return Block(*counts, *(bool(flags & flag) for flag in (_EXHAUSTED, _TRUNCATED, _STATISTICS, _CONTINUES)))
+    return Block(*counts, *(bool(flags & flag) for flag in (_EXHAUSTED, _STATISTICS, _CONTINUES)))
 
 
 class StreamBlocks(NamedTuple):
-    """The committed blocks of one stream.
-
-    last: the record of the last block; None if there is no block, or if the last one has just been withdrawn.
-    num_indexed: how many blocks the stream's stored block table is known to have.
-    """
+    """The committed blocks of one stream, and the record of the last one; None if there is no block."""
 
     table: BlockTable
     last: CommitRecord | None
-    num_indexed: int = 0
-
-    @property
-    def to_index(self) -> BlockTable:
-        """The blocks for the stream's block table: all except a truncated last one, which may be replaced."""
-        return self.table[:-1] if len(self.table) and self.table[-1].truncated else self.table
 
     @property
     def tokens(self) -> int:
@@ -173,65 +195,39 @@ class StreamBlocks(NamedTuple):
         return self.table.total("tokens")
 
     def with_record(self, record: CommitRecord) -> "StreamBlocks":
-        return StreamBlocks(self.table.with_record(record), record, self.num_indexed)
-
-    def without_last(self) -> "StreamBlocks":
-        return StreamBlocks(self.table[:-1], None, self.num_indexed)
+        return StreamBlocks(BlockTable.join([self.table, BlockTable.from_records([record])]), record)
 
 
 NO_BLOCKS = StreamBlocks(BlockTable(), None)
 
 
-def index_step(num_blocks: int) -> int:
-    """A stream's block table is written whenever its number of blocks is a multiple of this power of two, 8 to 64.
+def read_stream(storage: Storage, stream: int, known: BlockTable = NO_BLOCKS.table) -> StreamBlocks:
+    """The committed blocks of a stream. known: its first blocks, whose records are not read again, except the last one.
 
-    From 64 blocks on it is at most an eighth of their number. Opening a store costs one request for each block that the
-    tables lack, and a store may have ten thousand streams.
+    Lists the keys of the other records (a request per 1,000), and reads a few of them. Raises StoreInvalid for a
+    damaged record or a gap, and StoreError.
     """
-    return min(max(_MIN_INDEX_STEP, 1 << max(0, num_blocks.bit_length() - 4)), _MAX_INDEX_STEP)
+    count = max(len(known), list_blocks(storage, stream, max(0, len(known) - 1)).stop)
+    if not count:
+        return NO_BLOCKS
+    wanted = [count - 1]
+    while (first := wanted[-1] - num_recent(wanted[-1])) > len(known):
+        wanted.append(first - 1)
+    records = list(read_commit_records(storage, [(stream, block) for block in wanted]))
+    new = BlockTable.join(map(BlockTable.through, reversed(records)))
+    return StreamBlocks(BlockTable.join([known[:first], new]), records[0])
 
 
-def stream_table_key(stream: int) -> str:
-    """The key of a stream's block table, relative to the store."""
-    return f"{PREFIX}stream-{stream:05d}.npy"
+def read_streams(
+    storage: Storage, streams: Sequence[int], known: Mapping[int, BlockTable] = MappingProxyType({})
+) -> dict[int, StreamBlocks]:
+    """`read_stream` for several streams, concurrently. known: by stream."""
 
+    def read(stream: int) -> StreamBlocks:
+        return read_stream(storage, stream, known.get(stream, NO_BLOCKS.table))
 
-def read_stream(storage: Storage, stream: int, list_all: bool = False) -> StreamBlocks:
-    """The committed blocks of a stream, from its block table and the records of the blocks after it.
-
-    `list_all` also detects a gap among the earlier records, at the price of one request per 1,000 of them. Raises
-    StoreInvalid for a damaged record or a gap, and StoreError.
-    """
-    content = storage.read(stream_table_key(stream))
-    indexed = (None if content is None else BlockTable.decode(content)) or BlockTable()
-    if len(indexed):
-        last_indexed = len(indexed) - 1  # its record is read too, and compared
-        try:
-            records = read_stream_records(storage, stream, last_indexed, list_all)
-        except StoreInvalid:
-            records = []
-        if records and _agree(indexed, records[0]):
-            table = BlockTable.join([indexed, BlockTable.from_records(records[1:])])
-            return StreamBlocks(table, records[-1], len(indexed))
-    records = read_stream_records(storage, stream)
-    return StreamBlocks(BlockTable.from_records(records), records[-1] if records else None)
-
-
-def _agree(indexed: BlockTable, record: CommitRecord) -> bool:
-    """Whether a table of a stream's first blocks is consistent with the record of its last block."""
-    before = indexed[:-1]
-    return (
-        indexed[-1] == BlockTable.from_records([record])[0]
-        and bool((indexed.values["stream"] == record.stream).all())
-        and np.array_equal(indexed.values["block"], np.arange(len(indexed)))
-        and record.blocks_before == before.digest()
-    )
-
-
-def read_streams(storage: Storage, streams: Sequence[int], list_all: bool = False) -> dict[int, StreamBlocks]:
-    """`read_stream` for several streams, concurrently."""
     with ThreadPoolExecutor(min(_STREAMS_AT_ONCE, max(1, len(streams))), "streams") as pool:
-        return dict(zip(streams, pool.map(partial(read_stream, storage, list_all=list_all), streams), strict=True))
+        return dict(zip(streams, pool.map(read, streams), strict=True))
 
 
 def join_streams(streams: Mapping[int, StreamBlocks]) -> BlockTable:
@@ -244,16 +240,3 @@ def split_streams(table: BlockTable, num_streams: int) -> list[BlockTable]:
     order = np.argsort(table.values["stream"], kind="stable")
     ends = np.searchsorted(table.values["stream"][order], np.arange(num_streams), side="right")
     return [table[part] for part in np.split(order, ends[:-1])]
-
-
-def read_table(storage: Storage, sha256: str | None) -> BlockTable | None:
-    """The table of a complete store's blocks; None if there is none with this sha256. Raises StoreError."""
-    content = None if sha256 is None else storage.read(TABLE_KEY)
-    if content is None or table_sha256(content) != sha256:
-        return None
-    return BlockTable.decode(content)
-
-
-def table_sha256(content: bytes) -> str:
-    """The sha256 of an encoded table, as hex, which the root of a complete store contains."""
-    return hashlib.sha256(content).hexdigest()

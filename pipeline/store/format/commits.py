@@ -1,9 +1,8 @@
 """Commit records: a block is in the store exactly when its record exists.
 
-A record is a small JSON object. It is written last, once the block's arrays and document table are durable. It has no
-value that differs from run to run, so a recomputed block gets a record with the same bytes.
-
-Most readers need only a record's counts, which the block table (`block_table.py`) repeats.
+A record is a small JSON object, put last, once the block's other objects are stored. It describes these objects as they
+are stored, whoever wrote them. Records repeat the counts of earlier blocks (`recent`), so that few of them have to be
+read for the counts of a whole stream; see `block_table.py`.
 """
 
 import json
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import block_key, stream_prefix
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.failures import VERIFY_REMEDY
@@ -26,11 +25,19 @@ _KEYS_IN_ORDER = 900_000  # from this block on, all keys are listed: those with 
 _COUNTS = ("version", "stream", "block", "rows", "tokens", "documents")
 _MAX_COUNT, _MAX_CURSOR = 1 << 32, 1 << 63
 _CURSOR = {"shard", "document", "token", "ordinal"}
+_MAX_RECENT = 1023  # blocks whose counts a record repeats
+NUM_COUNTS = 8  # of a block in `recent`
 
 
 def _is_skip(entry: Mapping[str, Any]) -> bool:
     texts, numbers = (entry["source"], entry["reason"]), (entry["index"], entry.get("rows") or 0)
     return all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
+
+
+def num_recent(block: int) -> int:
+    """Of how many earlier blocks the record of a block repeats the counts: the blocks since the last multiple of the
+    largest power of two that divides block + 1, as in a Fenwick tree, but at most 1023."""
+    return min((block + 1) & -(block + 1), _MAX_RECENT + 1) - 1
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,13 @@ class CommitRecord:
     skipped: what `data.on_error=skip` left out, as {source, index, reason, rows}, see `SkippedDocument`.
     start, next: the cursors (as JSON) at which this block and the stream's next one start.
     exhausted: the stream has no more documents after this block.
-    truncated: `run.max_tokens` ended the block early; a longer run replaces it by a block with the same first rows.
     selected: the number of tokens whose activations are stored; None (absent in the JSON) if those of all are.
 
     Set by the writer:
-    table_sha256, statistics_sha256: of the document table's and the statistics' files ("" without statistics).
-    digests: by array, the digest of its values in this block, see `ValuesDigest`.
-    blocks_before: the digest of the block table of the stream's earlier blocks.
+    documents_sha256, statistics_sha256: of the document table's and the statistics' files ("" without statistics).
+    digests: by array, the digest of its stored values, see `ShardFormat`.
+    recent: the counts of the `num_recent` blocks before this one, as in `block_table.counts_of`.
+    written_by: the process that put the record. Two records that differ in nothing else are of the same block.
     """
 
     stream: int
@@ -63,12 +70,12 @@ class CommitRecord:
     start: Mapping[str, int]
     next: Mapping[str, int]
     exhausted: bool
-    truncated: bool
     selected: int | None = None
-    table_sha256: str = ""
+    documents_sha256: str = ""
     statistics_sha256: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
-    blocks_before: str = ""
+    recent: tuple[tuple[int, ...], ...] = ()
+    written_by: str = ""
     version: int = 1
 
     @property
@@ -81,25 +88,19 @@ class CommitRecord:
         return self.tokens if self.selected is None else self.selected
 
     def is_same_block(self, other: "CommitRecord") -> bool:
-        """Whether both records describe the same rows and values. The sha256 of parquet files are not compared, since
-        their bytes depend on pyarrow's version."""
-        ignored = {"table_sha256": "", "statistics_sha256": ""}
-        return replace(self, **ignored) == replace(other, **ignored)
-
-    def names_same_files(self, other: "CommitRecord") -> bool:
-        """Whether both records name a document table and statistics with the same bytes."""
-        files = (self.table_sha256, self.statistics_sha256)
-        return files == (other.table_sha256, other.statistics_sha256)
+        """Whether both records describe the same objects, whoever put the record."""
+        return replace(self, written_by="") == replace(other, written_by="")
 
     def to_json(self) -> bytes:
         """UTF-8 JSON with the keys in a fixed order, and a checksum that reveals edits."""
         content = self._content()
-        return (json.dumps(content | {"sha256": json_digest(content)}, indent=1, ensure_ascii=False) + "\n").encode()
+        return (json.dumps(content | {"sha256": json_digest(content)}, ensure_ascii=False) + "\n").encode()
 
     def _content(self) -> dict[str, Any]:
         content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
         content["skipped"] = [dict(entry) for entry in self.skipped]
         content["start"], content["next"] = dict(self.start), dict(self.next)
+        content["recent"] = [list(counts) for counts in self.recent]
         if self.selected is None:
             del content["selected"]
         return content
@@ -107,14 +108,17 @@ class CommitRecord:
     def _has_right_types(self) -> bool:
         counts = [getattr(self, name) for name in _COUNTS] + ([] if self.selected is None else [self.selected])
         cursors = [value for cursor in (self.start, self.next) for value in cursor.values()]
-        texts = [self.table_sha256, self.statistics_sha256, self.blocks_before, *self.digests.values()]
+        texts = [self.documents_sha256, self.statistics_sha256, self.written_by, *self.digests.values()]
+        large = (*cursors, self.tokens_cut, *(count for counts in self.recent for count in counts))
         return (
             all(type(count) is int and 0 <= count < _MAX_COUNT for count in counts)
-            and all(type(value) is int and 0 <= value < _MAX_CURSOR for value in (*cursors, self.tokens_cut))
-            and all(type(flag) is bool for flag in (self.exhausted, self.truncated))
+            and all(type(value) is int and 0 <= value < _MAX_CURSOR for value in large)
+            and type(self.exhausted) is bool
             and all(type(text) is str for text in texts)
             and _CURSOR == set(self.start) == set(self.next)
             and all(map(_is_skip, self.skipped))
+            and len(self.recent) == num_recent(self.block)
+            and all(len(counts) == NUM_COUNTS for counts in self.recent)
         )
 
     @classmethod
@@ -123,7 +127,8 @@ class CommitRecord:
         content = parse_store_json(text, subject, VERIFY_REMEDY)
         try:
             digest = content.pop("sha256")
-            record = cls(**{**content, "skipped": tuple(content["skipped"])})
+            tuples = {"skipped": tuple(content["skipped"]), "recent": tuple(map(tuple, content["recent"]))}
+            record = cls(**{**content, **tuples})
             is_whole = content.keys() | {"selected"} == {f.name for f in fields(cls)} and record._has_right_types()
         except (KeyError, TypeError, AttributeError) as error:
             raise StoreInvalid(f"{subject} is not a commit record ({error}). {VERIFY_REMEDY}") from error
@@ -147,30 +152,23 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def read_stream_records(storage: Storage, stream: int, first: int = 0, list_all: bool = True) -> list[CommitRecord]:
-    """The records of a stream's committed blocks, from block `first` on.
+def list_blocks(storage: Storage, stream: int, first: int = 0) -> range:
+    """The blocks of a stream that have a record, from block `first` on. Raises StoreInvalid for a gap between them, and
+    StoreError."""
+    start = commit_key(stream, first) if first < _KEYS_IN_ORDER else ""
 
-    Without `list_all` the keys of earlier blocks are not listed, so a gap among those goes unnoticed. Raises
-    StoreInvalid for a damaged record or a gap, and StoreError.
-    """
-    begin = 0 if list_all else first
-    for _ in range(2):  # after the listing, another worker may have committed, or withdrawn a truncated record
-        blocks = _list_blocks(storage, stream, begin)
-        gap = next((index for index, block in enumerate(blocks, begin) if block != index), None)
-        keys = [commit_key(stream, block) for block in blocks if block >= first and gap is None]
-        records = dict(zip(keys, storage.read_checked(keys, partial(parse_record, storage)), strict=True))
-        absent = [key for key, record in records.items() if record is None]
-        if gap is None and not absent:
-            return list(records.values())
-    if gap is None:
-        raise StoreError(
-            f"{storage.path}/{absent[0]} disappeared twice while it was being read. Run the same command again."
-        )
-    block = next(block for block in blocks if block > gap)
-    raise StoreInvalid(
-        f"stream {stream} of {storage.path} has a record of block {block}, but not of block {gap}. "
-        f"Delete the stream's records from block {block} on; the next run recomputes these blocks."
-    )
+    def listed() -> range:
+        parsed = filter(None, map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream), start)))
+        blocks = sorted(block for _, block in parsed if block >= first)
+        for expected, block in enumerate(blocks, first):
+            if block != expected:
+                raise StoreInvalid(
+                    f"stream {stream} of {storage.path} has a record of block {block}, but not of block {expected}. "
+                    "Run pipeline.verify with verify.repair=true, then the job again: it computes these blocks again."
+                )
+        return range(first, first + len(blocks))
+
+    return storage.retry_read(listed)  # a listing may lack a block that was committed while it was made
 
 
 def read_commit_records(storage: Storage, blocks: Iterable[tuple[int, int]]) -> Iterator[CommitRecord]:
@@ -185,13 +183,6 @@ def require_record(storage: Storage, key: str, text: bytes | None) -> CommitReco
     if record is None:
         raise StoreInvalid(f"{storage.path}/{key} is missing, although the block is committed. {VERIFY_REMEDY}")
     return record
-
-
-def _list_blocks(storage: Storage, stream: int, first: int) -> list[int]:
-    """The blocks of a stream that have a record, from `first` on, ascending."""
-    start = commit_key(stream, first) if first < _KEYS_IN_ORDER else ""
-    parsed = filter(None, map(parse_commit_key, storage.list_keys(stream_prefix(COMMITS_PREFIX, stream), start)))
-    return sorted(block for _, block in parsed if block >= first)
 
 
 def parse_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord | None:

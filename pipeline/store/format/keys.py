@@ -6,12 +6,11 @@ from collections.abc import Collection, Iterable
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.layout import ERROR_PARTS, FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.scaled import scale_name
+from pipeline.store.io.storage import LOCK_SUFFIX
 
-LOCK_SUFFIX = ".__lock"  # of TensorStore's temporary local files; a killed process leaves them behind
+_TEMPORARY = rf"((\.[0-9a-f]{{8}})?{re.escape(LOCK_SUFFIX)})"  # ends the names of a killed process's temporary files
 
 _INDEX_FOLDER = "_features"  # the indexes by feature
-
-IDS_PREFIX = "_ids/"  # the indexes of document ids, one per stream
 
 MANIFEST_KEY = "_data/manifest.json"  # the input files; written again where it is missing
 
@@ -20,8 +19,8 @@ ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # an SAE's name, as it
 
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
 _WORKER_KEYS = (
-    r"_claims/(stream-\d{5,}\.(json|done-(\d+|all))|completion\.json)",
-    r"_claims_test/[^/]+-\d+-[0-9a-f]{8}",
+    r"_leases/stream-\d{5,}\.json",
+    r"_probe/[^/]+-\d+-[0-9a-f]{8}",
     rf"_metrics/{_RUN}(\.jsonl|-generate\.json)",
     re.escape(MANIFEST_KEY),
 )
@@ -29,14 +28,12 @@ _FIXED = (
     *_WORKER_KEYS,
     r"zarr\.json",
     r"_commits/stream-\d{5,}/block-\d{6,}\.json",
-    r"_blocks/(stream-\d{5,}|all)\.npy",
-    r"(_documents|_stats)/stream-\d{5,}/block-\d{6,}\.parquet",
+    r"(_documents|_statistics)/stream-\d{5,}/block-\d{6,}\.parquet",
     r"_generated/stream-\d{5,}/group-\d{6,}\.parquet",
-    rf"{IDS_PREFIX}stream-\d{{5,}}\.ids",
-    r"stats/zarr\.json",
+    r"_summary/(blocks|statistics|ids)-[0-9a-f]{16}\.parquet",
 )
-_FOLDERS_OF_STREAMS = ("_commits", "_documents", "_stats", "_generated")  # with a folder for each stream
-_FLAT_FOLDERS = ("_blocks", "_ids", "_claims", "_claims_test", "_metrics", "_data")
+_FOLDERS_OF_STREAMS = ("_commits", "_documents", "_statistics", "_generated")  # with a folder for each stream
+_FLAT_FOLDERS = ("_summary", "_leases", "_probe", "_metrics", "_data")
 
 
 def stream_prefix(prefix: str, stream: int) -> str:
@@ -50,8 +47,9 @@ def block_key(prefix: str, stream: int, block: int, suffix: str) -> str:
 
 
 def is_worker_key(key: str) -> bool:
-    """Whether workers write this key in addition to the store's content, perhaps even after the store was deleted."""
-    return re.fullmatch("|".join(_WORKER_KEYS), key, re.ASCII) is not None
+    """Whether workers write this key, or a temporary file for it, in addition to the store's content, perhaps even
+    after the store was deleted."""
+    return re.fullmatch(f"({'|'.join(_WORKER_KEYS)}){_TEMPORARY}?", key, re.ASCII) is not None
 
 
 def is_activation_name(name: object) -> bool:
@@ -106,24 +104,20 @@ class StoreKeys:
             raise ValueError(f"{wrong!r} are not names of activation arrays")
         sides = (spec.name for spec in (*SIDE_ARRAYS, SELECTED))
         names = tuple(dict.fromkeys((*sides, *outputs, *activations, *map(scale_name, activations))))
-        features = [name.removesuffix(".index") for name in outputs if name.endswith(".index")]
-        reconstructed = map(encoded_array, features)  # have statistics even if they are not stored
-        arrays, summarised = _any_of(names), _any_of([*activations, *reconstructed, *features])
-        indexed = _any_of(index_prefix(name)[:-1] for name in features)
+        arrays = _any_of(names)
+        indexed = _any_of(index_prefix(name.removesuffix(".index"))[:-1] for name in outputs if name.endswith(".index"))
         patterns = (
             *_FIXED,
-            rf"({arrays})/(zarr\.json|c/\d+/0(/0)?)",
-            rf"stats/({summarised})/(zarr\.json|c/0/0)",
+            rf"({arrays})/(zarr\.json|c\.\d+\.0(\.0)?)",
             rf"({indexed})/stream-\d{{5,}}/block-\d{{6,}}\.csc",
-            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({_any_of(activations)})\.activations",
+            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({_any_of(activations)})\.[0-9a-f]{{16}}\.activations",
         )
-        self._keys = re.compile(f"({'|'.join(patterns)})({re.escape(LOCK_SUFFIX)})?", re.ASCII)
+        self._keys = re.compile(f"({'|'.join(patterns)}){_TEMPORARY}?", re.ASCII)
+        flat = _any_of((*_FLAT_FOLDERS, _INDEX_FOLDER))
         self._folders = re.compile(
-            rf"({_any_of(_FOLDERS_OF_STREAMS)}|{indexed})(/stream-\d{{5,}})?|{_any_of((*_FLAT_FOLDERS, _INDEX_FOLDER))}"
-            rf"|({arrays})(/c(/\d+(/0)?)?)?|stats(/({summarised})(/c(/0)?)?)?",
-            re.ASCII,
+            rf"({_any_of(_FOLDERS_OF_STREAMS)}|{indexed})(/stream-\d{{5,}})?|{flat}|{arrays}", re.ASCII
         )
-        folders = (*_FOLDERS_OF_STREAMS, *names, *_FLAT_FOLDERS, "stats", _INDEX_FOLDER)
+        folders = (*_FOLDERS_OF_STREAMS, *names, *_FLAT_FOLDERS, _INDEX_FOLDER)
         self.prefixes = tuple(f"{folder}/" for folder in folders)
         """The prefixes of all keys; that of the commit records comes first."""
 

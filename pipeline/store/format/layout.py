@@ -9,8 +9,12 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import ml_dtypes  # noqa: F401 - numpy knows the names of its types once it is imported
+import numpy as np
+
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.scaled import scale_name
+from pipeline.store.io.shards import ShardFormat
 
 MIB = 1 << 20
 
@@ -240,13 +244,19 @@ class StoreLayout:
         return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self.rows_per_block)
 
     def shard_key(self, spec: ArraySpec, stream: int, block: int) -> str:
-        """The key, relative to the store, of a block of an array (Zarr v3's default chunk key encoding)."""
+        """The key, relative to the store, of a block of an array (Zarr v3's default chunk key encoding, with "." as the
+        separator, so that an array is one directory)."""
         index = (self.shard_index(stream, block), *(0 for _ in spec.dimension_names[1:]))
-        return f"{spec.name}/c/" + "/".join(str(i) for i in index)
+        return f"{spec.name}/c." + ".".join(str(i) for i in index)
+
+    def shard_format(self, spec: ArraySpec) -> ShardFormat:
+        """How the array's store shards are encoded."""
+        shape, chunk_shape = self.shard_shape(spec), self.chunk_shape(spec)
+        return ShardFormat(shape, chunk_shape, np.dtype(spec.dtype), spec.fill, self.compression)
 
 
 def is_plain_files(path: str, compression: str) -> bool:
-    """Whether a store's shards are local files with uncompressed chunks, which `shard_files` writes."""
+    """Whether a store's shards are local files with uncompressed chunks, which are written from the job's buffers."""
     return "://" not in path and compression == "none"
 
 

@@ -27,10 +27,7 @@ ROOT_KEY = "zarr.json"
 
 _ATTEMPTS = 100  # to change a root that other processes are changing
 
-_OPTIONAL = (  # fields of StoreRoot that are absent in the JSON where they are None or False
-    *("blocks", "blocks_sha256", "statistics_digests", "array_digests"),
-    *("may_be_not_finite", "weights_error", "cache_error"),
-)
+_GROUP = {"zarr_format": 3, "node_type": "group"}
 
 # Fields of an SAE in `capture.encode` that a key `capture.encode_*` sets for all SAEs, with the value of an absent one.
 _ENCODER_SETTINGS = {"top": None, "dtype": None, "threshold": 0.0, "error": False}
@@ -152,32 +149,38 @@ class StoreMetadata:
 
 @dataclass(frozen=True)
 class StoreRoot:
-    """The content of the root zarr.json.
+    """The content of the root zarr.json, from which the store's layout is derived (`layout_of`).
 
-    arrays: names of the activation arrays.
+    widths: by name of an activation array, in order: its number of features.
     created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
     target: how many tokens the store is to hold; it only grows.
+    selected: slots per row for selected tokens; None where the activations of all tokens are stored.
+    scale_groups: by name of a scaled array: into how many groups its features are divided.
+    hook_names: by name of an activation array: its name in TransformerLens.
     complete: whether the store has all blocks.
-    blocks, blocks_sha256, statistics_digests: only in a complete store: the number of blocks of each stream, the sha256
-    of the block table, and by array the digest of the merged statistics.
-    array_digests: by array, the digest of its zarr.json; None until the arrays are created.
+    summary: the sha256 of the files in `_summary/` that a finished store has, see `summary.py`; None before.
     may_be_not_finite: whether a run was allowed to store activations that are not finite.
     weights_error: by array, the relative error caused by int8 weights.
     cache_error: by array and for final_norm, the relative error caused by int8 keys and values (data=generate).
     """
 
     metadata: StoreMetadata
-    arrays: tuple[str, ...]
+    widths: Mapping[str, int]
     created: str
     target: Target
+    selected: int | None = None
+    scale_groups: Mapping[str, int] = field(default_factory=dict)
+    hook_names: Mapping[str, str] = field(default_factory=dict)
     complete: bool = False
-    blocks: tuple[int, ...] | None = None
-    blocks_sha256: str | None = None
-    statistics_digests: Mapping[str, str] | None = None
-    array_digests: Mapping[str, str] | None = None
+    summary: Mapping[str, str | int | None] | None = None
     may_be_not_finite: bool = False
     weights_error: Json | None = None
     cache_error: Json | None = None
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names of the activation arrays."""
+        return tuple(self.widths)
 
     @property
     def allows_not_finite(self) -> bool:
@@ -190,71 +193,73 @@ class StoreRoot:
     def array_names(self) -> tuple[str, ...]:
         """The names of all arrays, side arrays first."""
         side_arrays = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
-        scales = map(scale_name, self.arrays) if self.metadata.has_scales else ()
         outputs = (spec.name for spec in self.metadata.outputs)
-        return (*(spec.name for spec in side_arrays), *self.arrays, *scales, *outputs)
+        return (*(spec.name for spec in side_arrays), *self.arrays, *map(scale_name, self.scale_groups), *outputs)
 
     def unfinished(self) -> "StoreRoot":
         """This root as it is while blocks may be missing."""
-        return replace(self, complete=False, blocks=None, blocks_sha256=None, statistics_digests=None)
+        return replace(self, complete=False)
 
     def to_json(self) -> bytes:
-        """The text of zarr.json, with a checksum of the attributes that reveals edits."""
-        optional = {name: getattr(self, name) for name in _OPTIONAL}
+        """The text of zarr.json, with a checksum that reveals edits."""
+        own = [f.name for f in fields(self) if f.name != "metadata"]
         attributes = {
             "version": FORMAT_VERSION,
-            "complete": self.complete,
             "arrays": self.arrays,
-            "target": self.target,
-            **{name: value for name, value in optional.items() if value is not None and value is not False},
+            **{name: getattr(self, name) for name in own},
             **{f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)},
             "fingerprint": self.metadata.fingerprint(),
-            "created": self.created,
             "software": _software(),
         }
-        attributes["sha256"] = json_digest(attributes)
-        group = {"zarr_format": 3, "node_type": "group", "attributes": {ATTRIBUTE: attributes}}
+        group = {**_GROUP, "attributes": {ATTRIBUTE: attributes}}
+        attributes["sha256"] = json_digest(group)
         return (json.dumps(group, indent=1, ensure_ascii=False) + "\n").encode()
 
     @classmethod
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
-        """Raises StoreOutdated for a store of a development version, and StoreInvalid if the group at `path` is damaged
-        or not an activation store of this format version."""
+        """Raises StoreInvalid if the group at `path` is damaged or not an activation store of this format version."""
         subject = f"{path}/{ROOT_KEY}"
-        group = parse_store_json(text, subject)
-        if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
-            raise StoreInvalid(f"{subject} is not the JSON of a Zarr group.")
-        attributes = group.get("attributes", {}).get(ATTRIBUTE)
-        if attributes is None:
-            raise StoreInvalid(f"{path} is a Zarr group, but not an activation store. Choose a different store.path.")
-        if not isinstance(attributes, dict):
-            raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r:.80}, expected an object.")
-        if attributes.get("version") != FORMAT_VERSION:
-            version = attributes.get("version")
-            raise StoreInvalid(
-                f"the store {path} has format version {version}, but this program reads version {FORMAT_VERSION}."
-            )
-        digest = attributes.pop("sha256", None)
-        if digest not in (None, json_digest(attributes)):
-            raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
-        capture = attributes.get("capture")
-        if digest is None or (isinstance(capture, dict) and "statistics" not in capture):
-            raise StoreOutdated(
-                f"the store {path} was made by a development version of this program (its root has no checksum, or no "
-                "capture.statistics): make it again, or read it with the commit that made it."
-            )
+        attributes = _checked_attributes(parse_store_json(text, subject), path)
         require_root_types(attributes, subject)
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
             raise StoreInvalid(f"{subject} was edited: its fingerprint does not match its content.")
-        arrays = tuple(attributes["arrays"])
-        captured = metadata.capture.get("arrays")
-        if captured is not None and list(arrays) != captured:
-            raise StoreInvalid(f"{subject} was edited: arrays is {list(arrays)}, but capture.arrays is {captured}.")
-        optional = {name: attributes[name] for name in _OPTIONAL if name in attributes}
-        if optional.get("blocks") is not None:
-            optional["blocks"] = tuple(optional["blocks"])
-        return cls(metadata, arrays, attributes["created"], attributes["target"], attributes["complete"], **optional)
+        arrays, captured = attributes["arrays"], metadata.capture.get("arrays")
+        by_array = {name: attributes[name].keys() for name in ("widths", "hook_names")}
+        if any(names != set(arrays) for names in by_array.values()) or captured not in (None, arrays):
+            raise StoreInvalid(f"{subject} was edited: widths, hook_names, arrays and capture.arrays disagree.")
+        if set(attributes["scale_groups"]) != (set(arrays) if metadata.has_scales else set()):
+            raise StoreInvalid(f"{subject} was edited: scale_groups does not name the scaled arrays.")
+        if (attributes["selected"] is not None) != metadata.selects:
+            raise StoreInvalid(f"{subject} was edited: selected and capture.positions disagree.")
+        own = {f.name: attributes[f.name] for f in fields(cls) if f.name != "metadata"}
+        return cls(metadata, **own | {"widths": {name: own["widths"][name] for name in arrays}})
+
+
+def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
+    """The attributes of a root, which match their checksum. Raises StoreInvalid."""
+    subject = f"{path}/{ROOT_KEY}"
+    if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
+        raise StoreInvalid(f"{subject} is not the JSON of a Zarr group.")
+    attributes = group.get("attributes", {}).get(ATTRIBUTE)
+    if attributes is None:
+        raise StoreInvalid(f"{path} is a Zarr group, but not an activation store. Choose a different store.path.")
+    if not isinstance(attributes, dict):
+        raise StoreInvalid(f"{subject} is damaged: {ATTRIBUTE} is {attributes!r:.80}, expected an object.")
+    version = attributes.get("version")
+    if version != FORMAT_VERSION:
+        raise StoreInvalid(
+            f"the store {path} has format version {version!r:.80}, but this program reads version {FORMAT_VERSION}."
+        )
+    if "widths" not in attributes:
+        raise StoreOutdated(
+            f"the store {path} was made by a development version of this program: commit d322b78 is the last one that "
+            "reads it."
+        )
+    digest = attributes.pop("sha256", None)
+    if digest != json_digest(group) or group != {**_GROUP, "attributes": {ATTRIBUTE: attributes}}:
+        raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
+    return attributes
 
 
 def read_metadata(store: StorageLike) -> StoreMetadata | None:

@@ -1,4 +1,4 @@
-"""Bringing activations to zero mean and unit variance. Shapes: n tokens, D features."""
+"""Norms of activations, and bringing these to zero mean and unit variance. Shapes: n tokens, D features."""
 
 from dataclasses import dataclass
 
@@ -20,3 +20,9 @@ class Normalisation:
         values -= self.mean
         values *= self.scale
         return values if dtype is None else values.astype(dtype, copy=False)
+
+
+def l2_norms(activations: np.ndarray) -> Float32[np.ndarray, " n"]:
+    """The L2 norm of each row of [n, D], in float32."""
+    values = activations.astype(np.float32)
+    return np.sqrt(np.einsum("nd,nd->n", values, values))

@@ -1,4 +1,4 @@
-"""Statistics of the stored activations: per row on the devices, per block in `_stats/`, per store in `stats/`.
+"""Statistics of the stored activations: per row on the devices, per block in `_statistics/`, per store in `_summary/`.
 
 Groups with known counts are merged (Chan, Golub & LeVeque, 1979) in float64: first the blocks of each stream in order,
 then the streams in order. So the result does not depend on which runs wrote the blocks. A block's file also has running
@@ -6,7 +6,6 @@ statistics, of the stream's blocks up to and including it, so that completing a 
 Samples of a store are merged in the same way.
 """
 
-import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,26 +21,21 @@ from jaxtyping import Bool, Float, Float32, Float64, Int64
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import block_key
-from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.norms import l2_norms
+from pipeline.store.format.normalisation import Normalisation, l2_norms
 from pipeline.store.format.tables import decode_committed, encode_table
-from pipeline.store.io.digests import objects_digest
 from pipeline.store.io.failures import DAMAGE_REMEDY
-from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 BINS_PER_OCTAVE = 32
 _MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers are counted in the first or the last bin
 NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * BINS_PER_OCTAVE
-QUANTILES = (0.001, 0.01, 0.1, 0.5, 0.9, 0.99, 0.999)
 
-STATISTICS_PREFIX = "_stats/"  # of blocks
-MERGED_PREFIX = "stats/"  # of the store
-MERGED_GROUP_KEY = f"{MERGED_PREFIX}zarr.json"
-MERGED_GROUP = (json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=1) + "\n").encode()
+STATISTICS_PREFIX = "_statistics/"
 _STREAMS_AT_ONCE = 32
+_MAX_ROWS = 1 << 16  # of a file: two per array
 _SCHEMA = pa.schema(
     [
+        ("first_block", pa.int64()),  # of the blocks that a row covers: 0 for running statistics
         ("array", pa.string()),
         ("count", pa.int64()),
         ("not_finite", pa.int64()),
@@ -49,16 +43,14 @@ _SCHEMA = pa.schema(
         ("m2", pa.list_(pa.float64())),
         ("norm_sum", pa.float64()),
         ("norm_histogram", pa.list_(pa.int64())),
+        ("squared_error", pa.float64()),  # null if it is not measured
+        ("fired", pa.list_(pa.int64())),  # the following: null for arrays that are not an SAE's features
+        ("maximum", pa.list_(pa.float32())),
+        ("num_active", pa.int64()),
+        ("cosine_sum", pa.float64()),
     ]
 )
-_SQUARED_ERROR = pa.field("squared_error", pa.float64())  # only if it is measured
-_FEATURE_FIELDS = (  # only with SAEs
-    pa.field("fired", pa.list_(pa.int64())),
-    pa.field("maximum", pa.list_(pa.float32())),
-    pa.field("num_active", pa.int64()),
-    pa.field("cosine_sum", pa.float64()),
-)
-_FIRST_BLOCK = pa.field("first_block", pa.int64())  # only with running statistics, which start at block 0
+_OPTIONAL = ("squared_error", "fired", "maximum", "num_active", "cosine_sum")
 
 
 @dataclass(frozen=True)
@@ -196,53 +188,56 @@ def statistics_key(stream: int, block: int) -> str:
     return block_key(STATISTICS_PREFIX, stream, block, ".parquet")
 
 
-def encode_statistics(statistics: BlockStatistics, block: int = 0, running: BlockStatistics | None = None) -> bytes:
-    """A block's statistics as parquet: one row per array, and a second row per array for the `running` statistics."""
-    parts = {block: statistics} if running is None else {block: statistics, 0: running}
-    schema = _SCHEMA
-    if any(part.squared_error is not None for part in statistics.values()):
-        schema = schema.append(_SQUARED_ERROR)
-    if any(part.fired is not None for part in statistics.values()):
-        schema = pa.schema([*schema, *_FEATURE_FIELDS])
-    if running is not None:
-        schema = schema.append(_FIRST_BLOCK)
+def encode_statistics(parts: Mapping[int, BlockStatistics]) -> bytes:
+    """Statistics as parquet: a row per array and part. parts: by the first of the blocks that each covers."""
     rows = [
-        {"array": name, "first_block": first_block} | vars(array_statistics)
+        {"first_block": first_block, "array": name} | vars(array_statistics)
         for first_block, part in parts.items()
         for name, array_statistics in part.items()
     ]
-    return encode_table(pa.Table.from_pylist(rows, schema=schema))
+    return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
 
 
-def decode_statistics(content: bytes | None, record: CommitRecord) -> tuple[BlockStatistics, BlockStatistics]:
-    """A block's statistics, and the running statistics up to and including it.
+def block_parts(block: int, statistics: BlockStatistics, running: BlockStatistics) -> dict[int, BlockStatistics]:
+    """What a block's file contains: its own statistics, and those of the stream's blocks up to and including it."""
+    return {block: statistics, 0: running}
 
-    Raises StoreInvalid if the file is missing (`content` is None) or damaged.
-    """
-    subject = statistics_key(record.stream, record.block)
-    table = decode_committed(content, subject, record.statistics_sha256)
+
+def decode_statistics(content: bytes | None, subject: str, sha256: str) -> dict[int, dict[str, Statistics]]:
+    """The inverse of `encode_statistics`. Raises StoreInvalid if the file is missing (`content` is None) or damaged."""
+    table = decode_committed(content, subject, sha256, _MAX_ROWS)
+    required = [name for name in _SCHEMA.names if name not in _OPTIONAL]
+    if table.schema.remove_metadata() != _SCHEMA or any(table[name].null_count for name in required):
+        raise StoreInvalid(f"{subject} does not have the columns of statistics, without nulls. {DAMAGE_REMEDY}")
     columns = {
-        name: table[name].to_pylist()
-        if not pa.types.is_list(table[name].type)
-        else [None if v.values is None else v.values.to_numpy() for v in table[name]]
-        for name in table.column_names
+        name: [None if v.values is None else v.values.to_numpy(zero_copy_only=False) for v in table[name]]
+        if pa.types.is_list(table.schema.field(name).type)
+        else table[name].to_pylist()
+        for name in _SCHEMA.names
     }
-    first_blocks = columns.pop(_FIRST_BLOCK.name, [record.block] * table.num_rows)
-    parts: dict[int, BlockStatistics] = {}
-    for first_block, *values in zip(first_blocks, *columns.values(), strict=True):
+    parts: dict[int, dict[str, Statistics]] = {}
+    for values in zip(*columns.values(), strict=True):
         row = dict(zip(columns, values, strict=True))
-        name = row.pop("array")
-        parts.setdefault(first_block, {})[name] = Statistics(**row)
-    if not {record.block, 0} <= parts.keys():
-        raise StoreInvalid(f"{subject} lacks statistics of the block, or of the stream up to it. {DAMAGE_REMEDY}")
+        first_block, name = row.pop("first_block"), row.pop("array")
+        parts.setdefault(first_block, {})[name] = part = Statistics(**row)
+        sizes = {len(values) for values in (part.mean, part.m2, part.fired, part.maximum) if values is not None}
+        if len(sizes) != 1 or len(part.norm_histogram) != NUM_BINS:
+            raise StoreInvalid(f"{subject} has columns of different lengths. {DAMAGE_REMEDY}")
+    return parts
+
+
+def read_block_statistics(storage: Storage, record: CommitRecord) -> tuple[BlockStatistics, BlockStatistics]:
+    """A block's statistics, and the running ones of its stream up to and including it. Raises StoreError."""
+    key = statistics_key(record.stream, record.block)
+
+    def check(key: str, content: bytes | None) -> dict[int, dict[str, Statistics]]:
+        parts = decode_statistics(content, f"{storage.path}/{key}", record.statistics_sha256)
+        if not {record.block, 0} <= parts.keys():
+            raise StoreInvalid(f"{key} lacks statistics of the block, or of the stream up to it. {DAMAGE_REMEDY}")
+        return parts
+
+    [parts] = storage.read_checked([key], check)
     return parts[record.block], parts[0]
-
-
-def read_running(storage: Storage, last: CommitRecord) -> BlockStatistics:
-    """The statistics of a stream's blocks up to and including `last`, by array. Raises StoreError."""
-    key = statistics_key(last.stream, last.block)
-    [(_, running)] = storage.read_checked([key], lambda _, content: decode_statistics(content, last))
-    return running
 
 
 def merge_arrays(first: BlockStatistics, second: BlockStatistics) -> dict[str, Statistics]:
@@ -260,115 +255,6 @@ def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, S
     total: dict[str, Statistics] = {}
     with ThreadPoolExecutor(_STREAMS_AT_ONCE, "statistics") as pool:
         for start in range(0, len(last), _STREAMS_AT_ONCE):
-            for stream in pool.map(partial(read_running, storage), last[start : start + _STREAMS_AT_ONCE]):
+            for _, stream in pool.map(partial(read_block_statistics, storage), last[start : start + _STREAMS_AT_ONCE]):
                 total = merge_arrays(total, stream) if total else dict(stream)
     return total
-
-
-def merged_keys(name: str) -> tuple[str, str]:
-    """The keys, relative to the store, of an array's merged statistics: the zarr.json and the values."""
-    return f"{MERGED_PREFIX}{name}/zarr.json", f"{MERGED_PREFIX}{name}/c/0/0"
-
-
-def merged_digest(objects: Mapping[str, bytes | None], name: str) -> str | None:
-    """The digest of an array's merged statistics, given `objects` by key; None if one of them is missing."""
-    wanted = {key: objects.get(key) for key in merged_keys(name)}
-    return None if None in wanted.values() else objects_digest(wanted)
-
-
-def encode_merged(statistics: Mapping[str, Statistics]) -> dict[str, bytes]:
-    """The objects of `stats/`, by key.
-
-    Each array's statistics are a float64 Zarr array [2, feature] of means and variances, or [4, feature] for an SAE's
-    features, with `fired` and `maximum` too. Scalars and the histogram are in its attributes.
-    """
-    objects = {MERGED_GROUP_KEY: MERGED_GROUP} if statistics else {}
-    for name, merged in statistics.items():
-        by_feature = {"mean": merged.mean, "variance": merged.variance}
-        if merged.fired is not None:
-            by_feature |= {"fired": merged.fired, "maximum": merged.maximum}
-        values = np.stack(list(by_feature.values()))
-        quantiles = {str(q): merged.norm_quantile(q) for q in QUANTILES}
-        used = np.flatnonzero(merged.norm_histogram)
-        first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
-        attributes = {
-            "count": merged.count,
-            "not_finite": merged.not_finite,
-            "norm_sum": merged.norm_sum,
-            "mean_norm": merged.mean_norm,
-            "norm_quantiles": quantiles,
-            "norm_histogram": {  # bin i begins at 2 ** (min_exponent + i / bins_per_octave)
-                "min_exponent": _MIN_EXPONENT,
-                "bins_per_octave": BINS_PER_OCTAVE,
-                "first_bin": first,
-                "counts": merged.norm_histogram[first : last + 1].tolist(),
-            },
-        }
-        if merged.fired is not None:
-            optional = {name: getattr(merged, name) for name in ("num_active", "squared_error", "cosine_sum")}
-            attributes |= {name: value for name, value in optional.items() if value is not None}
-        elif merged.squared_error is not None:
-            attributes |= {"squared_error": merged.squared_error, "relative_error": merged.relative_error}
-        metadata = {
-            "zarr_format": 3,
-            "node_type": "array",
-            "shape": list(values.shape),
-            "data_type": "float64",
-            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(values.shape)}},
-            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-            "fill_value": 0.0,
-            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "dimension_names": ["_".join(by_feature), "feature"],
-            "attributes": attributes,
-        }
-        objects |= zip(merged_keys(name), (_json(metadata), values.astype("<f8").tobytes()), strict=True)
-    return objects
-
-
-def read_merged(storage: Storage, name: str, digest: str) -> Statistics:
-    """The merged statistics of an array, which have this digest in the root.
-
-    Raises StoreInvalid if they are missing or damaged, and StoreError.
-    """
-    keys = merged_keys(name)
-
-    def read() -> Statistics:
-        objects = dict(zip(keys, storage.read_many(list(keys)), strict=True))
-        if merged_digest(objects, name) != digest:
-            raise StoreInvalid(f"{keys[0]} and {keys[1]} do not match the digest in the root. {DAMAGE_REMEDY}")
-        return decode_merged(objects, name)
-
-    return storage.retry_read(read)
-
-
-def decode_merged(objects: Mapping[str, bytes], name: str) -> Statistics:
-    """The inverse of `encode_merged`. Raises StoreInvalid."""
-    zarr_json_key, values_key = merged_keys(name)
-    zarr_json = parse_store_json(objects[zarr_json_key], zarr_json_key)
-    try:
-        attributes = zarr_json["attributes"]
-        values = np.frombuffer(objects[values_key], "<f8").reshape(zarr_json["shape"][0], -1)
-        mean, variance, *feature_values = values
-        fired, maximum = feature_values or (None, None)
-        histogram = np.zeros(NUM_BINS, np.int64)
-        counts, first = attributes["norm_histogram"]["counts"], attributes["norm_histogram"]["first_bin"]
-        histogram[first : first + len(counts)] = counts
-        return Statistics(
-            attributes["count"],
-            attributes["not_finite"],
-            mean,
-            variance * attributes["count"],
-            attributes["norm_sum"],
-            histogram,
-            attributes.get("squared_error"),
-            None if fired is None else fired.astype(np.int64),
-            None if maximum is None else maximum.astype(np.float32),
-            attributes.get("num_active"),
-            attributes.get("cosine_sum"),
-        )
-    except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-        raise StoreInvalid(f"{zarr_json_key} does not hold merged statistics: {error!r}. {DAMAGE_REMEDY}") from error
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=1) + "\n").encode()

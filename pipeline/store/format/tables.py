@@ -17,6 +17,7 @@ from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.storage import Storage
 
 TABLES_PREFIX = "_documents/"
+_INFO_TYPES = (pa.string(), pa.int64(), pa.float64(), pa.bool_())  # of the source's columns
 
 
 def table_key(stream: int, block: int) -> str:
@@ -39,22 +40,34 @@ def table_digest(content: bytes) -> str:
 def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
     """Decodes a block's document table. Raises StoreInvalid when its file is missing (`content` is None) or damaged."""
     subject = table_key(record.stream, record.block)
-    table = decode_committed(content, subject, record.table_sha256)
-    missing = [name for name in DOCUMENT_SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise StoreInvalid(f"{subject} lacks the columns {missing}; it has {table.column_names}.")
+    table = decode_committed(content, subject, record.documents_sha256, record.documents)
+    names = table.column_names
+    if missing := [name for name in DOCUMENT_SCHEMA.names if name not in names]:
+        raise StoreInvalid(f"{subject} lacks the columns {missing}; it has {names}.")
+    expected = {name: (kind,) for name, kind in zip(DOCUMENT_SCHEMA.names, DOCUMENT_SCHEMA.types, strict=True)}
+    wrong = [
+        field.name
+        for field, column in zip(table.schema, table.columns, strict=True)
+        if field.type not in expected.get(field.name, _INFO_TYPES) or (field.name in expected and column.null_count)
+    ]
+    if wrong or len(set(names)) < len(names) or table.num_rows != record.documents:
+        raise StoreInvalid(
+            f"{subject} has {table.num_rows} rows, expected {record.documents}; columns that no document table has: "
+            f"{wrong}. {DAMAGE_REMEDY}"
+        )
     return table
 
 
-def decode_committed(content: bytes | None, subject: str, sha256: str) -> pa.Table:
-    """Decodes a parquet file with the `sha256` of a commit record. Raises StoreInvalid if it is missing or damaged."""
+def decode_committed(content: bytes | None, subject: str, sha256: str, max_rows: int) -> pa.Table:
+    """Decodes a parquet file with the `sha256` of a commit record. Raises StoreInvalid if it is missing or damaged, or
+    has more rows."""
     if content is None:
         raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
     if table_digest(content) != sha256:
         raise StoreInvalid(f"the sha256 of {subject} differs from the one in the commit record. {DAMAGE_REMEDY}")
     try:
-        return decode_parquet(content)
-    except (pa.ArrowException, OSError) as error:
+        return decode_parquet(content, max_rows)
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
 
 

@@ -1,7 +1,8 @@
 """Generated documents: a stream's prompts with their completions, in groups of one parquet file each.
 
 Groups 0, 1, 2, ... contain a stream's documents in order, `size` documents each. The last group has fewer or none, and
-marks the end of the stream. A group is written as a whole, after the previous groups, and never replaced.
+marks the end of the stream. A group is written as a whole, after the previous groups, and never replaced: if two runs
+generate a group, the first one that is stored stays.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocum
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.store.generated.group_files import encode_group, group_state, read_group, stored_groups
 from pipeline.store.generated.group_keys import group_key
-from pipeline.store.generated.kept_activations import first_without_kept, write_kept
+from pipeline.store.generated.kept_activations import KeptGroup, documents_digest, has_kept, put_kept
 from pipeline.store.io.storage import Storage
 
 # The columns of a generated document, in addition to those of its source.
@@ -59,6 +60,10 @@ class Group:
     def documents(self) -> list[TokenisedDocument]:
         return [item for item in self.items if isinstance(item, TokenisedDocument)]
 
+    def kept(self, stream: int) -> KeptGroup:
+        """Names the activations kept with the group, which is one of this stream."""
+        return KeptGroup(stream, self.index, documents_digest(document.tokens for document in self.documents))
+
 
 class GeneratedGroups:
     """The groups of one stream of a store. size: documents per group. info_schema: the columns of `Document.info`."""
@@ -75,7 +80,11 @@ class GeneratedGroups:
         """The number of groups, up to the first one (not before `first`) without the kept activations of the arrays
         `kept`. Raises StoreInvalid if a group among them is missing."""
         count = len(stored_groups(self._storage, self.stream))
-        return first_without_kept(self._storage, self.stream, range(first, count), kept) if kept else count
+        if not kept:
+            return count
+        groups = map(self.read, range(first, count))
+        lacking = (group.index for group in groups if not has_kept(self._storage, group.kept(self.stream), kept))
+        return next(lacking, count)
 
     def read(self, index: int) -> Group:
         """Reads a group. Raises StoreInvalid if it is missing or damaged."""
@@ -84,33 +93,28 @@ class GeneratedGroups:
         items = tuple(map(self._item, table.to_pylist()))
         return Group(index, items, Cursor(**state["next"]), state["exhausted"])
 
-    def write(self, group: Group, kept: Mapping[str, np.ndarray] | None = None) -> None:
-        """Writes a group durably. A group that exists already, because an earlier run wrote it, is not replaced.
+    def write(self, group: Group, kept: Mapping[str, np.ndarray] | None = None) -> Group:
+        """Writes a group durably, unless the store has it. Returns the group that the store has now.
 
-        kept: activations [n, D] of its documents' tokens, by array name, which are written first. If they are given and
-        the store has this group with different documents, raises StoreError and writes nothing.
+        kept: activations [n, D] of its documents' tokens, by array name, which are written first. Raises StoreError if
+        the store has a group with different completions, and lacks the activations kept with these.
         """
+        if kept:
+            put_kept(self._storage, group.kept(self.stream), kept)
         rows = [self._row(item) for item in group.items]
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
         columns = {name: [row.get(name) for row in rows] for name in self._schema.names}
         table = pa.table(columns, schema=self._schema)
         key = group_key(self.stream, group.index)
-        if kept:
-            self._require_same(key, group.index, table)
-            write_kept(self._storage, self.stream, group.index, kept)
-        self._storage.write_if_absent(key, encode_group(table, state, self.stream, group.index))
-
-    def _require_same(self, key: str, index: int, table: pa.Table) -> None:
-        """Raises StoreError if the store has this group with documents that differ from those in `table`."""
-        columns = ["document", "prompt", "completion"]
-        if self._storage.read(key) is None:
-            return
-        stored = read_group(self._storage, self.stream, index)
-        if stored.select(columns).to_pylist() != table.select(columns).to_pylist():
+        if self._storage.put(key, encode_group(table, state, self.stream, group.index)):
+            return group
+        stored = self.read(group.index)
+        if kept and not has_kept(self._storage, stored.kept(self.stream), kept):
             raise StoreError(
-                f"the completions in {key} differ from those generated now, because the rows or devices differ. Run "
-                "the same command with the mesh and data.rows of the run that wrote it."
+                f"the completions in {key} differ from those generated now, and their activations are not kept any "
+                "more. Run the same command with the mesh and data.rows of the run that wrote it."
             )
+        return stored
 
     def _row(self, item: TokenisedDocument | SkippedDocument) -> dict[str, object]:
         if isinstance(item, SkippedDocument):

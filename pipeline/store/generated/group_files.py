@@ -13,14 +13,16 @@ import pyarrow.parquet as pq
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.keys import stream_prefix
-from pipeline.store.format.problems import Problem, Remedy
 from pipeline.store.generated.group_keys import GENERATED_PREFIX, group_key
-from pipeline.store.generated.kept_activations import check_kept
+from pipeline.store.generated.kept_activations import KeptGroup, check_kept, documents_digest
 from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.parsing import parse_store_json
+from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage
 
 _METADATA = b"group"  # key in the parquet schema's metadata: JSON with `next`, `exhausted` and `sha256`
+_TYPES = {"document": pa.int64(), "prompt": pa.list_(pa.int32()), "completion": pa.list_(pa.int32())}
+_MAX_ROWS = 1 << 20  # documents, and skips
 _REMEDY = "Delete this group and all later groups of its stream; the next run generates them again."
 
 
@@ -47,13 +49,26 @@ def _decode(key: str, content: bytes | None, stream: int, index: int) -> pa.Tabl
     if content is None:
         raise StoreInvalid(f"{key} is missing, but this run needs its documents. Run the same command again.")
     try:
-        table = decode_parquet(content, verify_pages=True)
+        table = decode_parquet(content, _MAX_ROWS, verify_pages=True)
         state = group_state(table, key)
-    except (pa.ArrowException, OSError) as error:
+        _require_types(table)
+        digest = _digest(table, {name: value for name, value in state.items() if name != "sha256"}, stream, index)
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise StoreInvalid(f"{key} cannot be read: {error}. {_REMEDY}") from error
-    if state.pop("sha256", None) != _digest(table, state, stream, index):
+    if state.get("sha256") != digest:
         raise StoreInvalid(f"{key} does not match its own checksum: it was edited, damaged or replaced. {_REMEDY}")
     return table
+
+
+def _require_types(table: pa.Table) -> None:
+    """Raises ValueError unless each document has its number, its prompt and its completion."""
+    for name, kind in _TYPES.items():
+        if [field.type for field in table.schema if field.name == name] != [kind]:
+            raise ValueError(f"it has no column {name} of type {kind}")
+    documents = table.filter(pc.is_valid(table["document"]))
+    tokens = [documents[name] for name in ("prompt", "completion")]
+    if any(column.null_count or pc.list_flatten(column).null_count for column in tokens):
+        raise ValueError("it has documents without tokens")
 
 
 def group_state(table: pa.Table, subject: str) -> dict[str, Any]:
@@ -100,8 +115,9 @@ def check_groups(
         except StoreError as error:
             yield Problem(key, str(error), Remedy.regenerate)
             continue
-        lengths = [len(row["prompt"]) + len(row["completion"]) for row in _documents(group)]
-        for damaged_key, what in check_kept(storage, stream, index, sum(lengths), token_bytes):
+        documents = [row["prompt"] + row["completion"] for row in _documents(group)]
+        kept = KeptGroup(stream, index, documents_digest(documents))
+        for damaged_key, what in check_kept(storage, kept, sum(map(len, documents)), token_bytes):
             yield Problem(damaged_key, what, Remedy.regenerate_kept)
         for row in _documents(group):
             sizes = (row["document"], len(row["prompt"]), len(row["completion"]))

@@ -1,45 +1,57 @@
 """Activations captured during generation, kept with the groups until they are stored in blocks.
 
 A group has one object per array: the activations [n, D] of its documents' tokens, document after document, as
-little-endian values without a header, followed by the sha256 of the object's key and these values. They are written
-before the group's parquet file, and deleted when the store is complete.
+little-endian values without a header, followed by the sha256 of the object's key and these values. The key contains a
+digest of the documents, so that a group never meets activations of other completions, which another run generated. The
+objects are put before the group's parquet file, and deleted when the store is complete.
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.format.keys import stream_prefix
 from pipeline.store.generated.group_keys import GENERATED_PREFIX, group_key
 from pipeline.store.io.storage import Storage
 
 _SUFFIX = ".activations"
 
 
-def kept_key(stream: int, index: int, array: str) -> str:
-    """The key of a group's activations of an array, relative to the store."""
-    return f"{group_key(stream, index).removesuffix('.parquet')}.{array}{_SUFFIX}"
+class KeptGroup(NamedTuple):
+    """The group that activations belong to. digest: `documents_digest` of its documents."""
+
+    stream: int
+    index: int
+    digest: str
+
+    def key(self, array: str) -> str:
+        """The key of its activations of an array, relative to the store."""
+        return f"{group_key(self.stream, self.index).removesuffix('.parquet')}.{array}.{self.digest}{_SUFFIX}"
 
 
-def first_without_kept(storage: Storage, stream: int, groups: range, arrays: Sequence[str]) -> int:
-    """The first of a stream's `groups` without activations of all `arrays`; the end of `groups` if all have them."""
-    stored = set(storage.list_keys(stream_prefix(GENERATED_PREFIX, stream)))
-    lacking = (index for index in groups if not {kept_key(stream, index, array) for array in arrays} <= stored)
-    return next(lacking, groups.stop)
+def documents_digest(documents: Iterable[Sequence[int]]) -> str:
+    """A digest of a group's documents, the tokens of each: prompt and completion."""
+    tokens = [list(map(int, document)) for document in documents]
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()[:16]
 
 
-def write_kept(storage: Storage, stream: int, index: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes a group's activations [n, D] durably, by array name. Raises StoreError."""
+def has_kept(storage: Storage, group: KeptGroup, arrays: Iterable[str]) -> bool:
+    """Whether the store has a group's activations of all `arrays`. Raises StoreError."""
+    stored = storage.list_keys(group_key(group.stream, group.index).removesuffix("parquet"))
+    return {group.key(array) for array in arrays} <= set(stored)
+
+
+def put_kept(storage: Storage, group: KeptGroup, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes a group's activations [n, D] durably, by array name, unless the store has them. Raises StoreError."""
     for name, values in arrays.items():
-        key, content = kept_key(stream, index, name), np.ascontiguousarray(values).tobytes()
-        storage.write(key, content + _checksum(key, content))
+        key, content = group.key(name), np.ascontiguousarray(values).tobytes()
+        storage.put(key, content, _checksum(key, content))
 
 
-def read_kept(
-    storage: Storage, stream: int, index: int, array: str, dtype: np.dtype, shape: tuple[int, int]
-) -> np.ndarray:
+def read_kept(storage: Storage, group: KeptGroup, array: str, dtype: np.dtype, shape: tuple[int, int]) -> np.ndarray:
     """Reads a group's activations of an array, [n, D] as in `shape`. Raises StoreError if they are missing, and
     StoreInvalid if they are damaged."""
     num_bytes = shape[0] * shape[1] * dtype.itemsize
@@ -51,19 +63,19 @@ def read_kept(
             raise StoreInvalid(f"{key} {what}. Delete it, and run the same command again.")
         return np.frombuffer(content[:num_bytes], dtype).reshape(shape)
 
-    [values] = storage.read_checked([kept_key(stream, index, array)], check)
+    [values] = storage.read_checked([group.key(array)], check)
     return values
 
 
 def check_kept(
-    storage: Storage, stream: int, index: int, num_tokens: int, token_bytes: Mapping[str, int]
+    storage: Storage, group: KeptGroup, num_tokens: int, token_bytes: Mapping[str, int]
 ) -> Iterator[tuple[str, str]]:
     """The key of each damaged object of a group with `num_tokens` tokens, and what is wrong. Missing objects are valid.
 
     token_bytes: bytes of activations per token, by array name.
     """
     for array, size in token_bytes.items():
-        key = kept_key(stream, index, array)
+        key = group.key(array)
         if what := storage.file_problem(key):
             yield key, what
         elif (content := storage.read(key)) is not None:

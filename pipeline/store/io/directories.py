@@ -1,11 +1,8 @@
 """The directories of local stores, created durably: they survive a power failure."""
 
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-from pipeline.core.errors import StoreInvalid
 
 _durable: set[str] = set()  # directories whose entry in the parent directory is known to be on the disk
 
@@ -34,18 +31,7 @@ def make_directories(path: str | Path, root: str | Path) -> None:
                 raise
     with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
         sync_directory(parent)
-    if not os.path.basename(path).isdecimal():  # each store shard has such a directory; there are many, each used once
-        _durable.add(path)
-
-
-def is_linked(path: str | Path, root: str | Path) -> bool:
-    """Whether `path`, which is below the directory `root`, or any directory between the two is a symbolic link."""
-    path, root = os.path.abspath(path), os.path.abspath(root)
-    while path != root:
-        if os.path.islink(path):
-            return True
-        path = os.path.dirname(path)
-    return False
+    _durable.add(path)
 
 
 def raise_unless_gone(error: OSError) -> None:
@@ -61,15 +47,3 @@ def sync_directory(path: str | Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def require_no_links(root: str | None, keys: Iterable[str]) -> None:
-    """Raises StoreInvalid if an object of a store is a symbolic link or in a linked directory, since its content may
-    then come from elsewhere. `root`: the directory of a local store; None for other storage, which has no links."""
-    if root is None:
-        return
-    for key in keys:
-        if is_linked(root + key, root):
-            raise StoreInvalid(
-                f"{root}{key} is a symbolic link or in a linked directory, not the store's own file. Remove the link."
-            )

@@ -24,7 +24,6 @@ class _Cause(NamedTuple):
 
 _DAMAGE = _Cause(StoreInvalid, DAMAGE_REMEDY)
 _PERMISSION = _Cause(StoreError, "Grant this user the permission, or choose a different store.path.")
-HUB_REFUSAL = _Cause(StoreInvalid, "Check the spelling, or log in with `hf auth login`.")
 _FILE_IN_THE_WAY = _Cause(StoreInvalid, "A file is in the way: choose a different store.path.")
 _TRANSIENT = _Cause(StoreError, "Committed blocks stay valid. Once the cause is gone, run the same command again.")
 
@@ -66,9 +65,9 @@ _READING_SHARD = re.compile(rf"(({_STATUSES}): )?Error reading shard")
 
 
 @contextmanager
-def storage_errors(subject: str, refusal: _Cause = _PERMISSION) -> Iterator[None]:
+def storage_errors(subject: str) -> Iterator[None]:
     """Turns a failure of TensorStore or the file system into a StoreError that names `subject`, the cause and a
-    remedy; into a StoreInvalid if retrying cannot help. `refusal`: the cause to give if a service denies permission.
+    remedy; into a StoreInvalid if retrying cannot help.
 
     Enclose only the wait for the operation, since mistakes in the program must be raised unchanged.
     """
@@ -81,7 +80,7 @@ def storage_errors(subject: str, refusal: _Cause = _PERMISSION) -> Iterator[None
         text = str(error).partition(" [tensorstore_spec=")[0]
         if not (_STATUS.match(text) or _INVALID_ARGUMENT.match(text)):
             raise
-        cause = refusal if text.startswith("PERMISSION_DENIED: ") else _cause(text)
+        cause = _PERMISSION if text.startswith("PERMISSION_DENIED: ") else _cause(text)
         raise cause.error(f"{subject}: {text}. {cause.remedy}") from error
 
 

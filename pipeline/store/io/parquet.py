@@ -1,16 +1,161 @@
-"""Decoding parquet files from memory."""
+"""Decoding parquet files from memory, within bounds: a few bytes may be a page of 2 GiB, or a text in a million rows.
+
+The bounds are checked before anything is decoded. The footer says how much a file has, but pages are decoded by their
+own headers, so these are read, too. Format: https://parquet.apache.org/docs/file-format
+"""
+
+from collections.abc import Iterator
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+# A file may take this many bytes decoded, and this many times its size.
+_FREE_BYTES, _MAX_RATIO = 64 << 20, 256
 
-def decode_parquet(content: bytes, verify_pages: bool = False) -> pa.Table:
-    """The table of a parquet file. verify_pages: compare the pages' checksums. Raises pyarrow's errors for damaged
-    files: ArrowException and OSError.
+_MAX_FOOTER_BYTES = 1 << 20  # parsed, it takes up to 100 times as much
+_MAX_ITEMS = 1 << 14  # of a list in the footer: columns or row groups
+_VALUE_BYTES = 16  # of a value with its offsets and bits for nulls, in arrow's memory
+_TAIL_BYTES = 8  # the footer's size and the format's name
+
+# Of Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
+_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
+_INTEGERS = (4, 5, 6)
+_MAX_DEPTH = 8  # of the structures in a page's header
+
+# Fields of a page's header.
+_UNCOMPRESSED, _COMPRESSED = 2, 3
+_DATA, _DICTIONARY, _DATA_V2 = 5, 7, 8  # one of these, whose first field is the number of values
+
+
+def decode_parquet(content: bytes, max_rows: int, verify_pages: bool = False) -> pa.Table:
+    """The table of a parquet file with at most `max_rows` rows.
+
+    verify_pages: compare the pages' checksums. Raises ValueError for a file that has more rows, or is much larger when
+    it is decoded, and pyarrow's errors for a damaged one: ArrowException and OSError.
 
     Unlike `pq.read_table`, it uses no thread of pyarrow. If such a thread releases `content` while Python exits, it is
     stopped within a C++ destructor, which aborts the process: "terminate called without an active exception", exit
     code 134.
     """
-    with pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=verify_pages) as file:
-        return file.read(use_threads=False)
+    max_bytes = _FREE_BYTES + _MAX_RATIO * len(content)
+    if int.from_bytes(content[-_TAIL_BYTES:][:4], "little") > _MAX_FOOTER_BYTES:
+        raise ValueError(f"its footer is larger than {_MAX_FOOTER_BYTES:,} bytes")
+    limits = {"thrift_container_size_limit": _MAX_ITEMS, "thrift_string_size_limit": _MAX_FOOTER_BYTES}
+    options = {"page_checksum_verification": verify_pages, **limits}
+    with pq.ParquetFile(pa.BufferReader(content), **options) as file:
+        if not _require_bounded(content, file.metadata, max_rows, max_bytes):
+            return file.read(use_threads=False)
+        texts = _text_columns(file)
+    with pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts, **options) as file:
+        table = file.read(use_threads=False)
+    if sum(map(_text_bytes, map(table.column, texts))) > max_bytes:
+        raise ValueError(f"its texts take more than {max_bytes:,} bytes decoded, the most that a file of its size may")
+    return table.cast(pa.schema([_decoded(field) for field in table.schema], table.schema.metadata))
+
+
+def _require_bounded(content: bytes, metadata: pq.FileMetaData, max_rows: int, max_bytes: int) -> bool:
+    """Raises ValueError if the file is too large. Returns whether it could still be larger than `max_bytes`, since its
+    dictionaries' values may be repeated."""
+    groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
+    num_rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
+    if num_rows > max_rows:
+        raise ValueError(f"it has {num_rows:,} rows, expected at most {max_rows:,}")
+    num_bytes, dictionary_bytes = 0, 0
+    for group in groups:
+        for column in map(group.column, range(group.num_columns)):
+            for size, num_values, is_dictionary in _pages(content, column):
+                num_bytes += size + _VALUE_BYTES * num_values
+                dictionary_bytes = max(dictionary_bytes, size if is_dictionary else 0)
+    if num_bytes > max_bytes:
+        raise ValueError(f"it takes {num_bytes:,} bytes decoded, a file of its size at most {max_bytes:,}")
+    return num_rows * dictionary_bytes > max_bytes
+
+
+def _pages(content: bytes, column: pq.ColumnChunkMetaData) -> Iterator[tuple[int, int, bool]]:
+    """Of each page: its size when it is decompressed, the number of its values, and whether it is a dictionary."""
+    if not column.num_values:
+        return  # of a table without rows, whose pages are not read
+    starts = [column.data_page_offset, column.dictionary_page_offset if column.has_dictionary_page else None]
+    at = min(start for start in starts if start is not None)
+    stop = at + column.total_compressed_size
+    if not 0 <= at <= stop <= len(content):
+        raise ValueError("a column is outside of the file")
+    while at < stop:
+        header, at = _read_struct(content, at, _MAX_DEPTH)
+        kind = next((header[kind] for kind in (_DATA, _DICTIONARY, _DATA_V2) if kind in header), {})
+        sizes = (header.get(_UNCOMPRESSED), header.get(_COMPRESSED), kind.get(1) if isinstance(kind, dict) else None)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise ValueError("a page has no valid header")
+        size, compressed, num_values = sizes
+        yield size, num_values, _DICTIONARY in header
+        at += compressed
+
+
+def _read_struct(content: bytes, at: int, depth: int) -> tuple[dict[int, object], int]:
+    """The fields of a structure, by number, and the position after it. Raises ValueError."""
+    fields: dict[int, object] = {}
+    number = 0
+    try:
+        while depth and (head := content[at]):
+            at += 1
+            kind = head & 15
+            if head >> 4:
+                number += head >> 4
+            else:
+                number, at = _read_integer(content, at)
+            fields[number], at = _read_value(content, at, kind, depth)
+    except IndexError:
+        depth = 0
+    if not depth:
+        raise ValueError("a page's header is damaged")
+    return fields, at + 1
+
+
+def _read_value(content: bytes, at: int, kind: int, depth: int) -> tuple[object, int]:
+    if kind in _INTEGERS:
+        return _read_integer(content, at)
+    if kind in (_TRUE, _FALSE):
+        return kind == _TRUE, at
+    if kind == _STRUCT:
+        return _read_struct(content, at, depth - 1)
+    if kind == _BINARY:
+        size, at = _read_varint(content, at)
+        return None, at + size
+    if kind in (_BYTE, _DOUBLE):
+        return None, at + (1 if kind == _BYTE else 8)
+    raise ValueError(f"a page's header has a field of type {kind}")
+
+
+def _read_integer(content: bytes, at: int) -> tuple[int, int]:
+    value, at = _read_varint(content, at)
+    return (value >> 1) ^ -(value & 1), at
+
+
+def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while (byte := content[at]) & 128 and shift < 63:
+        value |= (byte & 127) << shift
+        shift += 7
+        at += 1
+    return value | byte << shift, at + 1
+
+
+def _text_columns(file: pq.ParquetFile) -> list[str]:
+    """The columns of texts. Raises ValueError if there are other values of any size, such as lists of texts."""
+    texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
+    columns = map(file.schema.column, range(file.metadata.num_columns))
+    others = [c.path for c in columns if c.physical_type.endswith("BYTE_ARRAY") and c.path not in texts]
+    if others:
+        raise ValueError(f"it is too large to decode its columns {others}")
+    return texts
+
+
+def _text_bytes(column: pa.ChunkedArray) -> int:
+    """The size of a dictionary-encoded column of texts when it is decoded."""
+    sizes = [pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0 for chunk in column.chunks]
+    return sum(sizes)
+
+
+def _decoded(field: pa.Field) -> pa.Field:
+    return field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field

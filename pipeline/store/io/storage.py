@@ -4,30 +4,33 @@ in a dataset repository of the Hugging Face Hub, `hf://`.
 Every failure to read or write is raised as a StoreError.
 """
 
+import errno
 import itertools
 import os
 import random
+import secrets
 import stat
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import tensorstore as ts
 
-from pipeline.core.addresses import HUB_REMEDY, HUB_SCHEME, unusable_store_path
+from pipeline.core.addresses import HUB_SCHEME, unusable_store_path
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.cores import num_cores
-from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
-from pipeline.store.io.directories import make_directories
-from pipeline.store.io.failures import DAMAGE_REMEDY, HUB_REFUSAL, storage_errors
+from pipeline.core.errors import ConfigError, StoreInvalid
+from pipeline.store.io.directories import make_directories, sync_directory
+from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
 
 if TYPE_CHECKING:
-    from pipeline.store.io.hub_relay import HubRelay
+    from pipeline.store.io.hub_files import HubFiles
 
 # TensorStore reads these at its first request. Without them it waits forever for a server that does not answer.
 _TIMEOUTS = {
@@ -41,7 +44,8 @@ _MAX_DELAY = 8  # times the first delay: a process writes again about 10 s after
 _DELAY_FACTORS = (0.75, 1.25)  # the fifth attempts of many processes are spread over 8 s, the seventh ones over 16 s
 _RATE_LIMITER = "experimental_gcs_rate_limiter"
 _WRITE_RATE_DOUBLES_AFTER = "20m"  # as the limit of a bucket does; https://cloud.google.com/storage/docs/request-rate
-_HTTP_THREADS = (4, 32)  # TensorStore's default, and its default number of concurrent requests
+_NUM_REQUESTS = 32  # TensorStore's default number of concurrent requests
+_HTTP_THREADS = (4, _NUM_REQUESTS)  # from TensorStore's default
 _CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency", "http_request_concurrency")
 
 # How many reads or writes of small objects to start ahead. TensorStore queues those beyond its concurrency.
@@ -52,8 +56,16 @@ _REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _SETTLED_REREAD_DELAYS_S = (0.0,)
 
 T = TypeVar("T")
+Buffer = bytes | memoryview
 
 NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
+
+_REUSED_BYTES = 1 << 20  # contents from this size on are joined in memory that is kept: new memory costs page faults
+LOCK_SUFFIX = ".__lock"  # of temporary local files, which TensorStore's listings omit; a killed process leaves them
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+
+# Of local objects that are read whole, so that a sparse file does not fill the memory.
+_MAX_BYTES = {".json": 1 << 27, ".parquet": 1 << 31, ".csc": 1 << 31}
 
 _NOT_FILES = {
     "folder": stat.S_ISDIR,
@@ -70,19 +82,15 @@ class KeyValueStore:
     is_remote: whether requests go through a network, so that one may fail or get a wrong answer.
     """
 
-    def __init__(self, kvstore: ts.KvStore) -> None:
+    def __init__(self, kvstore: "ts.KvStore | HubFiles") -> None:
         self.kvstore = kvstore
-        self._spec = kvstore.spec().to_json()
+        self._spec = kvstore.spec().to_json() if isinstance(kvstore, ts.KvStore) else {"driver": "hf"}
         self.directory: str | None = self._spec["path"] if self._spec["driver"] == "file" else None
         self.is_remote: bool = self._spec["driver"] not in ("file", "memory")
-        self._hub, self._prefix = None, ""  # the Hub's files, and the folder in which the keys are
-        if self._spec["driver"] == "http":
-            self._hub, self._prefix = _hub_relay().find(self._spec["path"])
+        self._joined, self._joining = bytearray(), threading.Lock()  # the content that is about to be sent
 
     def url(self, key: str) -> str:
         """The URL or path of an object, for messages."""
-        if self._hub is not None:
-            return f"{self._hub.url}/{self._prefix}{key}"
         if self._spec["driver"] == "s3":  # TensorStore has no URL for an S3 endpoint
             return f"s3://{self._spec['bucket']}/{self._spec.get('path', '')}{key}"
         return self.kvstore.url + key
@@ -90,13 +98,8 @@ class KeyValueStore:
     @contextmanager
     def errors(self, key: str) -> Iterator[None]:
         """`storage_errors` for an object."""
-        try:
-            with storage_errors(self.url(key), *([] if self._hub is None else [HUB_REFUSAL])):
-                yield
-        except StoreError as error:
-            if self._hub is None:
-                raise
-            raise type(error)(_hub_relay().with_hub_addresses(str(error))) from error.__cause__
+        with storage_errors(self.url(key)):
+            yield
 
     def read(self, key: str) -> bytes | None:
         """The object's bytes; None if it does not exist. See `require_file`."""
@@ -156,8 +159,7 @@ class KeyValueStore:
             except StoreInvalid as error:
                 if error.was_read_again:
                     raise
-                is_settled = not self.is_remote or self._hub is not None  # a commit of the Hub does not change
-                delays_s = delays_s or iter(_SETTLED_REREAD_DELAYS_S if is_settled else _REREAD_DELAYS_S)
+                delays_s = delays_s or iter(_REREAD_DELAYS_S if self.is_remote else _SETTLED_REREAD_DELAYS_S)
                 if (delay_s := next(delays_s, None)) is None:
                     error.was_read_again = True
                     raise
@@ -171,8 +173,6 @@ class KeyValueStore:
     def list_ranges(self, ranges: Sequence[tuple[str, str]]) -> list[list[str]]:
         """The keys in each range (start, stop), sorted; an empty stop is the end. The ranges are listed
         concurrently."""
-        if self._hub is not None:
-            return [self._hub.list_range(self._prefix, first, after) for first, after in ranges]
         listings = [self.kvstore.list(ts.KvStore.KeyRange(*key_range)) for key_range in ranges]
         listed = []
         for (first, after), listing in zip(ranges, listings, strict=True):
@@ -182,13 +182,45 @@ class KeyValueStore:
             listed.append(sorted(key for key in names if key >= first and (key < after or not after)))
         return listed
 
+    def put(self, key: str, *parts: Buffer) -> bool:
+        """Writes an object durably unless it exists. Returns whether this call wrote it: if several processes try, one
+        succeeds. The content is the `parts`, in order.
+
+        False does not mean that another process wrote it: an earlier attempt's answer may have been lost on the way.
+        """
+        self.require_file(key)
+        with self.errors(key):
+            return self._put_remote(key, parts) if self.directory is None else self._put_file(key, parts)
+
+    def _put_remote(self, key: str, parts: Sequence[Buffer]) -> bool:
+        num_bytes, offset = sum(map(len, parts)), 0
+        if num_bytes < _REUSED_BYTES:
+            return bool(self.kvstore.write(key, b"".join(parts), if_equal=NO_OBJECT).result().generation)
+        with self._joining:  # TensorStore copies the content before `write` returns
+            del self._joined[num_bytes:]
+            self._joined.extend(bytes(num_bytes - len(self._joined)))
+            with memoryview(self._joined) as joined:
+                for part in parts:
+                    joined[offset : offset + len(part)] = part
+                    offset += len(part)
+            write = self.kvstore.write(key, self._joined, if_equal=NO_OBJECT)
+        return bool(write.result().generation)
+
+    def _put_file(self, key: str, parts: Sequence[Buffer]) -> bool:
+        path = self.directory + key
+        directory = os.path.dirname(path)
+        make_directories(directory, self.directory)
+        is_new = not os.path.lexists(path) and _write_and_link(path, parts)
+        # Also if another process wrote the file: a record that names it may be on the disk before that process ends.
+        sync_directory(directory)
+        return is_new
+
     def start_write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
-        """Starts writing an object (None deletes it). Raises StoreInvalid for a store on the Hub.
+        """Starts writing an object (None deletes it). Raises StoreInvalid for a store on the Hub; see `require_file`.
 
         A local object's directories are first created durably: TensorStore only syncs the file and its last directory.
         """
-        if self._hub is not None:
-            raise StoreInvalid(f"{self._hub.url} is on the Hub, where stores are read-only. {HUB_REMEDY}")
+        self.require_file(key)
         if value is not None and self.directory is not None:
             with self.errors(key):
                 make_directories(os.path.dirname(self.directory + key), self.directory)
@@ -200,10 +232,6 @@ class KeyValueStore:
         with self.errors(key):
             write.result()
 
-    def write_if_absent(self, key: str, value: bytes) -> bool:
-        """Writes an object unless it exists, and returns whether it did. If several processes try, one succeeds."""
-        return self.write_if_unchanged(key, value, NO_OBJECT) is not None
-
     def write_if_unchanged(self, key: str, value: bytes | None, generation: bytes) -> bytes | None:
         """Writes an object (None deletes it) if its generation is unchanged. Returns the new one; None if it changed.
 
@@ -214,22 +242,30 @@ class KeyValueStore:
             return write.result().generation or None
 
     def file_problem(self, key: str) -> str | None:
-        """What is wrong if there is something other than a file at a key of a local store; None if there is nothing."""
+        """What is wrong if there is something other than a file at a key of a local store, or if the file's content may
+        come from elsewhere, through a symbolic link; None if there is nothing."""
         if self.directory is None:
             return None
-        path = self.directory + key
+        path = self.directory
         try:
-            mode = os.stat(path).st_mode
-        except FileNotFoundError:
-            return "is a symbolic link to nothing, expected a file" if os.path.islink(path) else None
-        except OSError:  # reading the object will raise an error with the reason
+            for part in key.split("/"):
+                path = os.path.join(path, part)
+                status = os.lstat(path)
+                mode, size = status.st_mode, status.st_size
+                if stat.S_ISLNK(mode):
+                    return "is a symbolic link or in a linked directory, expected the store's own file"
+        except OSError:  # absent, or reading the object will raise an error with the reason
             return None
         kind = next((name for name, is_kind in _NOT_FILES.items() if is_kind(mode)), None)
+        most = _MAX_BYTES.get(os.path.splitext(key)[1], size)
+        if kind is None and size > most:
+            return f"has {size:,} bytes, expected at most {most:,}"
         return kind and f"is a {kind}, expected a file"
 
     def require_file(self, key: str) -> None:
-        """Raises StoreInvalid if there is something other than a file at a key of a local store. TensorStore treats a
-        folder, a socket or a broken link as an absent object, and waits forever for a pipe."""
+        """Raises StoreInvalid if there is something other than the store's own file at a key of a local store.
+        TensorStore treats a folder, a socket or a broken link as an absent object, follows other links, and waits
+        forever for a pipe."""
         if problem := self.file_problem(key):
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
 
@@ -244,8 +280,8 @@ class StorageOptions:
     refused at the same time would keep retrying at the same time.
     concurrency: the maximum number of concurrent requests, or files at local paths. None: 32 requests, or as many files
     as cores, at least 4.
-    copy_threads: threads that encode and decode chunks; None: as many as cores. Uncompressed local store shards are
-    encoded by the threads that write them.
+    copy_threads: threads with which TensorStore decodes chunks; None: as many as cores. Store shards are encoded by the
+    threads that write them.
     writes_per_s: the rate of this process's writes and deletions to `gs://`, which doubles every 20 minutes. Retries do
     not count. Up to 2,000 unused writes are carried over. None: no limit.
     """
@@ -287,9 +323,11 @@ class Storage(KeyValueStore):
     path: as given, or with the commit for the Hub. context: the TensorStore context for opening the store's arrays.
     """
 
-    def __init__(self, path: str, kvstore: ts.KvStore, context: ts.Context, options: StorageOptions) -> None:
+    def __init__(
+        self, path: str, kvstore: "ts.KvStore | HubFiles", context: ts.Context, options: StorageOptions
+    ) -> None:
         super().__init__(kvstore)
-        self.path = path if self._hub is None else self._hub.url
+        self.path = path
         self.context = context
         self._options = options
 
@@ -313,6 +351,11 @@ class Storage(KeyValueStore):
     @classmethod
     def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
         require_not_forked("TensorStore")
+        if path.startswith(HUB_SCHEME):
+            from pipeline.store.io.hub_files import open_hub_files  # imports huggingface_hub
+
+            files = open_hub_files(path, options.concurrency)
+            return cls(files.url.rstrip("/"), files, context, options)
         spec = _kvstore_spec(path)
         if options.writes_per_s is not None:
             spec |= {_RATE_LIMITER: _RATE_LIMITER}
@@ -324,7 +367,7 @@ class Storage(KeyValueStore):
     def with_own_requests(self, limit: int) -> "Storage":
         """The same storage with its own limit of concurrent requests, so that they do not queue behind others."""
         context = ts.Context({name: {"limit": limit} for name in _CONCURRENCY}, parent=self.context)
-        return self._open(self.path, context, self._options)
+        return self._open(self.path, context, replace(self._options, concurrency=limit))
 
     def folder_spec(self, name: str) -> dict[str, Any]:
         """TensorStore's spec of the folder `name`, to be opened in `context` or a child context.
@@ -334,10 +377,15 @@ class Storage(KeyValueStore):
         limit = {} if self._options.writes_per_s is None else {_RATE_LIMITER: _RATE_LIMITER}
         return (self.kvstore / name / "").spec().to_json() | limit
 
+    def start_put(self, key: str, parts: Sequence[Buffer]) -> Future[bool]:
+        """Starts `put`. The parts are not copied: do not change them until the future is done."""
+        return self.put_threads.submit(self.put, key, *parts)
+
     @cached_property
-    def file_threads(self) -> Executor:
-        """The threads that write local store shards, as many as `concurrency`."""
-        return ThreadPoolExecutor(self._options.concurrency or max(4, num_cores()), "shard-files")
+    def put_threads(self) -> Executor:
+        """The threads that encode and put objects, as many as `concurrency`."""
+        default = _NUM_REQUESTS if self.directory is None else max(4, num_cores())
+        return ThreadPoolExecutor(self._options.concurrency or default, "puts")
 
 
 StorageLike = Storage | str | os.PathLike[str]
@@ -363,6 +411,32 @@ def write_many(storage: KeyValueStore, contents: Iterable[tuple[str, bytes | Non
             wait()
     while writes:
         wait()
+
+
+def _write_and_link(path: str, parts: Sequence[Buffer]) -> bool:
+    """Writes a file unless it exists, all of it or nothing, and returns whether it did. The caller syncs the
+    directory."""
+    temporary = f"{path}.{secrets.token_hex(4)}{LOCK_SUFFIX}"
+    try:
+        with open(temporary, "xb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            raise StoreInvalid(
+                f"{path} cannot be written: its file system has no hard links ({error}). Choose a store.path on "
+                "another file system; give a mounted bucket by its URL."
+            ) from error
+        return True
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def set_request_defaults() -> None:
@@ -391,8 +465,6 @@ def local_directory(path: str) -> str:
 
 def _kvstore_spec(path: str) -> dict[str, Any]:
     """TensorStore's spec of the storage at `path`. Raises StoreInvalid for an unusable path."""
-    if path.startswith(HUB_SCHEME):
-        return _hub_relay().spec(path)
     if reason := unusable_store_path(path):
         raise StoreInvalid(reason)
     if "://" not in path:
@@ -402,12 +474,6 @@ def _kvstore_spec(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise StoreInvalid(f"the store's path is {path!r}, which is not a store address: {error}.") from error
     return spec | (_s3_service() if path.startswith("s3://") else {})
-
-
-def _hub_relay() -> "HubRelay":
-    from pipeline.store.io.hub_relay import hub_relay  # imports huggingface_hub
-
-    return hub_relay()
 
 
 def _s3_service() -> dict[str, str]:

@@ -3,7 +3,7 @@
     from pipeline.store import open_aligned
 
     aligned = open_aligned(["store-a", "store-b"])
-    for batch in aligned.batches([(6, "resid_post"), (12, "resid_post")], 4096, shuffle=True, seed=0):
+    for batch in aligned.batches(["blocks.6.resid_post", "blocks.12.resid_post"], 4096, shuffle=True, seed=0):
         ours, theirs = batch.activations    # [4096, d] from each store, for the same tokens
 
 The stores must be made with the same data, tokenizer and `batch` settings, and the same number of rows per block: set
@@ -16,17 +16,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64
 
 from pipeline.core.arguments import shown
 from pipeline.core.errors import ArgumentError, StoreInvalid, StoreMismatch
-from pipeline.store.format.block_table import Block
-from pipeline.store.format.commits import CommitRecord, read_commit_records
-from pipeline.store.format.layout import SELECTED
+from pipeline.store.format.commits import read_commit_records
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
 from pipeline.store.read.batch_options import BatchOptions
-from pipeline.store.read.batches import BatchReader, reading_order
+from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.gathering import Batch, Position
 from pipeline.store.read.reader import ActivationStore, HasBatches, Key
 
@@ -96,17 +93,14 @@ class AlignedStores(HasBatches):
             store._readable.reading(key, batch_size, replace(options, normalisation=store_normalisation))
             for store, key, store_normalisation in zip(self.stores, keys, normalisations, strict=True)
         ]
-        layouts = [store._layout for store in self.stores]
-        order = reading_order(self.stores[0].blocks, list(zip(layouts, readings, strict=True)))
-        sources = [store._source(reading, order) for store, reading in zip(self.stores, readings, strict=True)]
-        sources[0].warn_of_few_places(sum(source.piece_mib for source in sources))
-        return AlignedReader(sources, state)
+        stores = [(store._reads, reading) for store, reading in zip(self.stores, readings, strict=True)]
+        return AlignedReader.of(stores, self.stores[0].blocks, state)
 
 
 def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStores:
     """Opens two or more stores with the same tokens in the same rows, to be read together.
 
-    Compares the digests in the blocks' records. Blocks whose digests differ or are absent are read and compared.
+    Compares the digests in the blocks' records.
 
     Raises StoreMismatch, naming the first difference, if the stores have different tokens; StoreError if one cannot be
     read; ArgumentError for fewer than two.
@@ -172,43 +166,13 @@ def _require_same_blocks(store: ActivationStore, other: ActivationStore) -> None
 
 
 def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None:
+    """Compares the digests in the records: those of the same values are equal. Raises StoreMismatch."""
     blocks = [(block.stream, block.block) for block in store.blocks]
-    records = zip(
-        store.blocks,
-        read_commit_records(store.storage, blocks),
-        read_commit_records(other.storage, blocks),
-        strict=True,
-    )
-    for block, ours, theirs in records:
-        if not _have_same_digests(store, ours, theirs):
-            _compare_block(store, other, block)
-
-
-def _have_same_digests(store: ActivationStore, ours: CommitRecord, theirs: CommitRecord) -> bool:
     names = [spec.name for spec in store._layout.side_arrays]
-    return all(name in ours.digests and ours.digests[name] == theirs.digests.get(name) for name in names)
-
-
-def _compare_block(store: ActivationStore, other: ActivationStore, block: Block) -> None:
-    """Raises StoreMismatch for the first value of the block's side arrays that differs."""
-    rows = store._layout.first_row(block.stream, block.block) + np.arange(block.rows)
-    ours, theirs = _sides(store, rows), _sides(other, rows)
-    differs = {name: values != theirs[name] for name, values in ours.items()}
-    row_differs = np.logical_or.reduce([values.any(axis=1) for values in differs.values()])
-    if not row_differs.any():
-        return
-    row = int(row_differs.argmax())
-    name, position = min(
-        ((name, int(values[row].argmax())) for name, values in differs.items() if values[row].any()),
-        key=lambda difference: difference[1],
-    )
-    raise StoreMismatch(
-        f"block {block.block} of stream {block.stream}, row {rows[row]}, position {position}: {name} is "
-        f"{ours[name][row, position]} in {store.path} and {theirs[name][row, position]} in {other.path}. Make both "
-        "from the same data, with the same tokenizer."
-    )
-
-
-def _sides(store: ActivationStore, rows: Int64[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-    sides = vars(store.read_tokens(rows, whole=True))
-    return sides if store._layout.selected is None else sides | {SELECTED.name: store.read_selected(rows)}
+    records = (read_commit_records(each.storage, blocks) for each in (store, other))
+    for (stream, block), ours, theirs in zip(blocks, *records, strict=True):
+        if different := [name for name in names if ours.digests.get(name) != theirs.digests.get(name)]:
+            raise StoreMismatch(
+                f"block {block} of stream {stream}: {different[0]} differs between {store.path} and {other.path}. Make "
+                "both from the same data, with the same tokenizer."
+            )

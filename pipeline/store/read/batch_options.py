@@ -3,19 +3,21 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, SupportsIndex
+from typing import Any
 
 from pipeline.core.arguments import flag, integer, items, names, number, shown
 from pipeline.core.errors import ArgumentError, PipelineError
-from pipeline.core.sites import ActivationKey, Site, find_array, spelled
+from pipeline.core.sites import ActivationKey, find_array, spelled
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import Dtype, Framework, parsed_dtype, parsed_framework
 
 _MAX_MIB = 1e9
+_MAX_WORLD = 1 << 20
+_FLAGS = ("shuffle", "stack", "features", "pin_memory", "drop_last")
 
-Key = ActivationKey | tuple[SupportsIndex | None, Site | str] | str
+Key = ActivationKey | str
 
 
 @dataclass(frozen=True)
@@ -37,13 +39,14 @@ class BatchOptions:
     framework: Framework | str = Framework.numpy
     outputs: Sequence[str] = ()
     features: bool = False
+    pin_memory: bool = False
     drop_last: bool = False
     buffer_mib: float = 256.0
 
     def __post_init__(self) -> None:
         parsed: dict[str, Any] = {"framework": parsed_framework(self.framework), "dtype": parsed_dtype(self.dtype)}
-        parsed |= {name: flag(name, getattr(self, name)) for name in ("shuffle", "stack", "features", "drop_last")}
-        parsed |= {"seed": integer("seed", self.seed), "world": integer("world", self.world, 1)}
+        parsed |= {name: flag(name, getattr(self, name)) for name in _FLAGS}
+        parsed |= {"seed": integer("seed", self.seed), "world": integer("world", self.world, 1, _MAX_WORLD)}
         parsed |= {"rank": integer("rank", self.rank), "outputs": names("outputs", self.outputs)}
         parsed["epochs"] = None if self.epochs is None else integer("epochs", self.epochs, 1)
         parsed["token_filter"] = TokenFilter() if self.token_filter is None else self.token_filter
@@ -52,6 +55,8 @@ class BatchOptions:
             object.__setattr__(self, name, value)
         if self.rank >= self.world:
             raise ArgumentError(f"rank is {self.rank} with world={self.world}: expected a rank from 0 to world - 1")
+        if self.pin_memory and self.framework is not Framework.torch:
+            raise ArgumentError(f'pin_memory=True needs framework="torch", got {self.framework}.')
         if not 0 < self.buffer_mib <= _MAX_MIB:
             raise ArgumentError(f"buffer_mib is {self.buffer_mib}, expected more than 0, and at most {_MAX_MIB:g}.")
         if not isinstance(self.token_filter, TokenFilter):
@@ -120,7 +125,7 @@ class Readable:
 
     def reading(self, keys: Key | Iterable[Key], batch_size: int, options: BatchOptions) -> Reading:
         """The arrays named by `keys`, and how to read them. Raises `error` and ArgumentError."""
-        single = is_key(keys)
+        single = isinstance(keys, Key)
         arrays = [self.key(key).name for key in as_keys(keys)]
         if options.features and not self.features:
             raise self.error(f"{self.subject} has no features (capture.encode). Remove features=True.")
@@ -153,15 +158,6 @@ class Readable:
         return ", ".join(self.hooks) or "features only: use batches([], ..., features=True)"
 
 
-def is_key(keys: Key | Iterable[Key]) -> bool:
-    """Whether this is one key, not several: a pair (layer, site) is a tuple too."""
-    if isinstance(keys, tuple) and keys:
-        return keys[0] is None or isinstance(keys[0], SupportsIndex)
-    return isinstance(keys, (ActivationKey, str))
-
-
 def as_keys(keys: Key | Iterable[Key]) -> list[Key]:
     """The keys as a list. Raises ArgumentError if this is neither one nor several."""
-    if is_key(keys):
-        return [keys]
-    return items("keys", keys, "the name of an array, (layer, site), or a list of these")
+    return [keys] if isinstance(keys, Key) else items("keys", keys, "the name of an array, or a list of names")

@@ -3,6 +3,7 @@
 There are two buffers: batches are taken from one while the other is filled.
 """
 
+import base64
 import logging
 import math
 import zlib
@@ -12,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import numpy as np
 from jaxtyping import Int64
@@ -24,11 +25,12 @@ from pipeline.store.format.layout import MIB, SIDE_ARRAYS, StoreLayout
 from pipeline.store.format.scaled import scale_name
 from pipeline.store.read.batch_options import BatchOptions, Reading
 from pipeline.store.read.buffers import StoredBlocks
+from pipeline.store.read.documents import blocks_with_documents
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import Dtype, Framework
 from pipeline.store.read.gathering import Batch, Gatherer, Position, Reader, TokenMemory, sealed, unsealed
 from pipeline.store.read.order import Buffer, ReadingOrder
-from pipeline.store.read.stored_objects import StoredObjects
+from pipeline.store.read.shard_reads import ShardReads
 
 log = logging.getLogger(__name__)
 
@@ -54,22 +56,44 @@ class BatchReader(Reader[Batch]):
     A new reader with this one's `state()` continues after the last batch that this one returned.
     """
 
-    def __init__(self, sources: Sequence["BatchSource"], state: Mapping[str, Any] | None = None) -> None:
-        """sources: one, or those of several stores with the same order."""
+    def __init__(self, sources: Sequence["BatchSource"], state: "SavedState | None" = None) -> None:
+        """sources: one, or those of several stores with the same order, of the blocks that the state covers."""
         # The generator refers to the sources and not to the reader, so that there is no reference cycle: dropping the
         # reader ends its threads at once instead of at the next garbage collection.
         self._sources = sources
-        self._store_id = "+".join(source.store_id for source in sources)
         position, epochs = Position(), sources[0].epochs
-        if isinstance(state, Mapping) and list(state) == ["epoch"]:  # the beginning of an epoch, without a checksum
-            position = Position(integer("the state's epoch", state["epoch"]))
-        elif state is not None:
-            position = sources[0].restored(unsealed(state), self._store_id)
+        if state is not None:
+            position = Position(state.epoch) if state.rest is None else sources[0].restored(state.rest)
         end = None
         if epochs is not None:  # at the end of a pass, nothing of it is left
-            at_begin = state is not None and "checksum" not in state
+            at_begin = state is not None and state.rest is None
             end = max(1, -(-(position.epoch + (at_begin or position.batch > 0)) // epochs)) * epochs
         super().__init__(position, end, epochs)
+
+    @classmethod
+    def of(
+        cls,
+        stores: Sequence[tuple[ShardReads, Reading]],
+        blocks: BlockTable,
+        state: Mapping[str, Any] | None = None,
+        warns: bool = True,
+    ) -> Self:
+        """A reader of several stores with the same tokens, or of one. blocks: of each store.
+
+        warns: log a warning if shuffling mixes tokens from only a few places.
+        """
+        store_id = "+".join(reads.identity.id for reads, _ in stores)
+        saved = SavedState.parse(state, store_id)
+        reading, num_streams = stores[0][1], stores[0][0].layout.num_streams
+        covered = blocks if saved is None else saved.covered(blocks, num_streams)
+        fixed_state = {"store": store_id, "blocks": _packed_counts(covered, num_streams)}
+        if (documents := reading.options.token_filter.documents) is not None:
+            covered = blocks_with_documents(covered, num_streams, np.array(documents, np.int64))
+        order = reading_order(covered, [(reads.layout, reading) for reads, reading in stores])
+        sources = [BatchSource(reads, covered, reading, order, fixed_state) for reads, reading in stores]
+        if warns:
+            sources[0].warn_of_few_places(sum(source.piece_mib for source in sources))
+        return cls(sources, saved)
 
     def _start(self) -> Iterator[tuple[Batch, Position]]:
         return self._sources[0].read(self._position, self._end)
@@ -84,15 +108,53 @@ class BatchReader(Reader[Batch]):
         return True
 
     def state(self) -> dict[str, Any]:
-        """The reader's position, as JSON values: epoch, batch, buffer, token, a checksum of everything that the order
-        depends on, rank, world, the store's identity and a checksum of all this. At the beginning and end of an epoch
-        it is valid for any rank and world. A state {"epoch": 3} is the beginning of that epoch."""
-        return sealed(self._position.numbers | self._sources[0].fixed_state | {"store": self._store_id})
+        """The reader's position, as JSON values: epoch, batch, buffer, token, the number of blocks of each stream that
+        it reads, a checksum of everything else that the order depends on, rank, world, the store's identity and a
+        checksum of all this. It is valid as long as the store exists, also after an extension. At the beginning and end
+        of an epoch it is valid for any rank and world. A state {"epoch": 3} is the beginning of that epoch."""
+        return sealed(self._position.numbers | self._sources[0].fixed_state)
 
     def close(self) -> None:
         super().close()
         for source in self._sources:
             source.close()
+
+
+class SavedState(NamedTuple):
+    """A reader's state. rest: None at the beginning of an epoch, without anything that must agree with a reader."""
+
+    epoch: int
+    rest: dict[str, Any] | None = None
+
+    @classmethod
+    def parse(cls, state: Mapping[str, Any] | None, store_id: str) -> "SavedState | None":
+        """Raises ArgumentError if the state was changed, or is from a reader of a store with another id."""
+        if state is None:
+            return None
+        if isinstance(state, Mapping) and list(state) == ["epoch"]:
+            return cls(integer("the state's epoch", state["epoch"]))
+        content = unsealed(state)
+        if content.pop("store", None) != store_id:
+            raise ArgumentError("the state is from a reader of a different store. Start again without a state.")
+        return cls(content["epoch"], content)
+
+    def covered(self, blocks: BlockTable, num_streams: int) -> BlockTable:
+        """Those of the store's blocks that a reader with this state reads. Raises ArgumentError if some are missing."""
+        if self.rest is None:
+            return blocks
+        counts = np.frombuffer(zlib.decompress(base64.b64decode(self.rest["blocks"])), "<u4")
+        if (counts > blocks.per_stream(num_streams)).any():
+            raise ArgumentError(
+                "the state covers blocks that were committed after this store was opened. Open it again, or use "
+                "refresh()."
+            )
+        return blocks.first_blocks(counts)
+
+
+def _packed_counts(blocks: BlockTable, num_streams: int) -> str:
+    """The number of blocks of each stream, for a `SavedState`."""
+    counts = blocks.per_stream(num_streams).astype("<u4")
+    return base64.b64encode(zlib.compress(counts.tobytes())).decode()
 
 
 class HasBatches:
@@ -115,14 +177,15 @@ class HasBatches:
         framework: Framework | str = "numpy",
         outputs: Sequence[str] = (),
         features: bool = False,
+        pin_memory: bool = False,
         drop_last: bool = False,
         buffer_mib: float = 256.0,
         state: Mapping[str, Any] | None = None,
     ) -> BatchReader:
         """Iterates over all stored tokens, each exactly once per epoch, in batches of `batch_size`, without padding.
 
-        keys: one activation, e.g. (5, "resid_post") or "blocks.5.resid_post", or a list of them for the same tokens
-        (see `Batch`). The list may be empty with `features=True`.
+        keys: one activation, e.g. "blocks.5.resid_post", or a list of them for the same tokens (see `Batch`). The list
+        may be empty with `features=True`.
         shuffle: read blocks in random order; their pieces fill a buffer, from which tokens are taken in random order
         while a second one is filled. Otherwise, tokens are in row order.
         seed: the random order depends on the seed, the epoch and the other arguments, but not on timing.
@@ -140,10 +203,12 @@ class HasBatches:
         addition to `buffer_mib`. Different outputs change the order.
         features: read the features of all SAEs of `capture.encode`, too. They count towards `buffer_mib`, so they may
         change the order.
+        pin_memory: return torch tensors in page-locked memory, which a GPU copies faster, and asynchronously.
         drop_last: drop the last batch of an epoch if it is not full.
         buffer_mib: the size of a buffer for activations in MiB; there are two buffers.
         state: from `BatchReader.state()`, to resume. That reader must have had the same arguments; at the beginning or
-        end of an epoch its rank and world may differ. {"epoch": 3} is the beginning of an epoch.
+        end of an epoch its rank and world may differ. The new reader reads the same blocks, also if the store has more
+        by now. {"epoch": 3} is the beginning of an epoch, of all blocks.
 
         Logs a warning if shuffling mixes tokens from only a few places in the store. Raises StoreError for a damaged
         block, for activations, outputs or features that the store lacks, and if there is nothing to read; ArgumentError
@@ -153,39 +218,33 @@ class HasBatches:
         options = BatchOptions(
             **dict(shuffle=shuffle, seed=seed, epochs=epochs, rank=rank, world=world, token_filter=token_filter),
             **dict(stack=stack, dtype=dtype, framework=framework, outputs=outputs, features=features),
-            **dict(drop_last=drop_last, buffer_mib=buffer_mib),
+            **dict(pin_memory=pin_memory, drop_last=drop_last, buffer_mib=buffer_mib),
         )
         return self._batches(keys, batch_size, normalisation, options, state)
 
 
 class BatchSource:
-    """Makes a reader's batches, in threads. store_id: identifies the store's content."""
+    """Makes a reader's batches, in threads. fixed_state: the part of a reader's state that does not change."""
 
     def __init__(
         self,
-        objects: StoredObjects,
+        reads: ShardReads,
         blocks: BlockTable,
         reading: Reading,
-        store_id: str,
-        order: ReadingOrder | None = None,
+        order: ReadingOrder,
+        fixed_state: Mapping[str, Any],
     ) -> None:
-        """order: shared by several readers of the same tokens; None for the reader's own."""
-        blocks = blocks[blocks.column("rows") > 0]
-        self.store_id = store_id
-        self._path = objects.storage.path
+        """blocks: those that `order` was made from. fixed_state: the store's identity and blocks."""
+        self._path = reads.storage.path
         self._reading = reading
         self._options = reading.options
-        self._blocks = StoredBlocks(objects, blocks)
-        self._order = order or reading_order(blocks, [(objects.layout, reading)])
+        self._blocks = StoredBlocks(reads, blocks[blocks.column("rows") > 0])
+        self._order = order
+        self.fixed_state = {"order": self._checksum(order), "rank": order.rank, "world": order.world, **fixed_state}
 
     @property
     def epochs(self) -> int | None:
         return self._options.epochs
-
-    @cached_property
-    def fixed_state(self) -> dict[str, Any]:
-        """The part of a reader's state that does not change."""
-        return {"order": self._checksum(self._order), "rank": self._order.rank, "world": self._order.world}
 
     @property
     def piece_mib(self) -> float:
@@ -209,24 +268,20 @@ class BatchSource:
         self._blocks.close()
 
     def _checksum(self, order: ReadingOrder) -> int:
-        """A checksum of `order` and of everything else that the order of tokens depends on."""
-        blocks = self._blocks.blocks.values[["stream", "block", "rows", "tokens"]].tolist()
+        """A checksum of everything but the blocks that the order of tokens depends on."""
         filtered = (self._options.token_filter, self._reading.batch_size, self._options.drop_last)
-        return zlib.crc32(repr((order, blocks, filtered)).encode())
+        return zlib.crc32(repr((replace(order, block_rows=()), filtered)).encode())
 
-    def restored(self, state: dict[str, Any], store_id: str) -> Position:
+    def restored(self, state: Mapping[str, Any]) -> Position:
         """The position from an earlier reader's state. Raises ArgumentError if that reader had different options."""
-        if state.pop("store", None) != store_id:
-            raise ArgumentError("the state is from a reader of a different store. Start again without a state.")
-        rank, world = state.pop("rank"), state.pop("world")
-        order = replace(self._order, rank=rank, world=world)
-        if state.pop("order") != self._checksum(order):
+        order = replace(self._order, rank=state["rank"], world=state["world"])
+        if state["order"] != self._checksum(order):
             raise ArgumentError(
-                "the state belongs to a different reader configuration: the order of tokens depends on the store's "
-                "blocks, keys, batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader "
-                "that the state came from, or start again without a state."
+                "the state belongs to a different reader configuration: the order of tokens depends on the keys, "
+                "batch_size, seed, rank, world, filter, outputs and buffer_mib. Use those of the reader that the state "
+                "came from, or start again without a state."
             )
-        position = Position(**state)
+        position = Position(**{name: state[name] for name in Position().numbers})
         if order == self._order:
             return position
         if not position.batch:
@@ -234,9 +289,9 @@ class BatchSource:
         if self._ends_epoch(position, order):
             return Position(position.epoch + 1)
         raise ArgumentError(
-            f"the state is from rank {rank} of {world}, after {position.batch} batches of epoch {position.epoch}; "
-            f"this reader is rank {self._order.rank} of {self._order.world}, which reads a different share of the "
-            "epoch. Finish the epoch with the old rank and world, or restart it: "
+            f"the state is from rank {order.rank} of {order.world}, after {position.batch} batches of epoch "
+            f"{position.epoch}; this reader is rank {self._order.rank} of {self._order.world}, which reads a different "
+            "share of the epoch. Finish the epoch with the old rank and world, or restart it: "
             f"state={{'epoch': {position.epoch}}}."
         )
 
@@ -258,18 +313,18 @@ class BatchSource:
         """Buffers, their filled memory, and whether each is the epoch's last. A memory is reused after the next buffer
         is requested."""
         free = [TokenMemory(self._blocks.layout, self._reading, self._memory_rows()) for _ in range(2)]
-        filling: deque[tuple[Buffer, TokenMemory, Future[None]]] = deque()
+        filling: deque[tuple[Buffer, TokenMemory, Future[Future[None]]]] = deque()
         for buffer in self._buffers(start, end):
             memory = free.pop()
             done = filler.submit(self._blocks.fill, memory, buffer, self._order, self._options.token_filter)
             filling.append((buffer, memory, done))
             if len(filling) > 1:
                 before, memory, done = filling.popleft()
-                done.result()
+                done.result().result()
                 yield before, memory, before.epoch != buffer.epoch
                 free.append(memory)
         for buffer, memory, done in filling:
-            done.result()
+            done.result().result()
             yield buffer, memory, True
 
     def _buffers(self, start: Position, end: int | None) -> Iterator[Buffer]:

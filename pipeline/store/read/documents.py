@@ -1,23 +1,26 @@
 """The documents of a store: their table, and the location of one document, given its number or id."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Bool, Int32, Int64, Shaped
 
-from pipeline.core.errors import StoreError
-from pipeline.store.format.block_table import Block, BlockTable, split_streams
-from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SELECTED, TOKENS
+from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
+from pipeline.store.format.block_table import BlockTable
+from pipeline.store.format.layout import DOCUMENTS, TOKENS
+from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.tables import empty_table, read_tables
-from pipeline.store.ids.lookup import StoredIds
+from pipeline.store.ids.index import StoredIds, open_ids
+from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.features import FeatureBatch
-from pipeline.store.read.rows import at_selected, slot_side_arrays
+from pipeline.store.read.rows import slot_side_arrays
 
 log = logging.getLogger("pipeline")
 
@@ -41,26 +44,22 @@ class DocumentActivations:
 
     document: int
     id: str
-    tokens: Int32[np.ndarray, " n"]
-    positions: Int32[np.ndarray, " n"]
-    rows: Int64[np.ndarray, " n"]
     activations: Mapping[str, np.ndarray]
     outputs: Mapping[str, np.ndarray]
     features: Mapping[str, FeatureBatch]
+    tokens: Int32[np.ndarray, " n"]
+    positions: Int32[np.ndarray, " n"]
+    rows: Int64[np.ndarray, " n"]
     text: Int32[np.ndarray, " m"]
     places: Int64[np.ndarray, " n"]
 
 
-@dataclass(frozen=True)
-class DocumentSlots:
-    """The rows of a document, and which of their slots hold its tokens. See `DocumentActivations`."""
+class DocumentSlots(NamedTuple):
+    """The rows of a document, which of their slots hold its tokens, and fields of `DocumentActivations`."""
 
     rows: Int64[np.ndarray, " r"]
     in_document: Bool[np.ndarray, "r S"]
-    tokens: Int32[np.ndarray, " n"]
-    positions: Int32[np.ndarray, " n"]
-    text: Int32[np.ndarray, " m"]
-    places: Int64[np.ndarray, " n"]
+    fields: Mapping[str, Shaped[np.ndarray, " n"]]
 
 
 def document_slots(
@@ -69,40 +68,79 @@ def document_slots(
     """Finds a document in `rows`. sides: their side arrays tokens, positions, documents, and `selected` if the store
     has it."""
     has_document = (sides[DOCUMENTS.name] == number).any(axis=1)
-    sides = {name: values[has_document] for name, values in sides.items()}
+    rows, sides = rows[has_document], {name: values[has_document] for name, values in sides.items()}
     in_text = sides[DOCUMENTS.name] == number
-    places = np.cumsum(in_text).reshape(in_text.shape) - 1
+    sides["places"] = np.cumsum(in_text).reshape(in_text.shape) - 1
     slots = slot_side_arrays(sides)
-    in_document = slots[DOCUMENTS.name] == number
-    if SELECTED.name in sides:
-        places = at_selected(places, sides[SELECTED.name], -1)
-    return DocumentSlots(
-        rows=rows[has_document],
-        in_document=in_document,
-        tokens=slots[TOKENS.name][in_document],
-        positions=slots[POSITIONS.name][in_document],
-        text=sides[TOKENS.name][in_text],
-        places=places[in_document],
-    )
+    in_document = slots.pop(DOCUMENTS.name) == number
+    fields = {name: values[in_document] for name, values in slots.items()}
+    fields |= {"rows": np.repeat(rows, in_document.sum(axis=1)), "text": sides[TOKENS.name][in_text]}
+    return DocumentSlots(rows, in_document, fields)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """A value for each document: labels[batch.documents] are those of a batch's tokens, as a numpy array."""
+
+    column: str
+    numbers: Int64[np.ndarray, " n"]
+    values: Shaped[np.ndarray, " n"]
+
+    def __getitem__(self, documents: Any) -> Shaped[np.ndarray, "..."]:
+        """Raises ArgumentError for a document without a value."""
+        wanted = np.asarray(documents)
+        places = np.minimum(np.searchsorted(self.numbers, wanted), len(self.numbers) - 1)
+        is_known = self.numbers[places] == wanted if len(self.numbers) else np.zeros(wanted.shape, bool)
+        if not np.all(is_known):
+            raise ArgumentError(f"documents {np.unique(wanted[~is_known])[:8].tolist()} have no {self.column}.")
+        return self.values[places]
+
+
+def blocks_with_documents(blocks: BlockTable, num_streams: int, numbers: Int64[np.ndarray, " n"]) -> BlockTable:
+    """The blocks that contain tokens of documents, and at most one more for each. A document's number is its ordinal in
+    its stream times the number of streams, plus the stream."""
+    keep = np.zeros(len(blocks), bool)
+    for stream in np.unique(numbers % num_streams).tolist():
+        in_stream = np.flatnonzero(blocks.values["stream"] == stream)
+        part, ordinals = blocks[in_stream], numbers[numbers % num_streams == stream] // num_streams
+        firsts, continues = part.column("first_document"), np.append(part.continues, False)
+        start, stop = (np.searchsorted(firsts, ordinals, side=side) for side in ("left", "right"))
+        # Otherwise the previous block has the beginning of the document, or all of it.
+        start = np.maximum(0, start - ((start == stop) | continues[start]))
+        edges = np.bincount(start, minlength=len(part) + 1) - np.bincount(stop, minlength=len(part) + 1)
+        keep[in_stream] = np.cumsum(edges)[:-1] > 0
+    return blocks[np.flatnonzero(keep)]
 
 
 class StoredDocuments:
     """The documents of the committed `blocks`. Methods raise StoreError."""
 
-    def __init__(self, storage: Storage, blocks: BlockTable, num_streams: int) -> None:
+    def __init__(self, storage: Storage, root: StoreRoot, blocks: BlockTable) -> None:
         self._storage = storage
+        self._root = root
         self._blocks = blocks
-        self._num_streams = num_streams
+        self._num_streams = root.metadata.num_streams
         self._not_indexed = BlockTable(), empty_table()  # blocks without an index of ids, and their document tables
 
     @cached_property
     def table(self) -> pa.Table:
         """The document tables of all blocks."""
-        return self._read(self._blocks)
+        return self.read(self._blocks)
 
-    def _read(self, blocks: Sequence[Block]) -> pa.Table:
-        tables = list(read_tables(self._storage, blocks))
-        return pa.concat_tables(tables, promote_options="default") if tables else empty_table()
+    def read(self, blocks: BlockTable | None = None, columns: Sequence[str] | None = None) -> pa.Table:
+        """The document tables of the given blocks, or of all, with some columns or all. Raises ArgumentError for a
+        column that none of them has."""
+        if blocks is None and columns is None:
+            return self.table
+        tables = list(self._selected(self._blocks if blocks is None else blocks, columns))
+        table = _joined(tables or [empty_table()])
+        if missing := [name for name in columns or () if name not in table.column_names]:
+            raise ArgumentError(f"the documents of {self._storage.path} have no columns {missing}.")
+        return table if columns is None else table.select(columns)
+
+    def _selected(self, blocks: BlockTable, columns: Sequence[str] | None) -> Iterator[pa.Table]:
+        for table in read_tables(self._storage, blocks):
+            yield table if columns is None else table.select([n for n in columns if n in table.column_names])
 
     def _read_not_indexed(self, blocks: BlockTable) -> pa.Table:
         """The document tables of blocks without an index of ids, kept for the next lookup."""
@@ -110,32 +148,34 @@ class StoredDocuments:
         if not np.array_equal(blocks_read.values, blocks.values):
             if len(blocks) > _MANY_TABLES and self._storage.is_remote:
                 log.warning(_MANY_READ, self._storage.path, len(blocks), self._storage.path)
-            table = self.table if len(blocks) == len(self._blocks) else self._read(blocks)
+            table = self.table if len(blocks) == len(self._blocks) else self.read(blocks)
             self._not_indexed = blocks, table
         return table
 
     @cached_property
-    def _ids(self) -> StoredIds:
-        return StoredIds(self._storage, self._stream_blocks)
-
-    @cached_property
-    def _stream_blocks(self) -> list[BlockTable]:
-        return split_streams(self._blocks, self._num_streams)
+    def _ids(self) -> StoredIds | None:
+        return open_ids(self._storage, self._root)
 
     def blocks_with(self, number: int) -> BlockTable:
-        """The blocks that contain tokens of a document, and at most one more. A document's number is its ordinal in its
-        stream times the number of streams, plus the stream."""
-        ordinal, stream = divmod(number, self._num_streams)
-        blocks = self._stream_blocks[stream]
-        firsts = blocks.column("first_document")
-        start, stop = np.searchsorted(firsts, ordinal, side="left"), np.searchsorted(firsts, ordinal, side="right")
-        if start == stop or blocks.continues[start]:
-            start -= 1  # the previous block has the beginning of the document, or all of it
-        return blocks[max(0, start) : stop]
+        """The blocks that contain tokens of a document, and at most one more."""
+        return blocks_with_documents(self._blocks, self._num_streams, np.array([number]))
 
-    def with_number(self, number: int, blocks: Sequence[Block]) -> pa.Table:
+    def labels(self, column: str, table: pa.Table | None = None) -> "Labels":
+        """The values of a column of the document tables, or of a user's table with a column `id`, by document."""
+        if table is None:
+            documents = self.read(columns=["document", column])
+        else:
+            if missing := {"id", column} - set(table.column_names):
+                raise ArgumentError(f"the table has no columns {sorted(missing)}; it has {table.column_names}.")
+            documents = self.read(columns=["document", "id"]).join(
+                table.select(["id", column]), "id", join_type="inner"
+            )
+        numbers, first = np.unique(documents["document"].to_numpy(), return_index=True)
+        return Labels(column, numbers, documents[column].to_numpy()[first])
+
+    def with_number(self, number: int, blocks: BlockTable) -> pa.Table:
         """A document's rows in the blocks' document tables. Raises StoreError if it has none."""
-        return self._one_document(self._read(blocks), "document", number)
+        return self._one_document(self.read(blocks), "document", number)
 
     def with_id(self, id: str) -> pa.Table:
         """A document's rows in the document tables of all blocks. Reads those of the blocks that may contain the id
@@ -143,9 +183,9 @@ class StoredDocuments:
         the id."""
         if "table" in vars(self):
             return self._one_document(self.table, "id", id)
-        hits, not_indexed = self._ids.find(id)
-        tables = [self._read_not_indexed(not_indexed), *([self._read(hits)] if len(hits) else [])]
-        return self._one_document(pa.concat_tables(tables, promote_options="default"), "id", id)
+        hits, not_indexed = (BlockTable(), self._blocks) if self._ids is None else self._ids.find(id, self._blocks)
+        tables = [self._read_not_indexed(not_indexed), *([self.read(hits)] if len(hits) else [])]
+        return self._one_document(_joined(tables), "id", id)
 
     def _one_document(self, table: pa.Table, column: str, value: str | int) -> pa.Table:
         entries = table.filter(pc.equal(table[column], value))
@@ -154,3 +194,11 @@ class StoredDocuments:
             hint = f"documents {sorted(numbers)} have it; pass a number" if numbers else "no document has it"
             raise StoreError(f"{column} {value!r} in the store {self._storage.path}: {hint}.")
         return entries
+
+
+def _joined(tables: Sequence[pa.Table]) -> pa.Table:
+    """All rows of the tables, whose columns may differ."""
+    try:
+        return pa.concat_tables(tables, promote_options="default")
+    except pa.ArrowException as error:
+        raise StoreInvalid(f"the document tables have columns of different types: {error}. {DAMAGE_REMEDY}") from error

@@ -9,8 +9,8 @@ from jaxtyping import Bool, Int, Shaped
 
 from pipeline.core.arguments import integer, items, number, shown
 from pipeline.core.errors import ArgumentError
-from pipeline.store.format.layout import POSITIONS, TOKENS
-from pipeline.store.format.norms import l2_norms
+from pipeline.store.format.layout import DOCUMENTS, POSITIONS, TOKENS
+from pipeline.store.format.normalisation import l2_norms
 from pipeline.store.format.scaled import Dequantised
 
 Limits = Mapping[str, tuple[float, float]]
@@ -18,6 +18,7 @@ Limits = Mapping[str, tuple[float, float]]
 _TOKENS_AT_A_TIME = 4096  # for computing norms: few enough for the processor's caches
 
 _MAX_TOKEN = (1 << 31) - 1
+_MAX_DOCUMENT = (1 << 63) - 1
 
 COMPLETIONS = "completions"  # the name of an additional side array: whether a slot holds a completion's token
 
@@ -39,12 +40,14 @@ class TokenFilter:
     norms: the minimum and maximum L2 norm, by array name. A token is left out if any of its activations is outside.
     `store.statistics(...).norm_quantile` gives suitable limits.
     part: keep only tokens of prompts, or only tokens of completions.
+    documents: keep only tokens of these documents, by number; None for all. Other blocks are not read.
     """
 
     drop_tokens: tuple[int, ...] = ()
     skip_first: int = 0
     norms: Limits = field(default_factory=dict)
     part: Part | str | None = None
+    documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.part is not None and not (isinstance(self.part, str) and self.part in list(Part)):
@@ -54,6 +57,10 @@ class TokenFilter:
         given = items("drop_tokens", self.drop_tokens, "a list of token ids")
         tokens = tuple(integer("an entry of drop_tokens", token, most=_MAX_TOKEN) for token in given)
         object.__setattr__(self, "drop_tokens", tokens)
+        if self.documents is not None:
+            given = items("documents", self.documents, "a list of document numbers")
+            documents = {integer("an entry of documents", number, most=_MAX_DOCUMENT) for number in given}
+            object.__setattr__(self, "documents", tuple(sorted(documents)))
         object.__setattr__(self, "skip_first", integer("skip_first", self.skip_first, most=_MAX_TOKEN))
         try:
             limits = {str(name): (number(name, low), number(name, high)) for name, (low, high) in self.norms.items()}
@@ -67,15 +74,18 @@ class TokenFilter:
     def side_arrays(self) -> tuple[str, ...]:
         """The names of the side arrays that `keeps` needs in addition to segments; may include `COMPLETIONS`."""
         conditions = {TOKENS.name: self.drop_tokens, POSITIONS.name: self.skip_first, COMPLETIONS: self.part}
+        conditions[DOCUMENTS.name] = self.documents is not None
         return tuple(name for name, condition in conditions.items() if condition)
 
     def keeps(self, side_arrays: Mapping[str, Shaped[np.ndarray, "rows T"]]) -> Bool[np.ndarray, "rows T"]:
-        """Whether each slot passes the conditions on tokens, positions and parts of documents."""
+        """Whether each slot passes the conditions on tokens, positions, documents and their parts."""
         keep = side_arrays["segments"] > 0
         if self.drop_tokens:
             keep &= ~np.isin(side_arrays["tokens"], self.drop_tokens)
         if self.skip_first:
             keep &= side_arrays["positions"] >= self.skip_first
+        if self.documents is not None:
+            keep &= np.isin(side_arrays["documents"], self.documents)
         if self.part is not None:
             keep &= side_arrays[COMPLETIONS] == (self.part is Part.completion)
         return keep

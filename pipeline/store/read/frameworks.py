@@ -64,19 +64,19 @@ def cast(values: np.ndarray, dtype: str | None, framework: Framework = Framework
     return values.astype(dtype, copy=False)
 
 
-def converter(framework: Framework, dtype: str | None = None) -> Callable[[np.ndarray], Any]:
+def converter(framework: Framework, dtype: str | None = None, pin_memory: bool = False) -> Callable[[np.ndarray], Any]:
     """A function that converts a numpy array to an array of the framework, with `cast`. Raises ImportError if the
-    framework is not installed.
+    framework is not installed, and ArgumentError for `pin_memory` without CUDA.
 
-    torch shares the array's memory, and JAX on CPU does where it can. Without `jax_enable_x64` JAX has no int64, and
-    int64 arrays (document numbers) stay numpy arrays.
+    torch shares the array's memory (with `pin_memory` it is copied to page-locked memory), and JAX on CPU does where it
+    can. Without `jax_enable_x64` JAX has no int64, and int64 arrays (document numbers) stay numpy arrays.
     """
     # In a thread, which Ctrl-C does not interrupt: an interrupted import of torch crashes the process at the next one.
-    convert = ThreadPoolExecutor(1, "import").submit(_converter, framework).result()
+    convert = ThreadPoolExecutor(1, "import").submit(_converter, framework, pin_memory).result()
     return lambda array: convert(cast(array, dtype, framework))
 
 
-def _converter(framework: Framework) -> Callable[[np.ndarray], Any]:
+def _converter(framework: Framework, pin_memory: bool) -> Callable[[np.ndarray], Any]:
     match framework:
         case Framework.numpy:
             return lambda array: array
@@ -89,11 +89,14 @@ def _converter(framework: Framework) -> Callable[[np.ndarray], Any]:
                     'framework="numpy".'
                 ) from error
 
+            if pin_memory and not torch.cuda.is_available():
+                raise ArgumentError("pin_memory=True needs a GPU with CUDA, but torch finds none. Remove it.")
+
             def to_torch(array: np.ndarray) -> torch.Tensor:
-                if array.dtype.name in _WITHOUT_BUFFER:
-                    integers = array.view(f"i{array.dtype.itemsize}")
-                    return torch.from_numpy(integers).view(getattr(torch, array.dtype.name))
-                return torch.from_numpy(array)
+                has_buffer = array.dtype.name not in _WITHOUT_BUFFER
+                tensor = torch.from_numpy(array if has_buffer else array.view(f"i{array.dtype.itemsize}"))
+                tensor = tensor.pin_memory() if pin_memory else tensor
+                return tensor if has_buffer else tensor.view(getattr(torch, array.dtype.name))
 
             return to_torch
         case Framework.jax:

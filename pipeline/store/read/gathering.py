@@ -312,8 +312,8 @@ class Gatherer:
     def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
         """A function that turns gathered memory into a batch: normalises, casts, and converts to the framework."""
         reading, options = self._reading, self._reading.options
-        convert = converter(options.framework, options.dtype)
-        convert_side = converter(options.framework, STORED if options.dtype == STORED else None)
+        convert = converter(options.framework, options.dtype, options.pin_memory)
+        convert_side = converter(options.framework, STORED if options.dtype == STORED else None, options.pin_memory)
 
         def normalised(name: str, values: np.ndarray) -> np.ndarray:
             if name not in reading.normalisation:

@@ -3,10 +3,11 @@
     from pipeline.store import ActivationStore
 
     store = ActivationStore.open("gs://bucket/store")
-    for batch in store.batches((5, "resid_post"), batch_size=4096, shuffle=True, seed=0):
+    for batch in store.batches("blocks.5.resid_post", batch_size=4096, shuffle=True, seed=0):
         train_step(batch.activations)  # [4096, d]
 
-Reads finished and unfinished stores. Of an unfinished store it reads the blocks that were committed when it was opened.
+Reads finished and unfinished stores. It reads the blocks that were committed when it was opened, whatever a job does
+meanwhile; `refresh` opens the later ones.
 Shapes: T positions per row, S slots per row for activations (T, or fewer if `capture.positions` stores only some
 tokens' activations), D features per activation.
 """
@@ -25,38 +26,31 @@ import tensorstore as ts
 from jaxtyping import Int32, Int64
 
 from pipeline.core import arguments
-from pipeline.core.addresses import HUB_SCHEME
 from pipeline.core.arguments import flag, integer, path, shown
 from pipeline.core.counts import counted
-from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
-from pipeline.core.sites import ActivationKey, ByName, Site, find_array, spelled
-from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
-from pipeline.store.format.arrays import open_existing, require_layout
-from pipeline.store.format.block_table import BlockTable, join_streams, read_streams, read_table
-from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.keys import features_name
+from pipeline.core.errors import ArgumentError, StoreError
+from pipeline.core.sites import ActivationKey, ByName, Site
+from pipeline.store.format.arrays import layout_of, open_arrays
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, TOKENS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.statistics import Statistics, merge_streams, read_merged
+from pipeline.store.format.statistics import Statistics
+from pipeline.store.format.summary import read_blocks
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.batch_options import BatchOptions, Key, Readable, Reading, as_keys
-from pipeline.store.read.batches import BatchReader, BatchSource, HasBatches
-from pipeline.store.read.documents import DocumentActivations, StoredDocuments, document_slots
+from pipeline.store.read.batch_options import BatchOptions, Key, Readable, as_keys
+from pipeline.store.read.batches import BatchReader, HasBatches
+from pipeline.store.read.documents import DocumentActivations, Labels, StoredDocuments, document_slots
 from pipeline.store.read.features import feature_batches
 from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import STORED, Dtype, cast, parsed_dtype
-from pipeline.store.read.gathering import sample_statistics
-from pipeline.store.read.order import ReadingOrder
-from pipeline.store.read.rows import slot_side_arrays
-from pipeline.store.read.stored_objects import StoredObjects
-from pipeline.store.read.stored_rows import Rows, StoredRows, is_one_row
+from pipeline.store.read.gathering import Batch, sample_statistics
+from pipeline.store.read.rows import Rows, StoredRows, is_one_row, require_positions, slot_side_arrays
+from pipeline.store.read.shard_reads import REMOTE_REQUESTS, ShardReads, StoreIdentity
+from pipeline.store.read.stored_statistics import HasStatistics
 
 # The size of the shuffle buffer from which `sample` takes tokens.
 SAMPLE_BUFFER_MIB = 64.0
-
-# A reader's concurrent requests to a remote store: side arrays of many blocks are read along with activations.
-REMOTE_REQUESTS = 128
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,7 @@ class TokenRows:
     documents: Int64[np.ndarray, "*n S"]
 
 
-class ActivationStore(HasBatches):
+class ActivationStore(HasBatches, HasStatistics):
     """A store, open for reading. Use `ActivationStore.open`.
 
     path: as given; on the Hub, with the commit.
@@ -85,39 +79,26 @@ class ActivationStore(HasBatches):
     weights_error: the relative error caused by int8 weights, by array name: `relative_error` of all tokens together,
     and `token_median`; None without them.
     cache_error: the relative error caused by int8 keys and values (data=generate), by array name and for final_norm.
-    arrays: the TensorStore arrays by name, with the stored values, for other ways of reading.
     storage: the store's storage.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        root: StoreRoot,
-        blocks: BlockTable,
-        last: Sequence[CommitRecord],
-        arrays: Mapping[str, ts.TensorStore],
-    ) -> None:
-        """last: the record of each stream's last block, for an unfinished store."""
-        self.path = storage.path
+    def __init__(self, storage: Storage, root: StoreRoot, blocks: BlockTable) -> None:
         self.metadata: StoreMetadata = root.metadata
         self.complete: bool = root.complete
         self.weights_error: Mapping[str, Mapping[str, float | None]] | None = root.weights_error
         self.cache_error: Mapping[str, Mapping[str, float | None]] | None = root.cache_error
         self.keys: tuple[ActivationKey, ...] = tuple(ActivationKey.parse(name) for name in root.arrays)
-        self.arrays = arrays
         self.storage = storage
-        self._statistics_digests = root.statistics_digests or {}
-        self._feature_widths = {sae["features"]: sae["width"] for sae in root.metadata.encoders}
-        self._layout = require_layout(root, arrays, storage.path)
+        self.blocks = blocks
+        self._root = root
+        self._layout = layout_of(root)
         self.layers: tuple[int, ...] = tuple(sorted({key.layer for key in self.keys if key.site.per_layer}))
         self.sites: tuple[Site, ...] = tuple(dict.fromkeys(key.site for key in self.keys))
         self.length: int = self._layout.length
         self.slots: int = self._layout.slots
-        self.blocks = blocks
-        self._last = last
-        self._objects = StoredObjects(storage, self._layout, arrays)
-        self._rows = StoredRows(self._objects, blocks)
-        self._documents = StoredDocuments(storage, self.blocks, self.metadata.num_streams)
+        self._reads = ShardReads(storage, self._layout, StoreIdentity(storage, root))
+        self._rows = StoredRows(self._reads, blocks)
+        self._documents = StoredDocuments(storage, root, blocks)
 
     @classmethod
     def open(cls, address: StorageLike) -> "ActivationStore":
@@ -127,31 +108,26 @@ class ActivationStore(HasBatches):
         Raises StoreInvalid if there is no store, or if it is damaged or of a different format version, and StoreError
         if it cannot be reached.
         """
-        address = address if isinstance(address, Storage) else path("the address of the store", address)
-        storage = Storage.open(address)
-        if storage.is_remote and storage is not address:
-            storage = storage.with_own_requests(REMOTE_REQUESTS)
-        return storage.retry_read(lambda: cls._open(storage))
-
-    @classmethod
-    def _open(cls, storage: Storage) -> "ActivationStore":
+        storage = _storage(address if isinstance(address, Storage) else path("the address of the store", address))
         root = require_root(storage)
-        arrays = open_existing(storage, root.array_names, root.array_digests or {})
-        blocks, last = _read_blocks(storage, root)
-        counts = tuple(np.bincount(blocks.column("stream"), minlength=root.metadata.num_streams).tolist())
-        if root.blocks is not None and counts != root.blocks:
-            raise StoreInvalid(
-                f"{storage.path} was completed with {sum(root.blocks)} blocks, but has records of {sum(counts)}, or of "
-                "blocks in other streams. Run the job again to compute missing blocks, or pipeline.verify to list "
-                "them."
-            )
-        return cls(storage, root, blocks, last, arrays)
+        return cls(storage, root, read_blocks(storage, root))
 
-    def __reduce_ex__(self, protocol: int) -> str | tuple[Any, ...]:
-        """Unpickling opens a store on the Hub again, at its commit with default options: each process has a relay."""
-        if self.path.startswith(HUB_SCHEME):
-            return ActivationStore.open, (self.path,)
-        return super().__reduce_ex__(protocol)
+    def refresh(self) -> "ActivationStore":
+        """Opens the store again, with the blocks that are committed now. This reader keeps its own.
+
+        Raises StoreInvalid if the store was deleted, whether or not there is another one now, and StoreError.
+        """
+        self._reads.identity.require()
+        return ActivationStore.open(self.storage)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads the same blocks, with the default options of storage."""
+        return _unpickled, (self.path, self._root, self.blocks)
+
+    @cached_property
+    def arrays(self) -> Mapping[str, ts.TensorStore]:
+        """The TensorStore arrays by name, with the stored values, for other ways of reading."""
+        return open_arrays(self.storage, self._layout, self._rows.end)
 
     def __repr__(self) -> str:
         arrays = ", ".join([*(key.name for key in self.keys), *self._feature_widths]) or "no activations"
@@ -174,108 +150,70 @@ class ActivationStore(HasBatches):
         """The numbers of the stored rows, ascending. All other rows of an array are padding."""
         return self._rows.numbers
 
-    @property
-    def documents(self) -> pa.Table:
-        """The document tables of all blocks: one row per document and block with tokens of it.
+    def documents(self, columns: Sequence[str] | None = None, blocks: BlockTable | None = None) -> pa.Table:
+        """The document tables: one row per document and block with tokens of it.
 
         The columns are stream, block and those of `_documents`: document, id, source, index, n_tokens, n_cut,
-        first_token, last_token, and the source's own.
+        first_token, last_token, and the source's own. columns, blocks: read only these; None for all.
         """
-        return self._documents.table
+        columns = None if columns is None else arguments.names("columns", columns)
+        if not (blocks is None or isinstance(blocks, BlockTable)):
+            raise ArgumentError(f"blocks is {shown(blocks)}, expected store.blocks or a part of it.")
+        table = self._documents.read(blocks, columns)
+        self._reads.identity.require()
+        return table
 
-    def statistics(self, layer: Key | SupportsIndex | None, site: Site | str | None = None) -> Statistics:
-        """Statistics of an array over all its stored tokens: each feature's mean and variance, and the norms.
+    def labels(self, column: str, table: pa.Table | None = None) -> Labels:
+        """The values of a column of `documents`, or of another table with a column `id`, by document:
+        `labels[batch.documents]` are those of a batch's tokens."""
+        if not isinstance(column, str) or not (table is None or isinstance(table, pa.Table)):
+            raise ArgumentError(f"expected a column and a pyarrow.Table, got {shown(column)} and {shown(table)}.")
+        labels = self._documents.labels(column, table)
+        self._reads.identity.require()
+        return labels
 
-        layer, site: as in `read`. Raises StoreError for a store made with capture.statistics=false.
-        """
-        return self._merged_statistics(self._key(layer, site).name)
-
-    def _merged_statistics(self, name: str) -> Statistics:
-        if not self.complete:
-            statistics = merge_streams(self.storage, self._last).get(name)
-        elif digest := self._statistics_digests.get(name):
-            statistics = read_merged(self.storage, name, digest)
-        else:  # any stored statistics are of fewer blocks
-            statistics = None
-        if statistics is None:
-            raise StoreError(f"{self.path} has no statistics of {name}: it was made with capture.statistics=false.")
-        return statistics
-
-    def feature_statistics(self, name: Key) -> FeatureStatistics:
-        """How often and how strongly each feature of an SAE fires, over all tokens whose features are stored. With
-        capture.encode_error, also how well the SAE reconstructs the activations.
-
-        name: the array that the SAE encodes, e.g. "blocks.5.resid_post"; followed by ".<SAE's name>" if several encode
-        it. Raises StoreError if there is no such SAE, and for a store without statistics of features.
-        """
-        features = self._features_name(name)
-        array = self.metadata.reconstructed.get(features)
-        statistics = self._merged_statistics(features)
-        return FeatureStatistics.of(statistics, None if array is None else self._merged_statistics(array))
-
-    def feature(self, name: Key, feature: SupportsIndex, top: int | None = None) -> Firings:
-        """The tokens for which one feature of an SAE fires, in storage order; with `top`, its `top` strongest firings.
-
-        name: as in `feature_statistics`. Costs two small reads per block; with `top`, one per block and a second one
-        for at most `top` blocks. Raises StoreError if there is no such SAE or feature, and for a store without an index
-        by feature.
-        """
-        features = self._features_name(name)
-        width = self._feature_widths[features]
-        feature, top = integer("feature", feature), None if top is None else integer("top", top, 1)
-        if feature >= width:
-            raise StoreError(f"feature {feature} of {name}: the SAE has features 0 to {width - 1}.")
-        if features not in self.metadata.indexed_features:
-            raise StoreError(
-                f"the store {self.path} has no index by feature: it was made with capture.encode_index=false. Read all "
-                "features with batches(..., features=True)."
-            )
-        value_type = self.arrays[f"{features}.value"].dtype.numpy_dtype
-        indexes = FeatureIndexes(self.storage, features, width, value_type, self._layout, self.blocks)
-        return self.storage.retry_read(lambda: indexes.read(feature, top))
-
-    def _features_name(self, name: Key) -> str:
-        """The prefix of the names of an SAE's arrays."""
-        hooks = {}
-        for features in self._feature_widths:
-            parts = features.removeprefix("features.").split(".")
-            size = 3 if parts[0] == "blocks" else 1  # then the SAE's name, if several encode the array
-            hook = ActivationKey.parse(".".join(parts[:size])).hook_name()
-            hooks[".".join(parts)] = ".".join([hook, *parts[size:]])
-        if (found := find_array(spelled(name), hooks)) is None:
-            raise StoreError(
-                f"the store {self.path} has no features of {name!r}; it has: {', '.join(hooks) or 'none'}."
-            )
-        return features_name(found)
-
-    def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
-        """The normalisation to zero mean and unit variance, by array name, from the stored statistics.
-
-        See `Statistics.normalisation`. Raises StoreError for a store made with capture.statistics=false; use the
-        statistics from `sample` there.
-        """
-        parsed, per_feature = [self._key(key) for key in as_keys(keys)], flag("per_feature", per_feature)
-        return {key.name: self.statistics(key).normalisation(per_feature) for key in parsed}
-
-    def read(
-        self,
-        layer: Key | SupportsIndex | None,
-        site: Site | str | Rows | None = None,
-        rows: Rows | None = None,
-        dtype: Dtype = None,
-    ) -> np.ndarray:
+    def read(self, key: Key, rows: Rows, dtype: Dtype = None) -> np.ndarray:
         """Activations [n, S, D] of n rows ([S, D] for one), zeros where there is no token.
 
-        layer, site: the array; layer is None for sites that exist once. Or one key, as in `batches`:
-        read("blocks.2.resid_post", rows).
+        key: the array, e.g. "blocks.2.resid_post".
         rows: row numbers, as in `store.rows`, or a mask of these; a slice selects the stored rows in its range.
         dtype: None for the store's, but float32 if that is narrower; "stored"; or another floating-point dtype. Raises
         StoreError for a row that is not stored or damaged.
         """
-        site, rows = (None, site) if rows is None else (site, rows)
         dtype = parsed_dtype(dtype)
-        [(_, values)] = self._rows.activations([self._key(layer, site).name], self._rows.chosen(rows))
+        [(_, values)] = self._rows.activations([self._readable.key(key).name], self._rows.chosen(rows))
         return cast(values[0] if is_one_row(rows) else values, dtype)
+
+    def tokens_at(
+        self, rows: Rows, positions: Rows, keys: Key | Sequence[Key] | None = None, dtype: Dtype = None
+    ) -> Batch:
+        """n tokens in any order, given by their rows and their positions within these, as a batch. Only chunks with
+        these tokens are read.
+
+        rows, positions: [n]. keys: as in `batches`; None for all. dtype: as in `read`. Raises StoreError for padding
+        and for a token whose activations are not stored, and ArgumentError.
+        """
+        numbers, dtype = self._rows.chosen(np.atleast_1d(rows)), parsed_dtype(dtype)
+        places = np.atleast_1d(positions)
+        if places.shape != numbers.shape or (places.size and places.dtype.kind not in "iu"):
+            raise ArgumentError(
+                f"positions is {shown(positions)}, expected an integer for each of {len(numbers)} rows."
+            )
+        if places.size and not 0 <= places.min() <= places.max() < self.length:
+            raise ArgumentError(f"positions are {places.min()} to {places.max()}, expected 0 to {self.length - 1}.")
+        names = [key.name for key in self._keys(keys)]
+        distinct, index = np.unique(numbers, return_inverse=True)
+        sides = self._rows.reads([spec.name for spec in SIDE_ARRAYS], distinct)
+        places = places.astype(np.int64)
+        tokens = {name: values[index, places] for name, values in sides}
+        fits = self.read_selected(distinct)[index] == places[:, None]
+        if not fits.any(axis=1).all():
+            absent = np.flatnonzero(~fits.any(axis=1))[:4]
+            pairs = list(zip(numbers[absent].tolist(), places[absent].tolist(), strict=True))
+            raise StoreError(f"{self.path} has no activations at the (row, position) pairs {pairs}.")
+        arrays = self._rows.tokens(names, numbers, fits.argmax(axis=1))
+        activations = ByName((name, cast(values, dtype)) for name, values in arrays)
+        return Batch(activations[names[0]] if isinstance(keys, Key) else activations, **tokens)
 
     def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
         """Tokens, segments, positions and documents of some rows, in the same slots as their activations.
@@ -292,6 +230,7 @@ class ActivationStore(HasBatches):
         row_numbers = self._rows.chosen(rows)
         if self._layout.selected is not None:
             selected = self._rows.read(SELECTED.name, row_numbers)
+            require_positions(selected, self.length)
         else:
             segments = self._rows.read(SEGMENTS.name, row_numbers)
             selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
@@ -323,7 +262,7 @@ class ActivationStore(HasBatches):
         A document longer than a row consists of several windows, each computed separately; they are concatenated.
         Raises StoreError for an unknown id or number, or an id that several documents have.
         """
-        names = [key.name for key in (self.keys if keys is None else map(self._key, as_keys(keys)))]
+        names = [key.name for key in self._keys(keys)]
         number, dtype = None if isinstance(id, str) else integer("id", id), parsed_dtype(dtype)
         documents = self._documents
         by_id = documents.with_id(id) if isinstance(id, str) else None
@@ -331,32 +270,23 @@ class ActivationStore(HasBatches):
         blocks = documents.blocks_with(number)
         selects = self._layout.selected is not None
         sides = [TOKENS.name, POSITIONS.name, DOCUMENTS.name, *([SELECTED.name] if selects else [])]
-        side_reads = self._rows.reads(sides, self._rows.row_numbers(blocks))  # in flight while the table is read
+        rows = self._rows.row_numbers(blocks)
+        side_reads = {name: self._rows.start(name, rows) for name in sides}  # in flight while the table is read
         entries = documents.with_number(number, blocks) if by_id is None else by_id
         expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
-        slots = document_slots(number, self._rows.row_numbers(blocks), dict(side_reads))
-        if len(slots.text) != expected:
-            raise StoreError(f"{self.path} has {len(slots.text)} tokens of document {number}, expected {expected}.")
-        output_reads = self._rows.reads([spec.name for spec in self._layout.outputs], slots.rows)
+        slots = document_slots(number, rows, {name: read.wait() for name, read in side_reads.items()})
+        if (found := len(slots.fields["text"])) != expected:
+            raise StoreError(f"{self.path} has {found} tokens of document {number}, expected {expected}.")
         reads = self._rows.activations(names, slots.rows)
         activations = ByName((name, cast(values[slots.in_document], dtype)) for name, values in reads)
+        output_reads = self._rows.reads([spec.name for spec in self._layout.outputs], slots.rows)
         outputs = {name: cast(values[slots.in_document], dtype) for name, values in output_reads}
-        return DocumentActivations(
-            document=number,
-            id=entries["id"][0].as_py(),
-            tokens=slots.tokens,
-            positions=slots.positions,
-            rows=np.repeat(slots.rows, slots.in_document.sum(axis=1)),
-            activations=activations,
-            outputs=outputs,
-            features=feature_batches(self._feature_widths, outputs),
-            text=slots.text,
-            places=slots.places,
-        )
+        id, features = entries["id"][0].as_py(), feature_batches(self._feature_widths, outputs)
+        return DocumentActivations(number, id, activations, outputs, features, **slots.fields)
 
     def __getitem__(self, key: Key) -> "StoredArray":
         """One array, whose rows are read when it is indexed: store["blocks.2.resid_post"][5]."""
-        return StoredArray(self, self._key(key))
+        return StoredArray(self, self._readable.key(key))
 
     def _batches(
         self,
@@ -366,13 +296,8 @@ class ActivationStore(HasBatches):
         options: BatchOptions,
         state: Mapping[str, Any] | None,
     ) -> BatchReader:
-        options = replace(options, normalisation=normalisation)
-        source = self._source(self._readable.reading(keys, batch_size, options))
-        source.warn_of_few_places(source.piece_mib)
-        return BatchReader([source], state)
-
-    def _source(self, reading: Reading, order: ReadingOrder | None = None) -> BatchSource:
-        return BatchSource(self._objects, self.blocks, reading, self.metadata.fingerprint(), order)
+        reading = self._readable.reading(keys, batch_size, replace(options, normalisation=normalisation))
+        return BatchReader.of([(self._reads, reading)], self.blocks, state)
 
     def sample(
         self,
@@ -385,24 +310,32 @@ class ActivationStore(HasBatches):
 
         The same arguments give the same sample. Raises ArgumentError if no token passes the filter.
         """
-        arrays = [self._key(key).name for key in as_keys(keys)]
+        arrays = [self._readable.key(key).name for key in as_keys(keys)]
         options = BatchOptions(
             shuffle=True, seed=seed, token_filter=token_filter, dtype=STORED, buffer_mib=SAMPLE_BUFFER_MIB
         )
-        batches = BatchReader([self._source(self._readable.reading(arrays, 4096, options))])
+        reading = self._readable.reading(arrays, 4096, options)
+        batches = BatchReader.of([(self._reads, reading)], self.blocks, warns=False)
         with closing(batches):
             return sample_statistics(batches, integer("num_tokens", num_tokens, 1))
 
-    def _key(self, layer: object, site: object = None) -> ActivationKey:
-        return self._readable.key(layer if site is None else (layer, site))
+    def _keys(self, keys: Key | Sequence[Key] | None) -> Sequence[ActivationKey]:
+        return self.keys if keys is None else [self._readable.key(key) for key in as_keys(keys)]
 
     @cached_property
     def _readable(self) -> Readable:
-        hooks = {key.name: key.hook_name() for key in self.keys}
-        for name in hooks:
-            attributes = self.arrays[name].spec().to_json()["metadata"].get("attributes", {})
-            hooks[name] = str(attributes.get("hook_name", hooks[name]))
-        return Readable(f"the store {self.path}", self._layout, self._feature_widths, StoreError, hooks)
+        subject = f"the store {self.path}"
+        return Readable(subject, self._layout, self._feature_widths, StoreError, self._root.hook_names)
+
+
+def _storage(address: StorageLike) -> Storage:
+    """The storage at an address. For a remote one, with as many concurrent requests as readers need."""
+    storage = Storage.open(address)
+    return storage.with_own_requests(REMOTE_REQUESTS) if storage.is_remote and storage is not address else storage
+
+
+def _unpickled(path: str, root: StoreRoot, blocks: BlockTable) -> ActivationStore:
+    return ActivationStore(_storage(path), root, blocks)
 
 
 @dataclass(frozen=True)
@@ -419,7 +352,7 @@ class StoredArray:
 
     def __getitem__(self, index: Rows | tuple[Any, ...]) -> np.ndarray:
         rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        values = self.store.read(self.key, rows=rows)
+        values = self.store.read(self.key, rows)
         try:
             return values[tuple(rest)] if is_one_row(rows) else values[(slice(None), *rest)]
         except (IndexError, TypeError, ValueError) as error:
@@ -427,12 +360,3 @@ class StoredArray:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self[:], dtype)
-
-
-def _read_blocks(storage: Storage, root: StoreRoot) -> tuple[BlockTable, list[CommitRecord]]:
-    """All blocks in row order, and the last record of each stream if the store is unfinished."""
-    table = read_table(storage, root.blocks_sha256) if root.complete else None
-    if table is not None:
-        return table, []
-    streams = read_streams(storage, range(root.metadata.num_streams))
-    return join_streams(streams), [blocks.last for blocks in streams.values() if blocks.last is not None]

@@ -19,7 +19,7 @@ _POLL_S = 0.01
 class ActivationDataset(IterableDataset):
     """The batches of a store, or of the one at a path, each a dict of tensors with the fields of `Batch`.
 
-        DataLoader(ActivationDataset(store, (5, "resid_post"), 4096, shuffle=True), batch_size=None)
+        DataLoader(ActivationDataset(store, "blocks.5.resid_post", 4096, shuffle=True), batch_size=None)
 
     `options` are the arguments of `ActivationStore.batches`. Each iteration is another pass over the store, in another
     order; after `set_epoch(n)` every iteration is pass n. The reader uses threads, so `num_workers=0` is fastest.

@@ -1,1 +1,1 @@
-"""Writes stores: blocks, claims on streams, completion and deletion."""
+"""Writes stores: blocks, leases on streams, completion and deletion."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from pipeline.store.format.block_table import StreamBlocks, index_step, read_stream, read_streams, stream_table_key
+from pipeline.store.format.block_table import StreamBlocks, read_stream, read_streams
 from pipeline.store.format.commits import CommitRecord, read_commit_records
-from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_running
+from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_block_statistics
 from pipeline.store.io.storage import Storage
 
 RUNNING_KEPT = 32  # streams whose running statistics stay in memory; others are read again
@@ -40,24 +40,13 @@ class CommittedStreams:
         return self._read[stream]
 
     def read_all_again(self) -> dict[int, StreamBlocks]:
-        """All streams as they are stored now. Lists every record, so that gaps are detected."""
-        self._read = read_streams(self._storage, self._all, list_all=True)
+        """All streams as they are stored now."""
+        self._read = {}
         return self.all()
 
     def append(self, record: CommitRecord) -> None:
-        """Adds the next committed block of a stream. Writes the stream's block table after every few blocks."""
-        blocks = self[record.stream].with_record(record)
-        num_blocks = len(blocks.to_index)
-        num_new, step = num_blocks - blocks.num_indexed, index_step(num_blocks)
-        is_due = num_blocks % step == 0 or record.exhausted or record.truncated
-        if num_new >= step or (num_new and is_due):
-            self._storage.write(stream_table_key(record.stream), blocks.to_index.encode())
-            blocks = blocks._replace(num_indexed=len(blocks.to_index))
-        self._read[record.stream] = blocks
-
-    def withdraw_last(self, stream: int) -> None:
-        """Drops the stream's last block, whose record has been deleted."""
-        self._read[stream] = self[stream].without_last()
+        """Adds the next committed block of a stream."""
+        self._read[record.stream] = self[record.stream].with_record(record)
 
     def add_statistics(self, stream: int, block: int, statistics: BlockStatistics) -> BlockStatistics:
         """Merges a block's statistics into those of the blocks before it. Returns those of blocks 0..block."""
@@ -74,4 +63,4 @@ class CommittedStreams:
         record = self[stream].last
         if record is None or record.block != block:
             [record] = read_commit_records(self._storage, [(stream, block)])
-        return read_running(self._storage, record)
+        return read_block_statistics(self._storage, record)[1]

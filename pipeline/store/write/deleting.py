@@ -10,7 +10,7 @@ from itertools import takewhile
 from threading import Event
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.format.keys import LOCK_SUFFIX, StoreKeys
+from pipeline.store.format.keys import StoreKeys
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.io.directories import raise_unless_gone
 from pipeline.store.io.storage import Storage, StorageLike, write_many
@@ -75,7 +75,7 @@ def _delete_prefix(storage: Storage, keys: StoreKeys, prefix: str, should_stop: 
 
 def _delete_files(folder: str, keys: StoreKeys) -> Iterator[str]:
     _delete_prefixes(partial(_delete_folder, folder, keys), keys.prefixes, _FOLDERS_AT_ONCE)
-    for name in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX):
+    for name in sorted(filter(keys.is_own, os.listdir(folder)), key=lambda name: name == ROOT_KEY):
         with suppress(FileNotFoundError):
             os.unlink(folder + name)
     with suppress(OSError):  # the folder has other files, or the path is a link

@@ -1,9 +1,8 @@
-"""Marks a store complete that several workers have filled."""
+"""Marks a store complete, for the command `pipeline.finalize`."""
 
 from pipeline.core.counts import counted
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import has_share, stream_share
-from pipeline.store.write.claims import held_claims, named_holders
 from pipeline.store.write.store_writer import StoreWriter
 
 
@@ -13,14 +12,8 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
     unfinished = [stream for stream in streams if not _print_stream(store, stream, streams[stream].table)]
     if unfinished and not (is_forced or store.complete):
         return (
-            f"streams {', '.join(map(str, unfinished))} are unfinished. Let the workers continue, start another, or "
+            f"streams {', '.join(map(str, unfinished))} are unfinished. Let the jobs continue, start another, or "
             f"run pipeline.finalize with force=true to complete the store as it is."
-        )
-    holders = held_claims(store.storage)
-    if holders and not is_forced:
-        held = named_holders(holders)
-        return (
-            f"workers hold streams ({held}). Let them end, or run pipeline.finalize with force=true if they are dead."
         )
     if not store.finish(is_forced):
         return (

@@ -1,50 +1,37 @@
-"""Writes the indexes of a store's document ids from its document tables, for the command `pipeline.index`."""
+"""Writes the index of a store's document ids from its document tables, for the command `pipeline.index`."""
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable
+from dataclasses import replace
 
-from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.block_table import read_stream
+import numpy as np
+
+from pipeline.core.errors import StoreError
+from pipeline.store.format.metadata import change_root, require_root
+from pipeline.store.format.summary import IDS, IDS_BYTES, put_summary, read_blocks
 from pipeline.store.format.tables import read_tables
-from pipeline.store.ids.index_file import IndexHeader, block_entries, decode_index, ids_key, sorted_entries
+from pipeline.store.ids.index import block_entries, encode_index, open_ids
 from pipeline.store.io.storage import Storage
 
-_STREAMS_AT_ONCE = 4  # takes 24 bytes of memory per document of these streams
 
+def index_ids(storage: Storage, progress: Callable[[int], None] = lambda _: None) -> int:
+    """Writes the index of the ids of a finished store's documents, and names it in the root. Returns how many it has.
 
-def index_ids(storage: Storage, streams: Iterable[int], progress: Callable[[int], None] | None = None) -> None:
-    """Writes the index of each stream's document ids. The same blocks give the same bytes.
-
-    Blocks that an existing index covers are not read again. An index that is damaged or covers different blocks is
-    replaced. `progress` is called with the number of blocks done since the previous call. Raises StoreInvalid for a
-    damaged record or document table, and StoreError.
+    Blocks that the store's index covers are not read again. `progress` is called with the number of blocks done since
+    the previous call. Raises StoreInvalid for damage, and StoreError, also for a store that was never finished.
     """
-    with ThreadPoolExecutor(_STREAMS_AT_ONCE, thread_name_prefix="index") as pool:
-        deque(pool.map(partial(_index_stream, storage, progress or (lambda _: None)), streams), maxlen=0)
-
-
-def _index_stream(storage: Storage, progress: Callable[[int], None], stream: int) -> None:
-    key, table = ids_key(stream), read_stream(storage, stream).table
-    if not len(table):
-        return
-    num_known, parts = 0, []
-    content = storage.read(key)
-    if content is not None:
-        try:
-            header, entries = decode_index(content, key)
-        except StoreInvalid:  # replaced below
-            pass
-        else:
-            num_known = header.num_known(table) or 0
-            parts.append(entries[entries["block"] < num_known])
-    progress(num_known)
-    blocks = table[num_known:]
-    for block, documents in zip(blocks, read_tables(storage, blocks), strict=True):
-        parts.append(block_entries(documents["id"].to_pylist(), block.block))
+    root = require_root(storage)
+    if root.summary is None:
+        raise StoreError(f"{storage.path} is not finished. Finish it, or run pipeline.finalize with force=true.")
+    num_streams, blocks = root.metadata.num_streams, read_blocks(storage, root)
+    covered, parts = np.zeros(num_streams, np.int64), []
+    if (known := open_ids(storage, root)) is not None:
+        covered, parts = known.covered, [known.entries()]
+    progress(int(covered.sum()))
+    new = blocks[np.flatnonzero(blocks.column("block") >= covered[blocks.column("stream")])]
+    for block, documents in zip(new, read_tables(storage, new), strict=True):
+        parts.append(block_entries(documents["id"].to_pylist(), block.block * num_streams + block.stream))
         progress(1)
-    entries = sorted_entries(parts)
-    indexed = IndexHeader.of(table, len(entries), key).encode(entries)
-    if indexed != content:
-        storage.write(key, indexed)
+    content = encode_index(parts, blocks.per_stream(num_streams).tolist())
+    index = {IDS: put_summary(storage, IDS, content), IDS_BYTES: len(content)}
+    change_root(storage, lambda root: replace(root, summary={**(root.summary or {}), **index}))
+    return sum(map(len, parts))

@@ -1,32 +1,25 @@
 """Writes a store: creates, resumes, extends and finishes it. Blocks are written whole, then committed.
 
-Several processes may have a writer for the same store, each for its own streams. Any of them, or several, may call
-`finish` and `reopen`. If two processes write the same block nevertheless, the first commit record stays.
+Several processes may have a writer for the same store. Any of them, or several, may write a block
+(`block_protocol.py`), and call `finish` and `reopen`.
 """
 
 import concurrent.futures
-from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import tensorstore as ts
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.store.features.index_file import index_keys
-from pipeline.store.format.arrays import (
-    open_existing,
-    open_or_create,
-    read_array_digests,
-    require_layout,
-    set_rows,
-)
-from pipeline.store.format.commits import CommitRecord, commit_key, parse_record
-from pipeline.store.format.layout import MAX_ROWS, ArraySpec, StoreLayout, is_plain_files
+from pipeline.store.format.arrays import create_arrays, layout_of
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import MAX_ROWS, StoreLayout
 from pipeline.store.format.metadata import (
     ROOT_KEY,
     Json,
@@ -36,100 +29,60 @@ from pipeline.store.format.metadata import (
     read_existing_root,
     require_root,
 )
-from pipeline.store.format.statistics import (
-    BlockStatistics,
-    encode_statistics,
-    statistics_key,
-)
-from pipeline.store.format.tables import encode_table, table_digest, table_key
+from pipeline.store.format.statistics import BlockStatistics, block_parts, encode_statistics
 from pipeline.store.format.target import Target, larger, target_of
-from pipeline.store.io.digests import values_digest
-from pipeline.store.io.failures import storage_errors
-from pipeline.store.io.shard_files import ShardFiles
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.claims import TEST_PREFIX, process_name
+from pipeline.store.write.block_protocol import (
+    Derived,
+    NewBlock,
+    Put,
+    PutAnswer,
+    Read,
+    Requests,
+    run_steps,
+    write_block,
+)
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
-from pipeline.store.write.vacancy import require_vacant
+from pipeline.store.write.leases import process_name
+from pipeline.store.write.vacancy import probe_storage, require_vacant
 
-Written = ts.Future | ts.WriteFutures | Future[str]
+_BLOCKS_AT_ONCE = 32
 
-
-@dataclass(frozen=True)
-class PendingBlock:
-    """A block whose objects are being written: its arrays and, after `write_tables`, its tables."""
-
-    stream: int
-    block: int
-    is_committed: bool  # another run has committed it: nothing is written
-    futures: Mapping[str, Written]  # by URL of the object
-    digests: Mapping[str, Future[str]]  # by array; empty if `is_committed`
-    tokens_again: int = 0  # tokens of the truncated block that this one replaces
-    table_sha256: str = ""
-    statistics_sha256: str = ""
-
-    @property
-    def has_tables(self) -> bool:
-        """Whether `write_tables` was called, so that the block can be committed."""
-        return bool(self.table_sha256)
-
-    @property
-    def done(self) -> bool:
-        """Whether every object is durable or has failed, so that `commit` will not wait."""
-        return all(future.done() for future in (*self.futures.values(), *self.digests.values()))
-
-    def wait(self) -> None:
-        """Waits until every object is durable or has failed. The block's arrays may be overwritten afterwards.
-
-        Raises StoreError, naming the object, for the first object that failed.
-        """
-        failed = None
-        for url, future in self.futures.items():
-            try:
-                with storage_errors(url):
-                    future.result()
-            except StoreError as error:
-                failed = failed or error
-        concurrent.futures.wait(self.digests.values())
-        if failed is not None:
-            raise failed
+Summarise = Callable[[Collection[str]], tuple[BlockStatistics | None, Mapping[str, bytes]]]
 
 
 class StoreWriter:
     """Writes one store. Not thread-safe, except for `streams.read_again`.
 
-    storage: holds the store's objects. layout: the geometry of its arrays. arrays: the open TensorStore arrays by name.
-    root: the store's root as last read or written. streams: the committed blocks.
+    storage: holds the store's objects. layout: the geometry of its arrays. root: the store's root as last read or
+    written. streams: the committed blocks.
     """
 
-    def __init__(
-        self, storage: Storage, layout: StoreLayout, root: StoreRoot, arrays: dict[str, ts.TensorStore]
-    ) -> None:
+    def __init__(self, storage: Storage, root: StoreRoot) -> None:
         self.path = storage.path
-        self.layout = layout
-        self.streams = CommittedStreams(storage, layout.num_streams)
+        self.layout = layout_of(root)
+        self.streams = CommittedStreams(storage, self.layout.num_streams)
         self.storage = storage
-        self._records_storage = storage.with_own_requests(1)  # so that reading a record does not queue behind shards
-        self._files: ShardFiles | None = None
-        if is_plain_files(storage.path, layout.compression):
-            self._files = ShardFiles(Path(storage.directory), storage.file_threads)
-        # `memory://` would keep references to the arrays, which the caller reuses. It would also release them while it
-        # holds its lock and waits for the GIL: a deadlock.
-        self._may_reference = not storage.path.startswith("memory://")
         self.root = root
-        self.arrays = arrays
+        self._small = storage.with_own_requests(_BLOCKS_AT_ONCE)  # requests that do not queue behind shards
+        self._blocks = ThreadPoolExecutor(_BLOCKS_AT_ONCE, "blocks")
+        self._last: dict[int, Future[CommitRecord]] = {}  # by stream: the block that was started last
+        self._committing = threading.Lock()  # for `streams`
+        self._name = process_name()
         self._exists = True
 
     @classmethod
-    def open_or_plan(cls, storage: Storage, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
+    def open_or_plan(
+        cls, storage: Storage, metadata: StoreMetadata, layout: StoreLayout, exclusive: bool = False
+    ) -> "StoreWriter":
         """As `open`, but a new store is created with its first block, or by `create`, so that a run that fails before
-        leaves no store. Writes and deletes an object, to notice now if the storage cannot be written."""
-        if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
+        leaves no store. First tests the storage, see `probe_storage`. exclusive: no other process writes the store."""
+        is_vacant = storage.read(ROOT_KEY) is None and require_vacant(storage)
+        probe_storage(storage, process_name(), exclusive)
+        if not is_vacant:
             return cls.open(storage, metadata, layout)
-        key = f"{TEST_PREFIX}{process_name()}"
-        for content in (b"{}", None):
-            storage.write(key, content)
-        planned = cls(storage, layout, new_root(metadata, layout), {})
+        planned = cls(storage, new_root(metadata, layout))
         planned._exists = False
         return planned
 
@@ -137,8 +90,8 @@ class StoreWriter:
         """Creates the store unless it exists, with what was recorded so far. Raises as `open`."""
         if self._exists:
             return
-        planned, opened = self.root, StoreWriter.open(self.storage, self.metadata, self.layout)
-        self.root, self.arrays, self._exists = opened.root, opened.arrays, True
+        planned = self.root
+        self.root, self._exists = StoreWriter.open(self.storage, self.metadata, self.layout).root, True
         self.reopen(planned.target)
         recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
         self.record(**{name: value for name, value in recorded.items() if value})
@@ -148,26 +101,22 @@ class StoreWriter:
         """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or creates it.
 
         Completes an interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
-        `metadata`, StoreInvalid if the store is damaged or its records have gaps, and StoreError if it cannot be read
-        or written.
+        `metadata`, StoreInvalid if the store is damaged or the path has other objects, and StoreError.
         """
-        if (metadata.num_streams, metadata.rows_per_block) != (layout.num_streams, layout.rows_per_block):
-            raise ValueError(f"metadata and layout disagree: {metadata} {layout}")
         storage = Storage.open(place)
-        root = create_root(storage, metadata, layout) or read_existing_root(storage)[0]
+        if storage.read(ROOT_KEY) is None and require_vacant(storage):
+            storage.put(ROOT_KEY, new_root(metadata, layout).to_json())
+        root, _ = read_existing_root(storage)  # perhaps of another process
         root.metadata.require_same(metadata, storage.path)
-        arrays = open_or_create(storage, layout)
-        digests = read_array_digests(storage, root.array_names)
-        root = change_root(storage, lambda root: replace(root, array_digests=digests))
-        return cls(storage, layout, root, arrays)
+        writer = cls(storage, root)
+        create_arrays(storage, writer.layout)
+        return writer
 
     @classmethod
     def open_existing(cls, place: StorageLike) -> "StoreWriter":
         """Opens an existing store. Raises StoreInvalid if it is missing or damaged, and StoreError."""
         storage = Storage.open(place)
-        root = require_root(storage)
-        arrays = open_existing(storage, root.array_names)
-        return cls(storage, require_layout(root, arrays, storage.path), root, arrays)
+        return cls(storage, require_root(storage))
 
     @property
     def metadata(self) -> StoreMetadata:
@@ -190,124 +139,100 @@ class StoreWriter:
 
         self.root = change_root(self.storage, recorded) if self._exists else recorded(self.root)
 
-    def begin_block(self, stream: int, block: int, arrays: Mapping[str, np.ndarray]) -> PendingBlock:
-        """Starts writing a block's arrays; does not wait. Call `write_tables` next.
+    def start_block(
+        self, record: CommitRecord, arrays: Mapping[str, np.ndarray], table: pa.Table, summarise: Summarise
+    ) -> Future[CommitRecord]:
+        """Starts writing a block; does not wait. Start the blocks of a stream in order. The future returns the record
+        as it is stored; it raises StoreError, also if an earlier block of the stream failed.
 
-        `arrays` contains every array of the layout by name, with its full shard shape, padded with zeros (documents and
-        selected: -1). The arrays are not copied: do not change them until `commit` or `PendingBlock.wait` returns. If
-        the block is committed but truncated, its record is deleted, because its objects are about to be replaced. If
-        another run has committed the block meanwhile, nothing is written.
+        arrays: every array of the layout by name, with its full shard shape, padded with fill values. They are not
+        copied: do not change them until the future is done. If the store has other values of a float array, which
+        another run has written, these are copied into `arrays`.
+        summarise: called in another thread when all arrays are stored, with the names of such arrays. Returns the
+        block's statistics (None if the store has none) and its indexes by feature, by key.
 
         Raises StoreInvalid for a block beyond the last row that a store can have, StoreError, and ValueError for arrays
-        that do not match the layout, a complete store, or a committed block that is not truncated.
+        that do not match the layout, or a complete store.
         """
         self.create()
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
-        if self.layout.first_row(stream, block) + self.layout.rows_per_block > MAX_ROWS:
-            raise StoreInvalid(f"block {block} of stream {stream} is beyond row {MAX_ROWS}, the limit of a store.")
+        stream, number = record.stream, record.block
+        if self.layout.first_row(stream, number) + self.layout.rows_per_block > MAX_ROWS:
+            raise StoreInvalid(f"block {number} of stream {stream} is beyond row {MAX_ROWS}, the limit of a store.")
         self._check_arrays(arrays)
-        tokens_again = self._withdraw(stream, block)
-        is_committed = self._records_storage.read(commit_key(stream, block)) is not None
-        futures: dict[str, Written] = {}
-        digests: dict[str, Future[str]] = {}
-        for spec in () if is_committed else self.layout.all_arrays:
-            key = self.layout.shard_key(spec, stream, block)
-            written, digests[spec.name] = self._write_shard(spec, key, stream, block, arrays[spec.name])
-            futures[self.storage.url(key)] = written
-        return PendingBlock(stream, block, is_committed, futures, digests, tokens_again)
+        before = self._last.get(stream)
+        before = None if before is None or before.done() else before
 
-    def write_tables(
+        def derive(adopted: Collection[str]) -> Derived:
+            statistics, indexes = summarise(adopted)
+            if set(indexes) != (needed := set(index_keys(self.metadata, stream, number))):
+                raise ValueError(f"a block needs the indexes {needed}, got {set(indexes)}")
+            if before is not None:
+                before.result()
+            return self._derived(record, statistics, indexes)
+
+        block = NewBlock(replace(record, written_by=self._name), arrays, table, derive)
+        self._last[stream] = started = self._blocks.submit(self._write, block)
+        return started
+
+    def write_block(
         self,
-        pending: PendingBlock,
+        record: CommitRecord,
+        arrays: Mapping[str, np.ndarray],
         table: pa.Table,
         statistics: BlockStatistics | None = None,
         indexes: Mapping[str, bytes] | None = None,
-    ) -> PendingBlock:
-        """Starts writing a block's document table, its statistics (if any) and its feature indexes, which are given by
-        key (empty if the store has none). Does not wait. Call it for the blocks of a stream in order.
+    ) -> CommitRecord:
+        """Writes a block whose arrays no other run has written with other values. See `start_block`."""
+        return self.start_block(record, arrays, table, lambda _: (statistics, indexes or {})).result()
 
-        Raises StoreError. The arrays are then still being written: call `pending.wait()` before you reuse them.
-        """
-        stream, block, indexes = pending.stream, pending.block, indexes or {}
-        if set(indexes) != (needed := set(index_keys(self.metadata, stream, block))):
-            raise ValueError(f"a block needs the indexes {needed}, got {set(indexes)}")
-        tables = {table_key(stream, block): encode_table(table)}
-        if statistics is not None:
-            running = self.streams.add_statistics(stream, block, statistics)
-            tables[statistics_key(stream, block)] = encode_statistics(statistics, block, running if block else None)
-        table_sha256, statistics_sha256, *_ = (*map(table_digest, tables.values()), "")
-        contents = {} if pending.is_committed else tables | indexes
-        futures = {self.storage.url(key): self.storage.start_write(key, content) for key, content in contents.items()}
-        return replace(
-            pending,
-            futures={**pending.futures, **futures},
-            table_sha256=table_sha256,
-            statistics_sha256=statistics_sha256,
-        )
+    def _write(self, block: NewBlock) -> CommitRecord:
+        record = run_steps(write_block(self.layout, block), self._answers)
+        with self._committing:
+            if record.block == len(self.streams[record.stream].table):
+                self.streams.append(record)
+        return record
 
-    def commit(self, pending: PendingBlock, record: CommitRecord) -> None:
-        """Waits until every object of the block is durable, then writes the record.
+    def _derived(
+        self, record: CommitRecord, statistics: BlockStatistics | None, indexes: Mapping[str, bytes]
+    ) -> Derived:
+        stream, number = record.stream, record.block
+        with self._committing:
+            table = self.streams[stream].table
+            if number > len(table):
+                raise ValueError(f"stream {stream} has {len(table)} blocks; {number} is not the next")
+            recent = table.recent(number)
+            if statistics is None:
+                return Derived(None, indexes, recent)
+            running = self.streams.add_statistics(stream, number, statistics)
+        return Derived(encode_statistics(block_parts(number, statistics, running)), indexes, recent)
 
-        Raises StoreError, naming the object, if one could not be written; the block is then not in the store. If the
-        store already has a record of the block, that record stays. Raises StoreError if the two records differ.
-        """
-        if (record.stream, record.block) != (pending.stream, pending.block):
-            raise ValueError(f"record of {record.stream, record.block} for {pending.stream, pending.block}")
-        if not pending.has_tables:
-            raise ValueError(f"block {pending.block} of stream {pending.stream} needs its tables: write_tables")
-        pending.wait()
-        record = replace(
-            record,
-            table_sha256=pending.table_sha256,
-            statistics_sha256=pending.statistics_sha256,
-            digests={name: digest.result() for name, digest in pending.digests.items()},
-            blocks_before=self.streams[record.stream].table.digest(),
-        )
-        self.commit_written(record, pending.is_committed)
+    def _answers(self, requests: Requests) -> list[Any]:
+        """Carries out requests concurrently. When it returns or raises, all of them have ended."""
+        if len(requests) == 1:
+            return [self._answer(self._small, requests[0])]
+        answers = [self.storage.put_threads.submit(self._answer, self.storage, request) for request in requests]
+        concurrent.futures.wait(answers)
+        return [answer.result() for answer in answers]
 
-    def commit_written(self, record: CommitRecord, is_committed: bool = False) -> None:
-        """Commits a block whose objects are durable. is_committed: the store has its record. Raises as `commit`."""
-        num_blocks = len(self.streams[record.stream].table)
-        if record.block < num_blocks:  # committed by another run before this one read the stream
-            self._require_committed(record)
-            return
-        if record.block > num_blocks:
-            raise ValueError(f"stream {record.stream} has {num_blocks} blocks; {record.block} is not the next")
-        if is_committed or not self.storage.write_if_absent(record.key, record.to_json()):
-            record = self._require_committed(record)
-        self.streams.append(record)
-
-    def _require_committed(self, record: CommitRecord) -> CommitRecord:
-        """The stored record, which another run wrote. Raises StoreError unless it equals `record`, whose digests are
-        not known if nothing was written for it."""
-        [stored] = self.storage.read_checked([record.key], partial(parse_record, self.storage))
-        if stored is not None and not record.digests:
-            record = replace(record, digests=stored.digests)
-        if stored is None or not (stored.is_same_block(record) and stored.names_same_files(record)):
-            raise StoreError(
-                f"another run on this store has written {self.path}/{record.key} with different content, which is "
-                f"kept. Run the same command again, with the other run's configuration."
-            )
-        return stored
+    @staticmethod
+    def _answer(storage: Storage, request: Put | Read) -> Any:
+        if isinstance(request, Read):
+            return next(storage.read_checked([request.key], request.check))
+        parts, digest = request.encode()
+        return PutAnswer(storage.put(request.key, *parts), digest)
 
     def reopen(self, target: Target | None = None) -> None:
         """Opens a store, complete or not, for more blocks. No process completes it before it holds `target` tokens."""
         if not self._exists:
             self.root = replace(self.root, target=target)
             return
-        # Grow the arrays first, then change the root; finishing does the reverse. So an incomplete store always has
-        # room for a block.
-        set_rows(self.storage, self.root.array_names, MAX_ROWS)
 
         def reopened(root: StoreRoot) -> StoreRoot:
             return replace(root.unfinished(), target=larger(root.target, target or root.target))
 
         self.root = change_root(self.storage, reopened)
-        while any(array.shape[0] != MAX_ROWS for array in self.arrays.values()):
-            # A process that was still finishing the store has trimmed them.
-            set_rows(self.storage, self.root.array_names, MAX_ROWS)
-            self.arrays = open_or_create(self.storage, self.layout)
 
     def finish(self, force: bool = False) -> bool:
         """Marks the store complete unless it holds less than its target. Returns whether it is complete.
@@ -319,47 +244,6 @@ class StoreWriter:
         root = finish_store(self.storage, self.layout, self.streams.read_all_again, force)
         self.root = self.root if root is None else root
         return root is not None
-
-    def write_metrics(self, name: str, text: bytes) -> None:
-        """Writes or replaces `_metrics/<name>`. Raises only StoreError; the store is then unchanged."""
-        self.storage.write(metrics_key(name), text)
-
-    def _withdraw(self, stream: int, block: int) -> int:
-        """Deletes the record of a truncated block that is about to be replaced. Returns its number of tokens."""
-        blocks = self.streams[stream]
-        if block >= len(blocks.table):
-            return 0
-        record = blocks.last
-        if record is None or record.block != block or not record.truncated:
-            raise ValueError(f"block {block} of stream {stream} is committed, and was not truncated")
-
-        def read() -> tuple[CommitRecord | None, bytes]:
-            [(text, generation)] = self.storage.read_with_generations([record.key])
-            return parse_record(self.storage, record.key, text), generation
-
-        stored, generation = self.storage.retry_read(read)
-        is_same = stored is None or stored == record
-        if is_same and stored is not None and not self.storage.write_if_unchanged(record.key, None, generation):
-            is_same = self.storage.read(record.key) is None  # this request deleted it, but its answer was lost
-        if not is_same:
-            raise StoreError(
-                f"{self.path}/{record.key} was replaced by another run on this store. Run the same command again."
-            )
-        self.streams.withdraw_last(stream)
-        return record.tokens
-
-    def _write_shard(
-        self, spec: ArraySpec, key: str, stream: int, block: int, values: np.ndarray
-    ) -> tuple[Written, Future[str]]:
-        """Starts writing one array's part of a block. The second future returns the digest of its values."""
-        chunk_shape = self.layout.chunk_shape(spec)
-        if self._files is not None:
-            written = self._files.write(key, values, chunk_shape, spec.fill)
-            return written, written
-        digest = self.storage.file_threads.submit(values_digest, values, chunk_shape)
-        first = self.layout.first_row(stream, block)
-        shard = self.arrays[spec.name][first : first + self.layout.rows_per_block]
-        return shard.write(values, can_reference_source_data_indefinitely=self._may_reference), digest
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         given = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
@@ -374,18 +258,19 @@ def metrics_key(name: str) -> str:
 
 
 def new_root(metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot:
-    """The root of a new store."""
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    return StoreRoot(metadata, tuple(spec.name for spec in layout.arrays), created, target=target_of(metadata.config))
-
-
-def create_root(storage: Storage, metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot | None:
-    """Creates the root of a new store. Returns None if there is a root already, or another process creates it first.
-
-    The root is written before all other objects, so that an interrupted creation can be completed from it. Raises
-    StoreInvalid if the path is not empty, and StoreError.
-    """
-    if storage.read(ROOT_KEY) is not None or not require_vacant(storage):
-        return None
-    root = new_root(metadata, layout)
-    return root if storage.write_if_absent(ROOT_KEY, root.to_json()) else None
+    """The root of a new store. Raises ValueError if the layout that follows from it is another one."""
+    scaled = {spec.name for spec in layout.scales}
+    root = StoreRoot(
+        metadata,
+        {spec.name: spec.width for spec in layout.arrays},
+        datetime.now(UTC).isoformat(timespec="microseconds"),
+        target_of(metadata.config),
+        selected=layout.selected,
+        scale_groups={
+            spec.name: scales.width for spec, scales in zip(layout.arrays, layout.scales, strict=bool(scaled))
+        },
+        hook_names={spec.name: str(spec.attributes["hook_name"]) for spec in layout.arrays},
+    )
+    if layout_of(root) != layout:
+        raise ValueError(f"metadata and layout disagree: {layout_of(root)} and {layout}")
+    return root

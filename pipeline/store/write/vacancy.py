@@ -1,4 +1,4 @@
-"""Checks that a store may be created under a path: a store never mixes with other objects or replaces them."""
+"""Checks before a store is written: its path has no other objects, and its storage honours conditions of writes."""
 
 import os
 from collections.abc import Iterator
@@ -6,11 +6,12 @@ from itertools import islice
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX
-from pipeline.store.format.keys import LOCK_SUFFIX, is_array_name, is_worker_key
+from pipeline.store.format.keys import is_worker_key
 from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.io.directories import raise_unless_gone
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import LOCK_SUFFIX, Storage
 
+PROBE_PREFIX = "_probe/"
 _MAX_NAMED = 3  # foreign files that the message names
 
 
@@ -18,8 +19,8 @@ def require_vacant(storage: Storage) -> bool:
     """Whether a store can be created under a path where no root was found. False if there is a root now, which another
     process may have written meanwhile.
 
-    These may exist: the objects of an interrupted creation, objects that a worker wrote after the store was deleted,
-    empty folders, names that begin with a dot, and lost+found. Raises StoreInvalid for others, and StoreError.
+    These may exist: objects that a worker wrote after the store was deleted, temporary files of its root, empty
+    folders, names that begin with a dot, and lost+found. Raises StoreInvalid for others, and StoreError.
     """
     foreign = list(islice((key for key in _keys(storage) if not _may_stay(key)), _MAX_NAMED + 1))
     if not foreign:
@@ -45,13 +46,9 @@ def _may_stay(key: str) -> bool:
     """Whether a store may be created while this key exists."""
     if not key or key.endswith("/"):  # stands for an empty folder in web consoles and mounted buckets
         return True
-    first, *rest = key.split("/")
-    if is_worker_key(key.removesuffix(LOCK_SUFFIX)) or first.startswith(".") or first == "lost+found":
-        return True
-    if not rest:
-        return key in (ROOT_KEY, ROOT_KEY + LOCK_SUFFIX)
-    # The creation of a store writes these before its root.
-    return is_array_name(first) and "/".join(rest) in ("zarr.json", f"zarr.json{LOCK_SUFFIX}")
+    first = key.split("/")[0]
+    is_root = key == ROOT_KEY or (key.startswith(f"{ROOT_KEY}.") and key.endswith(LOCK_SUFFIX))
+    return is_root or is_worker_key(key) or first.startswith(".") or first == "lost+found"
 
 
 def _keys(storage: Storage) -> Iterator[str]:
@@ -82,3 +79,25 @@ def _files(folder: str) -> Iterator[str]:
 
 def _may_have_foreign(top_folder: str) -> bool:
     return not _may_stay(f"{top_folder}/x")
+
+
+def probe_storage(storage: Storage, process: str, is_exclusive: bool) -> None:
+    """Writes and deletes an object, to notice now if the storage cannot be written.
+
+    Raises StoreInvalid if the storage ignores the conditions on which objects are put and changed, unless
+    `is_exclusive`: no other process writes the store. Raises StoreError.
+    """
+    key = f"{PROBE_PREFIX}{process}"
+    storage.put(key, b"1")
+    ignores_absent = storage.put(key, b"2")
+    [(_, generation)] = storage.read_with_generations([key])
+    storage.write_if_unchanged(key, b"3", generation)
+    ignores_equal = storage.write_if_unchanged(key, b"4", generation) is not None
+    storage.write(key, None)
+    if (ignores_absent or ignores_equal) and not is_exclusive:
+        condition = "if-absent" if ignores_absent else "if-unchanged"
+        raise StoreInvalid(
+            f"the storage of {storage.path} ignores the condition {condition} of a write, so that processes could "
+            "replace each other's objects. Use another store.path; or, if no other process writes this store, "
+            "run.exclusive=true."
+        )

@@ -9,7 +9,7 @@ from workload import Workload
 
 from pipeline.cluster import devices, preemption
 from pipeline.config import composing
-from pipeline.extraction.job_run import fill, load_step, work_left
+from pipeline.extraction.job_run import fill, load_step
 from pipeline.job.opening import open_job
 from pipeline.store import ActivationStore
 from pipeline.store.write.store_writer import StoreWriter
@@ -44,7 +44,7 @@ class Extractor:
         shutil.rmtree(out)
         store = StoreWriter.open(str(out), self._job.metadata, self._job.layout)
         with preemption.stop_on_signals() as stop:
-            metrics = fill(self._job, store, work_left(self._job, store), stop, self._step)
+            metrics = fill(self._job, store, stop, self._step)
         store.finish()
         return metrics.tokens
 
@@ -54,5 +54,5 @@ class Extractor:
         order = np.argsort(documents, kind="stable")  # rows have each document's tokens in order
         order = order[documents[order] >= 0]
         for layer in self._workload.layers:
-            values = store.read(layer, "resid_post", store.rows)
+            values = store.read(f"blocks.{layer}.resid_post", store.rows)
             yield values.reshape(-1, values.shape[-1])[order]

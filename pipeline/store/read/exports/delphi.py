@@ -193,8 +193,7 @@ def _write_parts(
 
 
 def _num_batches(store: ActivationStore) -> int:
-    arrays = [array for name, array in store.arrays.items() if name.startswith(_PREFIX)]
-    row_bytes = sum(int(np.prod(array.shape[1:])) * array.dtype.numpy_dtype.itemsize for array in arrays)
+    row_bytes = sum(store._layout.row_bytes(spec) for spec in store._layout.outputs if spec.name.startswith(_PREFIX))
     return max(1, -(-len(store.rows) * row_bytes // (BATCH_MIB * MIB)))
 
 

@@ -38,17 +38,17 @@ def write_cached_activations(
     """
     with named_writing_errors(f"export.path={path}"):
         left_over = _unfinished_files(path)
-    known = {key.name: key.hook_name() for key in store.keys}
+    known = store._root.hook_names
     names = [find_array(name, known) or name for name in names]
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"export.arrays: the store has no {unknown}; it has {list(known)}.")
+        raise ConfigError(f"export.arrays: the store has no {unknown}; it has {[key.name for key in store.keys]}.")
     if store.num_activations < context:
         raise ConfigError(
             f"{store.path} has activations of {store.num_activations} tokens, less than one context of {context}. "
             f"Lower export.context."
         )
     hooks = _hook_names(store, names)
-    widths = {name: store.arrays[name].shape[2] for name in names}
+    widths = {name: store._root.widths[name] for name in names}
     features = Features(
         {hooks[name]: Array2D((context, width), dtype) for name, width in widths.items()}
         | {"token_ids": List(Value("int32"), length=context)}
@@ -106,18 +106,16 @@ def _unfinished(path: Path, left_over: Sequence[Path]) -> Iterator[Path]:
 
 
 def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, str]:
-    """The TransformerLens name of each array, from its attributes. Raises StoreInvalid if one was edited, and
-    ConfigError for two arrays with the same name in TransformerLens."""
+    """The TransformerLens name of each array. Raises ConfigError for two arrays with the same one."""
     hooks: dict[str, str] = {}
     for name in names:
-        attributes = store.arrays[name].spec().to_json()["metadata"].get("attributes", {})
-        hook = attributes.get("hook_name")
+        hook = store._root.hook_names[name]
         if name.endswith(Site.attn_pattern) and name.replace(Site.attn_pattern, Site.attn_entropy) in names:
             raise ConfigError(
                 f"export.arrays: in TransformerLens, {name} and its entropy are both {hook}. Export only one of them."
             )
-        if not isinstance(hook, str) or hook in ("", "token_ids", *hooks.values()):
-            raise StoreInvalid(f"{store.path}/{name}/zarr.json has the hook_name {hook!r}. {DAMAGE_REMEDY}")
+        if hook in ("", "token_ids", *hooks.values()):
+            raise StoreInvalid(f"{store.path}/zarr.json has the name {hook!r} for {name}. {DAMAGE_REMEDY}")
         hooks[name] = hook
     return hooks
 

@@ -1,0 +1,158 @@
+"""The index of a store's document ids: for the hash of each id, the blocks whose document table has it.
+
+It is one parquet file of all streams, sorted by hash, in row groups of which a lookup reads one. The index repeats what
+the document tables contain. It covers the first blocks of each stream, and stays valid when a store is extended.
+"""
+
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jaxtyping import Int64, Shaped
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.format.block_table import BlockTable
+from pipeline.store.format.metadata import StoreRoot
+from pipeline.store.format.summary import IDS, IDS_BYTES, summary_key
+from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.storage import Storage
+
+ENTRY = np.dtype([("hash", "<u8"), ("shard", "<u4")])  # shard: block * num_streams + stream
+_SCHEMA = pa.schema([(name, pa.from_numpy_dtype(ENTRY[name])) for name in ENTRY.names])
+_ROW_GROUP = 65_536  # entries: 787 kB
+_COVERED = b"blocks_per_stream"  # key of the schema's metadata
+
+T = TypeVar("T")
+
+Entries = Shaped[np.ndarray, " n"]  # of ENTRY
+
+
+def id_hash(id: str) -> int:
+    """The first 64 bits of the sha256 of an id."""
+    return int.from_bytes(hashlib.sha256(id.encode("utf-8", "surrogatepass")).digest()[:8], "little")
+
+
+def block_entries(ids: Iterable[str], shard: int) -> Entries:
+    """The entries of a block's documents, unsorted."""
+    hashes = [id_hash(id) for id in ids]
+    entries = np.empty(len(hashes), ENTRY)
+    entries["hash"], entries["shard"] = hashes, shard
+    return entries
+
+
+def encode_index(parts: Sequence[Entries], covered: Sequence[int]) -> bytes:
+    """The file with these entries. covered: how many first blocks of each stream they are from."""
+    entries = np.sort(np.concatenate([np.empty(0, ENTRY), *parts]), order=["hash", "shard"])
+    schema = _SCHEMA.with_metadata({_COVERED: json.dumps(list(covered))})
+    sink = io.BytesIO()
+    pq.write_table(
+        pa.table([entries[name] for name in ENTRY.names], schema=schema),
+        sink,
+        row_group_size=_ROW_GROUP,
+        compression="none",
+        use_dictionary=False,
+        write_page_checksum=True,
+    )
+    return sink.getvalue()
+
+
+class _StoredFile(io.RawIOBase):
+    """A stored object of known size, read by ranges."""
+
+    def __init__(self, storage: Storage, key: str, size: int) -> None:
+        self._storage, self._key, self._size, self._position = storage, key, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int = -1) -> bytes:
+        stop = self._size if size is None or size < 0 else min(self._position + size, self._size)
+        [content] = self._storage.read_many([self._key], [(self._position, stop)])
+        if content is None:
+            raise StoreInvalid(f"{self._storage.path}/{self._key} is missing. {DAMAGE_REMEDY}")
+        self._position += len(content)
+        return content
+
+
+def open_ids(storage: Storage, root: StoreRoot) -> "StoredIds | None":
+    """The index of ids that the root names; None if it names none. Raises StoreInvalid and StoreError."""
+    summary = root.summary or {}
+    if summary.get(IDS) is None:
+        return None
+    return StoredIds(storage, summary[IDS], summary[IDS_BYTES], root.metadata.num_streams)
+
+
+class StoredIds:
+    """The index of a store's ids, as its root names it. Methods raise StoreInvalid if it is damaged, and StoreError."""
+
+    def __init__(self, storage: Storage, sha256: str, size: int, num_streams: int) -> None:
+        """size: of the file, in bytes."""
+        self._storage = storage
+        self._key = summary_key(IDS, sha256)
+        self._num_streams = num_streams
+        self._file = storage.retry_read(partial(self._checked, lambda: self._open(size)))
+        metadata = self._file.metadata
+        groups = [metadata.row_group(n).column(0).statistics for n in range(metadata.num_row_groups)]
+        self._least = np.array([0 if group is None else group.min for group in groups], np.uint64)
+        self._most = np.array([2**64 - 1 if group is None else group.max for group in groups], np.uint64)
+
+    def _open(self, size: int) -> pq.ParquetFile:
+        file = pq.ParquetFile(
+            pa.PythonFile(_StoredFile(self._storage, self._key, size), mode="r"),
+            page_checksum_verification=True,
+            pre_buffer=True,
+        )
+        if file.schema_arrow.remove_metadata() != _SCHEMA:
+            raise ValueError(f"its columns are {file.schema_arrow.names}, expected {_SCHEMA.names}")
+        covered = json.loads((file.schema_arrow.metadata or {})[_COVERED])
+        self.covered: Int64[np.ndarray, " streams"] = np.array(covered, np.int64).reshape(self._num_streams)
+        return file
+
+    def _checked(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            raise StoreInvalid(
+                f"{self._storage.path}/{self._key} is not an index of ids: {error}. {DAMAGE_REMEDY}"
+            ) from error
+
+    def find(self, id: str, blocks: BlockTable) -> tuple[BlockTable, BlockTable]:
+        """Those of `blocks` that have a document with this id according to the index, and those that it does not cover.
+
+        Reads one row group. Since the index contains hashes, the former may include blocks of a different id.
+        """
+        hash = np.uint64(id_hash(id))
+        groups = np.flatnonzero((self._least <= hash) & (hash <= self._most)).tolist()
+        entries = self._storage.retry_read(partial(self._checked, lambda: self._read(groups)))
+        found = np.unique(entries["shard"][entries["hash"] == hash])
+        shards = blocks.column("block") * self._num_streams + blocks.column("stream")
+        is_covered = blocks.column("block") < self.covered[blocks.column("stream")]
+        return blocks[np.flatnonzero(is_covered & np.isin(shards, found))], blocks[np.flatnonzero(~is_covered)]
+
+    def entries(self) -> Entries:
+        """All entries."""
+        groups = list(range(self._file.metadata.num_row_groups))
+        return self._storage.retry_read(partial(self._checked, lambda: self._read(groups)))
+
+    def _read(self, groups: list[int]) -> Entries:
+        table = self._file.read_row_groups(groups, use_threads=False) if groups else _SCHEMA.empty_table()
+        entries = np.empty(table.num_rows, ENTRY)
+        for name in ENTRY.names:
+            entries[name] = table[name].to_numpy()
+        return entries

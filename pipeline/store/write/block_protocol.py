@@ -1,0 +1,206 @@
+"""How a block becomes part of a store: the requests, in order, and what their answers mean, without input or output.
+
+Every object is put if absent, the record last, and none is ever replaced. If an object exists already, which another
+process or an earlier run of this one may have written with other rounding, its values are adopted. So the record
+describes what is stored, whoever wrote it; `StoreWriter` carries the requests out.
+"""
+
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.statistics import decode_statistics, statistics_key
+from pipeline.store.format.tables import encode_table, table_digest, table_key
+from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.parquet import decode_parquet
+from pipeline.store.io.shards import Buffer, ShardFormat, decode_shard, encode_shard
+
+T = TypeVar("T")
+
+_OTHER_CONTENT = (
+    "which another run has written with different content. Use that run's configuration and kind of device; or, while "
+    "no job runs, delete what is not committed: pipeline.verify verify.repair=true."
+)
+
+
+class Put(NamedTuple):
+    """A request to put an object if absent. Its answer is a `PutAnswer`. encode: returns its parts and its digest."""
+
+    key: str
+    encode: Callable[[], tuple[Sequence[Buffer], str]]
+
+
+class PutAnswer(NamedTuple):
+    """is_new: whether the object was written now. digest: of the content that was to be written."""
+
+    is_new: bool
+    digest: str
+
+
+class Read(NamedTuple):
+    """A request to read an object. Its answer is the result of `check(key, content)`, which raises StoreInvalid if the
+    object is damaged, or missing (the content is None)."""
+
+    key: str
+    check: Callable[[str, bytes | None], Any]
+
+
+Requests = Sequence[Put] | Sequence[Read]
+Steps = Generator[Requests, Sequence[Any], T]  # yields requests that may be carried out concurrently
+
+
+def run_steps(steps: Steps[T], answer: Callable[[Requests], Sequence[Any]]) -> T:
+    """Carries out the steps; `answer` the requests of each."""
+    answers = None
+    while True:
+        try:
+            requests = steps.send(answers)
+        except StopIteration as end:
+            return end.value
+        answers = answer(requests)
+
+
+class Derived(NamedTuple):
+    """What a writer derives from a block's stored arrays.
+
+    statistics: the file's content; None if the store has none. indexes: by feature, by key.
+    recent: see `CommitRecord`.
+    """
+
+    statistics: bytes | None
+    indexes: Mapping[str, bytes]
+    recent: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class NewBlock:
+    """A block to write.
+
+    record: without what the writer sets. arrays: every array by name, [R, ...]. Adopted values are copied into them.
+    derive: called once, when all arrays are stored, with the names of those whose values were adopted.
+    """
+
+    record: CommitRecord
+    arrays: Mapping[str, np.ndarray]
+    table: pa.Table
+    derive: Callable[[Collection[str]], Derived]
+
+
+def write_block(layout: StoreLayout, block: NewBlock) -> Steps[CommitRecord]:
+    """Writes a block and commits it. Returns the record, which describes what is stored.
+
+    Raises StoreError if an object exists whose integers, documents or counts differ, and StoreInvalid for a damaged
+    one.
+    """
+    digests, adopted, documents_sha256 = yield from _write_contents(layout, block)
+    derived = block.derive(adopted)
+    statistics_sha256 = yield from _write_derived(block.record, derived)
+    record = replace(
+        block.record,
+        digests=digests,
+        documents_sha256=documents_sha256,
+        statistics_sha256=statistics_sha256,
+        recent=derived.recent,
+    )
+    [put] = yield [_put(record.key, record.to_json())]
+    if put.is_new:
+        return record
+    [stored] = yield [Read(record.key, _parse_record)]
+    if not stored.is_same_block(record):
+        raise StoreError(f"the store has the record {record.key}, {_OTHER_CONTENT}")
+    return stored
+
+
+def _write_contents(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[str, str], set[str], str]]:
+    """Writes the arrays and the document table. Returns the digests of the stored arrays, the names of those whose
+    values were adopted, and the sha256 of the stored table."""
+    stream, number = block.record.stream, block.record.block
+    specs = {layout.shard_key(spec, stream, number): spec for spec in layout.all_arrays}
+    documents_key, documents = table_key(stream, number), encode_table(block.table)
+    shards = [
+        Put(key, partial(encode_shard, block.arrays[spec.name], layout.shard_format(spec)))
+        for key, spec in specs.items()
+    ]
+    answers = yield [*shards, _put(documents_key, documents)]
+    *shard_puts, documents_put = answers
+    digests, adopted = {}, set()
+    for (key, spec), put in zip(specs.items(), shard_puts, strict=True):
+        digests[spec.name] = put.digest
+        if not put.is_new:  # one after the other, since each takes memory
+            [(values, digest)] = yield [Read(key, partial(_decode_shard, layout.shard_format(spec)))]
+            if digest != put.digest:
+                if _is_exact(spec):
+                    raise StoreError(f"the store has {key}, {_OTHER_CONTENT}")
+                block.arrays[spec.name][...] = values
+                digests[spec.name] = digest
+                adopted.add(spec.name)
+    if not documents_put.is_new:
+        [stored] = yield [Read(documents_key, _require)]
+        if stored != documents:
+            num_rows = block.table.num_rows
+            if not _decode(documents_key, stored, num_rows).equals(decode_parquet(documents, num_rows)):
+                raise StoreError(f"the store has {documents_key}, {_OTHER_CONTENT}")
+            documents = stored
+    return digests, adopted, table_digest(documents)
+
+
+def _write_derived(record: CommitRecord, derived: Derived) -> Steps[str]:
+    """Writes statistics and indexes. Returns the sha256 of the stored statistics."""
+    key, statistics = statistics_key(record.stream, record.block), derived.statistics
+    contents = dict(derived.indexes) if statistics is None else {key: statistics, **derived.indexes}
+    puts = (yield [_put(*item) for item in contents.items()]) if contents else []
+    for name, put in zip(contents, puts, strict=True):
+        if not put.is_new:
+            [stored] = yield [Read(name, _require)]
+            # Statistics of the same values may be rounded in other ways: those of rows are computed on the devices.
+            is_same = stored == contents[name] or (name == key and _counts(key, stored) == _counts(key, statistics))
+            if not is_same:
+                raise StoreError(f"the store has {name}, {_OTHER_CONTENT}")
+            contents[name] = stored
+    return "" if statistics is None else table_digest(contents[key])
+
+
+def _put(key: str, content: bytes) -> Put:
+    return Put(key, lambda: ([content], ""))
+
+
+def _is_exact(spec: ArraySpec) -> bool:
+    """Whether all writers must have the same values: tokens, and other integers that are not scaled activations."""
+    return spec.dtype in ("int32", "int64")
+
+
+def _require(key: str, content: bytes | None) -> bytes:
+    if content is None:
+        raise StoreInvalid(f"{key} was deleted while its block was being written. Run the same command again.")
+    return content
+
+
+def _decode_shard(format: ShardFormat, key: str, content: bytes | None) -> tuple[np.ndarray, str]:
+    try:
+        return decode_shard(_require(key, content), format)
+    except ValueError as error:
+        raise StoreInvalid(f"{key} is damaged: {error}. {DAMAGE_REMEDY}") from error
+
+
+def _decode(key: str, content: bytes, max_rows: int) -> pa.Table:
+    try:
+        return decode_parquet(content, max_rows)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoreInvalid(f"{key} cannot be read: {error}. {DAMAGE_REMEDY}") from error
+
+
+def _counts(key: str, content: bytes) -> dict[tuple[int, str], tuple[int, int]]:
+    """The numbers of tokens in a file of statistics, by part and array."""
+    parts = decode_statistics(content, key, table_digest(content))
+    return {(part, name): (s.count, s.not_finite) for part, arrays in parts.items() for name, s in arrays.items()}
+
+
+def _parse_record(key: str, content: bytes | None) -> CommitRecord:
+    return CommitRecord.from_json(_require(key, content), key)

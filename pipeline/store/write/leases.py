@@ -1,0 +1,166 @@
+"""Leases: which process computes which stream. They only save work: a block is safe whoever writes it.
+
+`_leases/stream-00003.json` names the process that computes the stream. It renews its lease with a conditional write,
+which succeeds only if no other process has written the object since. A process that has seen a lease unchanged for
+`lease_s`, by its own clock, may take it over, also with a conditional write; clocks are never compared. Each write has
+new content, since equal contents have equal generations on S3. A process deletes the lease of a stream that it gives
+up. The lease of a process that died stays until another process takes it over.
+"""
+
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+from pipeline.core.errors import StoreError
+from pipeline.store.io.storage import NO_OBJECT, Storage, StorageLike
+
+log = logging.getLogger("pipeline")
+
+LEASES_PREFIX = "_leases/"
+_RENEWALS_PER_LEASE = 6
+_NUM_REQUESTS = 8  # concurrent; separate, so that renewals do not queue behind blocks
+_numbers = itertools.count()  # of this process's writes
+
+
+class _Seen(NamedTuple):
+    """A stream's lease as another process left it, and when this process first saw it so (monotonic seconds)."""
+
+    generation: bytes
+    since: float
+
+
+class Leases:
+    """This process's leases on the streams of one store. A thread renews them until they are released or lost.
+
+    lease_s: how long a lease of another process must be unchanged before this process takes it over.
+    """
+
+    def __init__(self, place: StorageLike, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self._storage = Storage.open(place).with_own_requests(_NUM_REQUESTS)
+        self._seen: dict[int, _Seen] = {}
+        self._held: dict[int, bytes | None] = {}  # the generation by stream; None if the lease is lost
+        self._lock = threading.Lock()  # held while a lease is written
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="leases", daemon=True)
+        self._thread.start()
+
+    def vacant(self, streams: Sequence[int]) -> list[int]:
+        """The streams among `streams` that no process holds, this one included. It takes two calls that are `lease_s`
+        apart to notice that the process that holds a stream died on another host. Raises StoreError."""
+        streams = [stream for stream in streams if stream not in self._held]
+        leases = self._storage.read_with_generations([lease_key(stream) for stream in streams])
+        now = time.monotonic()
+        vacant = []
+        for stream, (content, generation) in zip(streams, leases, strict=True):
+            seen = self._seen.get(stream)
+            if seen is None or seen.generation != generation:
+                seen = self._seen[stream] = _Seen(generation, now)
+            if content is None or now - seen.since >= self.lease_s or _owner_has_ended(content):
+                vacant.append(stream)
+        return vacant
+
+    def take(self, stream: int) -> bool:
+        """Leases a stream that was `vacant`. Returns False if another process was faster. Raises StoreError."""
+        before = self._seen[stream].generation
+        with self._lock:
+            generation = None if self._closed.is_set() else self._write(stream, before)
+            if generation is not None:
+                self._held[stream] = generation
+        if generation is not None and before != NO_OBJECT:
+            log.warning("taking over stream %d from a process that stopped renewing its lease", stream)
+        return generation is not None
+
+    def holds(self, stream: int) -> bool:
+        """Whether this process holds the stream, as far as it knows. A lost lease stays lost until `release`."""
+        return self._held.get(stream) is not None
+
+    def release(self, stream: int) -> None:
+        """Gives the stream up. If this process still held it, another one may lease it at once."""
+        with self._lock:
+            generation = self._held.pop(stream, None)
+            if generation is None:
+                return
+            try:
+                self._storage.write_if_unchanged(lease_key(stream), None, generation)
+            except StoreError as error:
+                log.warning("cannot release the lease on stream %d, which will expire: %s", stream, error)
+
+    def close(self) -> None:
+        """Releases all leases."""
+        self._closed.set()
+        self._thread.join()
+        for stream in list(self._held):
+            self.release(stream)
+
+    def _renew(self) -> None:
+        while not self._closed.wait(self.lease_s / _RENEWALS_PER_LEASE):
+            for stream in list(self._held):
+                with self._lock:
+                    if self.holds(stream):
+                        self._renew_one(stream)
+
+    def _renew_one(self, stream: int) -> None:
+        try:
+            self._held[stream] = self._write(stream, self._held[stream])
+        except StoreError as error:
+            log.warning("cannot renew the lease on stream %d: %s", stream, error)
+            return
+        if not self.holds(stream):
+            log.warning(
+                "stream %d was taken over by another process: its uncommitted blocks are discarded here", stream
+            )
+
+    def _write(self, stream: int, generation: bytes) -> bytes | None:
+        """Writes the lease if it still has this generation. Returns the new generation, or None if it has changed."""
+        key = lease_key(stream)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "pid_space": _pid_space()}
+        lease = owner | {"number": next(_numbers)}
+        content = (json.dumps(lease) + "\n").encode()
+        written = self._storage.write_if_unchanged(key, content, generation)
+        if written is None:  # a retried request may find what its first attempt wrote
+            [(stored, stored_generation)] = self._storage.read_with_generations([key])
+            written = stored_generation if stored == content else None
+        return written
+
+
+def lease_key(stream: int) -> str:
+    """The key of a stream's lease, relative to the store."""
+    return f"{LEASES_PREFIX}stream-{stream:05d}.json"
+
+
+def _owner_has_ended(lease: bytes) -> bool:
+    """Whether a process of this host wrote the lease and has ended, so that a run that is started again need not
+    wait."""
+    try:
+        owner = json.loads(lease)
+        if owner["pid_space"] == _pid_space() is not None:
+            os.kill(owner["pid"], 0)  # sends no signal
+    except ProcessLookupError:
+        return True
+    except (ValueError, TypeError, KeyError, OSError, OverflowError, RecursionError):
+        pass
+    return False
+
+
+@cache
+def _pid_space() -> str | None:
+    """Where this process's number means this process: on this host since it was booted, in this container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not Linux
+        return None
+
+
+def process_name() -> str:
+    """A name that no other call returns: the host, the process's number and random digits."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"

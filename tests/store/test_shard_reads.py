@@ -1,0 +1,180 @@
+"""Reads of store shards, whatever their storage, chunks and compression."""
+
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.format import layout as layouts
+from pipeline.store.format.layout import ArraySpec, StoreLayout
+from pipeline.store.format.metadata import StoreRoot
+from pipeline.store.io.shards import encode_shard
+from pipeline.store.io.storage import Storage
+from pipeline.store.read import shard_reads
+from pipeline.store.read.shard_reads import ReadsAhead, ShardReads, StoreIdentity
+from tests.store.example_store import metadata
+
+ROWS, LENGTH, STREAMS, BLOCKS = 8, 6, 2, 2
+NAME = "blocks.0.resid_post"
+KEY = "blocks.0.resid_post/c.1.0.0"  # of the first block of stream 1
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path) -> Storage:
+    return Storage.open(str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+
+
+def write(storage: Storage, chunk_bytes: int, compression: str) -> tuple[ShardReads, np.ndarray]:
+    """Two streams of two blocks, with some chunks of zeros. Returns reads of them and the values of all rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts, "CHUNK_BYTES", chunk_bytes)
+        layout = StoreLayout(STREAMS, ROWS, LENGTH, (ArraySpec(NAME, "bfloat16", 4),), compression)
+        spec = layout.arrays[0]
+        root = StoreRoot(metadata(), {NAME: 4}, "now", {})
+        reads = ShardReads(storage, layout, StoreIdentity(storage, root))
+        values = np.random.default_rng(0).integers(1, 9, (STREAMS * BLOCKS * ROWS, LENGTH, 4)).astype(spec.dtype)
+        values[3 * ROWS :] = 0
+        values[2:4] = 0
+        for shard, part in enumerate(np.split(values, STREAMS * BLOCKS)):
+            parts, _ = encode_shard(part, layout.shard_format(spec))
+            storage.put(layout.shard_key(spec, shard % STREAMS, shard // STREAMS), *parts)
+        return reads, values
+
+
+def read(reads: ShardReads, first_row: int, num_rows: int) -> np.ndarray:
+    out = reads.memory(NAME, num_rows)
+    for started in reads.start(NAME, first_row, out):
+        started.result()
+    return out
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("chunk_bytes", [8, 16, LENGTH * 8, 4 * LENGTH * 8, 1 << 20])  # parts of a row to whole shards
+@pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 20])
+def test_all_reads_give_the_written_values(storage, monkeypatch, compression, chunk_bytes, piece_bytes):
+    monkeypatch.setattr(shard_reads, "PIECE_BYTES", piece_bytes)
+    reads, values = write(storage, chunk_bytes, compression)
+    for first, last in ((0, len(values)), (0, ROWS), (5, 6), (3, 2 * ROWS + 1), (ROWS, 2 * ROWS), (7, 7)):
+        for _ in range(2):  # the second time with a known index
+            np.testing.assert_array_equal(read(reads, first, last - first), values[first:last])
+    stacked = np.zeros((ROWS, LENGTH, 3, 4), values.dtype)
+    for k in (2, 0):
+        [*map(lambda started: started.result(), reads.start(NAME, ROWS, stacked[:, :, k]))]
+    np.testing.assert_array_equal(stacked[:, :, 2], values[ROWS : 2 * ROWS])
+    assert not stacked[:, :, 1].any()
+    slots = np.random.default_rng(1).integers(0, len(values) * LENGTH, 50)
+    out = np.empty((50, 4), values.dtype)
+    for started in reads.start_slots(NAME, slots, out):
+        started.result()
+    np.testing.assert_array_equal(out, values.reshape(-1, 4)[slots])
+
+
+def edited(edit: Callable[[bytearray], object]) -> Callable[[Storage], None]:
+    def damage(storage: Storage) -> None:
+        content = bytearray(storage.read(KEY))
+        edit(content)
+        storage.write(KEY, bytes(content))
+
+    return damage
+
+
+def cut(content: bytearray) -> None:
+    del content[:9]
+
+
+def replaced(make: Callable[[Path], object]) -> Callable[[Storage], None]:
+    def damage(storage: Storage) -> None:
+        if storage.directory is None:
+            pytest.skip("a local file")
+        path = Path(storage.directory, KEY)
+        content = path.read_bytes()
+        path.unlink()
+        elsewhere = path.with_name("elsewhere")
+        elsewhere.write_bytes(content)
+        make(path)
+
+    return damage
+
+
+DAMAGES = {
+    "missing": lambda storage: storage.write(KEY, None),
+    "empty": lambda storage: storage.write(KEY, b""),
+    "an edited value": edited(lambda content: content.__setitem__(5, content[5] ^ 1)),
+    "an edited checksum of a chunk": edited(lambda content: content.__setitem__(LENGTH * 8, content[LENGTH * 8] ^ 1)),
+    "an edited index": edited(lambda content: content.__setitem__(-9, content[-9] ^ 1)),
+    "an edited checksum of the index": edited(lambda content: content.__setitem__(-1, content[-1] ^ 1)),
+    "a cut beginning": edited(cut),
+    "the index alone": edited(lambda content: content.__delitem__(slice(0, len(content) - 16 * ROWS - 4))),
+    "an index beyond the end": edited(lambda content: content.__delitem__(slice(40, 60))),
+    "a link": replaced(lambda path: path.symlink_to(path.with_name("elsewhere"))),
+    "a folder": replaced(Path.mkdir),
+    "a pipe": replaced(os.mkfifo),
+}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_an_error_of_every_read(storage, damage, compression, whole):
+    """Of the store's other shards it is none."""
+    reads, values = write(storage, LENGTH * 8, compression)
+    DAMAGES[damage](storage)
+    for _ in range(2):
+        with pytest.raises(StoreInvalid, match=r"blocks\.0\.resid_post.*pipeline\.verify"):
+            read(reads, ROWS, ROWS if whole else 1)
+    np.testing.assert_array_equal(read(reads, 0, ROWS), values[:ROWS])
+    np.testing.assert_array_equal(read(reads, 2 * ROWS, 2 * ROWS), values[2 * ROWS :])
+
+
+def test_an_object_that_its_service_reported_as_missing_is_read_again(storage, monkeypatch):
+    reads, values = write(storage, LENGTH * 8, "none")
+    content = storage.read(KEY)
+    storage.write(KEY, None)
+    pauses = iter([lambda: None, lambda: storage.write(KEY, content)])
+    monkeypatch.setattr("time.sleep", lambda _: next(pauses, lambda: None)())
+    if storage.directory is None:
+        monkeypatch.setattr(storage, "is_remote", True)
+    else:
+        next(pauses)
+    np.testing.assert_array_equal(read(reads, ROWS, 2), values[ROWS : ROWS + 2])
+
+
+@pytest.fixture
+def local(tmp_path) -> tuple[ShardReads, np.ndarray]:
+    return write(Storage.open(str(tmp_path)), LENGTH * 8, "none")
+
+
+@pytest.mark.parametrize(("is_remote", "rows_allowed", "expected"), [(False, 1, 20), (True, 30, 20), (True, 3, 3)])
+def test_reads_in_flight_from_remote_storage_are_limited_by_bytes(
+    local, monkeypatch, is_remote, rows_allowed, expected
+):
+    reads, values = local
+    monkeypatch.setattr(shard_reads, "REMOTE_BYTES_AHEAD", rows_allowed * values[0].nbytes)
+    out, most = np.empty_like(values[:20]), 0
+    with ReadsAhead(is_remote) as ahead:
+        for row in range(20):
+            ahead.add(reads.start(NAME, row, out[row : row + 1]), values[0].nbytes)
+            most = max(most, len(ahead))
+        ahead.wait()
+    assert most == expected
+    np.testing.assert_array_equal(out, values[:20])
+
+
+def test_reads_in_flight_end_before_an_error_is_raised(local):
+    """So none of them writes to memory that another buffer uses."""
+    reads, values = local
+    out = np.zeros_like(values)
+    with suppress(StoreError), ReadsAhead(is_remote=False) as ahead:
+        for row in range(len(values)):
+            ahead.add(reads.start(NAME, row, out[row : row + 1]), values[0].nbytes)
+        raise StoreError("damaged")
+    at_once = out.copy()
+    reads.close()
+    np.testing.assert_array_equal(out, at_once)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        reads.start(NAME, 0, out)
