@@ -350,7 +350,7 @@ def cases() -> Iterator[Case]:
             yield Case(f"ids-bombs {name}", put_summary("ids", make))
     for n, (name, make) in enumerate(_COLUMNS.items()):
         columns = ("document", "id", "source", "index", "n_tokens", "n_cut", "first_token", "last_token", "url")
-        for column in (columns[n % len(columns)], columns[(n + 4) % len(columns)], "document"):
+        for column in dict.fromkeys((columns[n % len(columns)], columns[(n + 4) % len(columns)], "document")):
             yield Case(f"table-types {column} {name}", put_table(with_column(column, make)))
         column = ("mean", "count", "array", "norm_histogram", "first_block")[n % 5]
         yield Case(f"statistics-types {column} {name}", put_table(with_column(column, make), _STATISTICS))
