@@ -38,7 +38,6 @@ class Stage(Enum):
     WRITER_IDLE = "writer", "idle"  # waits for a step
     WRITER_RESULTS = "writer", "results"  # waits for compute and device-to-host copies
     WRITER_COPY = "writer", "copy"  # copies into the buffers, or waits for the copying threads
-    WRITER_STATISTICS = "writer", "statistics"
     WRITER_STORE = "writer", "store"
     WRITER_METRICS = "writer", "metrics"
 
@@ -51,7 +50,6 @@ BINDING = {
     Stage.FEED_LEASE: "leasing streams, or waiting for other processes' streams",
     Stage.WRITER_RESULTS: "compute and device-to-host copies",
     Stage.WRITER_COPY: "copying into host buffers",
-    Stage.WRITER_STATISTICS: "merging row statistics",
     Stage.WRITER_STORE: "the store",
 }
 

@@ -30,7 +30,7 @@ def test_an_extension_keeps_what_readers_have_opened(store_path):
     assert writer.finish()
     assert {key for key, content in before.items() if storage.read(key) != content} == {
         "zarr.json",
-        *(f"{name}/zarr.json" for name in writer.root.array_names),
+        *(f"{spec.name}/zarr.json" for spec in writer.layout.all_arrays),
     }
     assert (reader.rows == rows).all()
     assert (reader.read("embed", rows) == values).all()

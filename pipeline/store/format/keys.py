@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Iterable
 
 from pipeline.core.sites import ActivationKey
-from pipeline.store.format.layout import ERROR_PARTS, FEATURE_PARTS, OUTPUT_NAMES, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 from pipeline.store.format.scaled import scale_name
 from pipeline.store.io.storage import LOCK_SUFFIX
 
@@ -80,15 +80,6 @@ def encoded_array(features: str) -> str | None:
 def index_prefix(features: str) -> str:
     """The prefix of the keys of an SAE's indexes by feature. `features`: a result of `features_name`."""
     return f"{_INDEX_FOLDER}/{features.removeprefix('features.')}/"
-
-
-def is_array_name(name: str) -> bool:
-    """Whether an array of a store may have this name."""
-    stem, _, part = name.rpartition(".")
-    if part in (*FEATURE_PARTS, *ERROR_PARTS) and is_features_name(stem):
-        return True
-    sides = {*OUTPUT_NAMES, *(spec.name for spec in (*SIDE_ARRAYS, SELECTED))}
-    return name in sides or is_activation_name(name) or is_activation_name(name.removesuffix(scale_name("")))
 
 
 class StoreKeys:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store.format.keys import encoded_array
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, TOKENS, ArraySpec, feature_specs, output_specs
+from pipeline.store.format.layout import SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.root_types import require_root_types
-from pipeline.store.format.scaled import LARGEST, scale_name
+from pipeline.store.format.scaled import LARGEST
 from pipeline.store.format.target import Target
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.parsing import parse_store_json
@@ -188,13 +188,6 @@ class StoreRoot:
         capture = self.metadata.config.get("capture")
         creator_allowed = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
         return self.may_be_not_finite or creator_allowed
-
-    @property
-    def array_names(self) -> tuple[str, ...]:
-        """The names of all arrays, side arrays first."""
-        side_arrays = (*SIDE_ARRAYS, SELECTED) if self.metadata.selects else SIDE_ARRAYS
-        outputs = (spec.name for spec in self.metadata.outputs)
-        return (*(spec.name for spec in side_arrays), *self.arrays, *map(scale_name, self.scale_groups), *outputs)
 
     def unfinished(self) -> "StoreRoot":
         """This root as it is while blocks may be missing."""
