@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs readme train-demo-model train-demo-sae clean \
-	audit-tpu first-day bench bench-reader bench-writer bench-host bench-startup bench-gpu bench-peers bench-scale
+.PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs config-table train-demo-model train-demo-sae clean \
+	audit-tpu first-day bench bench-reader bench-host bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -55,10 +55,10 @@ demo: setup  ## the main job on text and on ARC tasks, with the bundled model: C
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 
 test: setup-test  ## the test suite, in three processes: many tests wait for jobs that they start, or for time to pass
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 test-fast: setup-test  ## what needs no process of its own and compiles little
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --fast
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not heavy'
 
 test-slow: setup-test  ## the long soaks: 20 kills of a 30-block run, ...
 	$(BIN)/python -m pytest -m slow
@@ -90,9 +90,6 @@ bench: setup-test  ## the job against its own bare forward pass; writes build/be
 bench-reader: setup  ## the reader against numpy on the same files; writes build/bench-reader.json
 	$(BIN)/python scripts/bench/bench_reader.py
 
-bench-writer: setup  ## the write path against raw writes of the same bytes; writes build/bench-writer.json
-	$(BIN)/python scripts/bench/bench_writer.py
-
 bench-host: setup  ## everything but the model, per core, against its floors; writes build/bench-host.json
 	$(BIN)/python scripts/bench/bench_host.py
 
@@ -102,16 +99,13 @@ bench-gpu: setup $(VENV)-peers/.setup  ## on a GPU, against torch; writes build/
 first-day: setup  ## on a new TPU or GPU machine: is the job right, how fast is it; writes build/first-day/report.md
 	$(BIN)/python scripts/first_day.py $(FIRST_DAY)
 
-bench-startup: setup  ## seconds to the first committed block; writes build/bench-startup.json
-	$(BIN)/python scripts/bench/bench_startup.py
-
 bench-peers: setup $(VENV)-peers/.setup  ## against HF, TransformerLens, SAELens, nnsight; writes build/bench-peers.json
 	$(BIN)/python scripts/bench/bench_peers.py $(BENCH_PEERS)
 
 bench-scale: setup  ## bookkeeping of stores of 10^4 and 10^5 blocks, 50 ms per request; writes build/bench-scale.json
 	$(BIN)/python -m scripts.bench.bench_scale $(BENCH_SCALE)
 
-readme: setup  ## write the README's table of configuration keys
+config-table: setup  ## write docs/configuration.md, the table of configuration keys
 	$(BIN)/python scripts/docs/config_table.py
 
 train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes

@@ -8,8 +8,7 @@ The commands are modules of this package: `python -m pipeline.<command>`, with H
 | `plan` | prints shapes, bytes and memory of a run, or compiles its step for a TPU slice; computes nothing |
 | `verify` | checks every committed block of a store |
 | `inspect` | prints a summary of a store; writes an HTML page and charts |
-| `finalize` | marks a store as complete, also one that lacks tokens (`force=true`) |
-| `index` | indexes a store's document ids, so that finding one takes few requests |
+| `finalize` | marks a store as complete, also one that lacks tokens (`force=true`); indexes ids of documents |
 | `export` | copies a store's activations to SAELens' cache, or its features to delphi's latents |
 | `push` | uploads a finished store to the Hugging Face Hub |
 | `delete` | deletes the objects of a store, and nothing else |

@@ -16,10 +16,9 @@ import sys
 from dataclasses import dataclass
 from itertools import islice
 
-from pipeline.cli.settings import flag, setting, store_path
-from pipeline.cli.store_command import run_command
-from pipeline.core.counts import counted
-from pipeline.core.errors import EXIT_OK, ConfigError, StoreError
+from pipeline.cli.settings import command, flag, setting, store_path
+from pipeline.core.errors import ConfigError, StoreError
+from pipeline.core.messages import counted
 from pipeline.store.format.commits import COMMITS_PREFIX, parse_commit_key
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
@@ -38,8 +37,8 @@ class Settings:
     )
 
 
-def delete(settings: Settings) -> int:
-    """Deletes the store, and prints the files that remain at its path. Returns the exit code."""
+def delete(settings: Settings) -> None:
+    """Deletes the store, and prints the files that remain at its path."""
     path = settings.path
     storage = Storage.open(path)
     root = require_root(storage)
@@ -60,12 +59,9 @@ def delete(settings: Settings) -> int:
     left = list(islice(delete_store(storage, root), _MAX_NAMED + 1))
     names = ", ".join(left[:_MAX_NAMED]) + (", ..." if len(left) > _MAX_NAMED else "")
     print(f"{path}: deleted" + (f", except files that are not part of the store: {names}" if left else ""))
-    return EXIT_OK
 
 
-def main(arguments: list[str]) -> int:
-    return run_command("delete", __doc__, Settings, delete, arguments)
-
+main = command("delete", __doc__, Settings, delete)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

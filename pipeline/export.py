@@ -23,9 +23,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.cli.settings import local_path, names, one_of, read_store_path, setting, whole_number
-from pipeline.cli.store_command import run_command
-from pipeline.core.errors import EXIT_OK, ConfigError
+from pipeline.cli.settings import command, local_path, names, one_of, read_store_path, setting, whole_number
+from pipeline.core.errors import ConfigError
 from pipeline.store import ActivationStore
 from pipeline.store.read.exports.delphi import write_latents
 from pipeline.store.read.exports.saelens import write_cached_activations
@@ -58,15 +57,14 @@ class Settings:
     )
 
 
-def export(settings: Settings) -> int:
-    """Writes the copy. Returns the exit code."""
+def export(settings: Settings) -> None:
+    """Writes the copy."""
     store = ActivationStore.open(settings.store)
     path, context = Path(settings.path).expanduser(), settings.context or store.length
     if settings.format == "delphi":
         _export_features(settings, store, path, context)
     else:
         _export_activations(settings, store, path, context)
-    return EXIT_OK
 
 
 def _export_activations(settings: Settings, store: ActivationStore, path: Path, context: int) -> None:
@@ -94,9 +92,7 @@ def _export_features(settings: Settings, store: ActivationStore, path: Path, con
     print(f"{done.firings:,} feature values; {done.not_stored:,} more were not stored (capture.encode_top)")
 
 
-def main(arguments: list[str]) -> int:
-    return run_command("export", __doc__, Settings, export, arguments)
-
+main = command("export", __doc__, Settings, export)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

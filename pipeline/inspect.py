@@ -15,13 +15,17 @@ if __name__ == "__main__":
     prepare_process()
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from pipeline.cli.settings import local_path, read_store_path, setting, whole_number, whole_numbers
-from pipeline.cli.store_command import run_command
-from pipeline.core.errors import EXIT_OK, ConfigError
-from pipeline.inspection.features import FeatureChoice
-from pipeline.inspection.report import inspect
+from pipeline.cli.settings import command, local_path, read_store_path, setting, whole_number, whole_numbers
+from pipeline.core.errors import ConfigError
+from pipeline.core.file_errors import named_writing_errors
+from pipeline.store import ActivationStore
+from pipeline.store.inspection.features import SUMMARY_HEADER, summary_rows, view_features
+from pipeline.store.inspection.sample import HEADER, take_sample
+from pipeline.store.inspection.summary import find_tokenizer, store_facts
 
 
 @dataclass(frozen=True)
@@ -53,19 +57,47 @@ class Settings:
     contexts: int = setting("inspect.contexts", "maximum number of contexts per feature", whole_number(1), default=8)
 
 
-def inspect_store(settings: Settings) -> int:
-    """Prints the report and writes the files. Returns the exit code."""
+def inspect_store(settings: Settings) -> None:
+    """Prints the report and writes the files."""
     if settings.features_html is None and (settings.sae or settings.features):
         given = "inspect.sae" if settings.sae else "inspect.features"
         raise ConfigError(f"{given} is only for the page of features. Set inspect.features_html to the file to write.")
-    choice = FeatureChoice(settings.sae, settings.features, settings.extremes, settings.contexts)
-    features = None if settings.features_html is None else (settings.features_html, choice)
-    inspect(settings.path, settings.html, settings.tokens, settings.seed, settings.tokenizer, features)
-    return EXIT_OK
+    store = ActivationStore.open(settings.path)
+    facts = store_facts(store)
+    sample = take_sample(store, settings.tokens, settings.seed) if len(store.blocks) else None
+    print(store.path, *(f"  {name:12}{fact}" for name, fact in facts.items()), sep="\n")
+    if sample is not None and sample.views:
+        _print_table([HEADER, *(view.table_row() for view in sample.views)])
+    if sae_rows := summary_rows(store):
+        _print_table([SUMMARY_HEADER, *sae_rows])
+    if settings.html is None and settings.features_html is None:
+        return
+    from pipeline.store.inspection import page  # imports matplotlib
+
+    tokenizer = find_tokenizer(store.metadata, settings.tokenizer)
+    if settings.html is not None:
+        _write("inspect.html", settings.html, page.store_page(store, facts, sample, tokenizer))
+    if settings.features_html is not None:
+        sae = view_features(store, settings.sae, settings.features, settings.extremes, settings.contexts)
+        _write("inspect.features_html", settings.features_html, page.features_page(store, sae, tokenizer))
 
 
-def main(arguments: list[str]) -> int:
-    return run_command("inspect", __doc__, Settings, inspect_store, arguments)
+def _write(setting: str, file: str, page: str) -> None:
+    path = Path(file).expanduser()
+    with named_writing_errors(f"{setting}={file}"):
+        path.write_text(page, encoding="utf-8")
+    print(f"{file}: {path.stat().st_size / 1024:.0f} KiB")
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of cells in columns, the first two aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        print("", *(cell.ljust(w) if k < 2 else cell.rjust(w) for k, (cell, w) in enumerate(cells)), sep="  ")
+
+
+main = command("inspect", __doc__, Settings, inspect_store)
 
 
 if __name__ == "__main__":

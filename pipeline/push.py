@@ -25,9 +25,7 @@ from dataclasses import dataclass
 from huggingface_hub.utils import disable_progress_bars
 from huggingface_hub.utils.logging import set_verbosity_error
 
-from pipeline.cli.settings import flag, setting, store_path
-from pipeline.cli.store_command import run_command
-from pipeline.core.errors import EXIT_OK
+from pipeline.cli.settings import command, flag, setting, store_path
 from pipeline.core.progress import progress_bar
 from pipeline.store.publish.pushing import push_store
 
@@ -45,19 +43,16 @@ class Settings:
     )
 
 
-def push(settings: Settings) -> int:
-    """Pushes with a progress bar. Returns the exit code."""
+def push(settings: Settings) -> None:
+    """Pushes with a progress bar."""
     disable_progress_bars()  # one bar per file
     set_verbosity_error()  # its warnings about failed uploads contain signed URLs
     with progress_bar("push", "object") as progress:
         summary = push_store(settings.path, settings.repo, settings.revision, settings.private, progress)
     print(summary)
-    return EXIT_OK
 
 
-def main(arguments: list[str]) -> int:
-    return run_command("push", __doc__, Settings, push, arguments)
-
+main = command("push", __doc__, Settings, push)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

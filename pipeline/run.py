@@ -9,7 +9,7 @@ if __name__ == "__main__":
     prepare_process()
 
 from pipeline.cli.main import main
-from pipeline.extraction.job_run import join_and_run
+from pipeline.job.running import join_and_run
 
 if __name__ == "__main__":
     main(join_and_run, __doc__)

@@ -27,9 +27,9 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import flag, fraction, one_of, read_store_path, require_rank, setting, whole_number
-from pipeline.cli.store_command import run_command
-from pipeline.store.check.reporting import verify_and_print
+from pipeline.cli.settings import command, flag, fraction, one_of, read_store_path, setting, whole_number
+from pipeline.core.errors import ConfigError
+from pipeline.store.check.repairing import verify_and_print
 from pipeline.store.check.scope import Level, Scope
 
 
@@ -51,14 +51,15 @@ class Settings:
 
 def verify(settings: Settings) -> int:
     """Prints the store's problems, and repairs it if asked to. Returns the exit code."""
-    require_rank("verify", settings.rank, settings.world)
+    if settings.rank >= settings.world:
+        raise ConfigError(
+            f"verify.rank={settings.rank}: expected a number below verify.world={settings.world}. Ranks count from 0."
+        )
     scope = Scope(settings.rank, settings.world, settings.sample, settings.seed, Level[settings.level])
     return verify_and_print(settings.path, scope, settings.repair)
 
 
-def main(arguments: list[str]) -> int:
-    return run_command("verify", __doc__, Settings, verify, arguments)
-
+main = command("verify", __doc__, Settings, verify)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -34,7 +34,6 @@ class Hub:
 
     statuses: by repository, the status of every response (401, 403 or 404).
     failures: statuses and headers of the next responses.
-    corrupt: files whose next response has content that does not match its ETag.
     requests: all requests so far. `before` is called with each before it is answered.
     large: bytes; files of this size and more are large files.
     redirects: requests for large files are redirected to a storage on another host (`localhost`), those for other files
@@ -46,7 +45,6 @@ class Hub:
 
     def __init__(self) -> None:
         self.failures: list[tuple[int, Mapping[str, str]]] = []
-        self.corrupt: set[str] = set()
         self.requests: list[str] = []
         self.before: Callable[[str], None] = lambda request: None
         self.commits: dict[tuple[str, str], Mapping[str, bytes]] = {}
@@ -126,35 +124,37 @@ class _Handler(BaseHTTPRequestHandler):
         super().__init__(*args)
 
     def _serve(self) -> None:
-        self._hub.requests.append(f"{self.command} {self.path}")
-        self._hub.before(self._hub.requests[-1])
+        hub = self._hub
+        hub.requests.append(f"{self.command} {self.path}")
+        hub.before(hub.requests[-1])
         url = urlsplit(self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
-        if self._hub.failures:
-            status, headers = self._hub.failures.pop(0)
-            self._answer(status, b"", headers)
+        if hub.failures:
+            status, headers = hub.failures.pop(0)
+            self._answer(status, headers=headers)
         elif parts[0] == "storage":
             self._storage(parts[1], body, parse_qs(url.query))
         elif self._is_refused(parts):
             self._error(401, "RepoNotFound")
-        elif (answer := answer_to_upload(self._hub, self.command, parts, body, self.headers["Host"])) is not None:
-            is_lost = self._hub.loses_commits and "/commit/" in self.path
+        elif (answer := answer_to_upload(hub, self.command, parts, body, self.headers["Host"])) is not None:
+            is_lost = hub.loses_commits and "/commit/" in self.path
             self._json(answer[1], 504 if is_lost else answer[0])
         elif parts[:2] == ["api", "resolve-cache"]:
             kind, owner, name, revision, *path = parts[2:]
-            self._content(self._hub.commits[f"{kind}/{owner}/{name}", revision]["/".join(path)], {})
+            self._content(hub.commits[f"{kind}/{owner}/{name}", revision]["/".join(path)])
         elif parts[0] == "api" and len(parts) < 4:  # usage statistics
             self._error(404, "EntryNotFound")
         elif parts[0] == "api":
             kind, owner, name, *rest = parts[1:]
-            self._api(f"{kind}/{owner}/{name}", rest, body, parse_qs(url.query))
+            verb, revision, *path = rest or ["revision", "main"]
+            if commit := self._commit(f"{kind}/{owner}/{name}", revision):
+                self._api(f"{kind}/{owner}/{name}", commit, verb, "/".join(path), body, parse_qs(url.query))
         else:
-            if parts[0] != "datasets":
-                parts.insert(0, "models")
-            kind, owner, name, verb, revision, *path = parts
+            kind, owner, name, verb, revision, *path = parts if parts[0] == "datasets" else ["models", *parts]
             assert verb == "resolve", self.path
-            self._file(f"{kind}/{owner}/{name}", revision, "/".join(path))
+            if commit := self._commit(f"{kind}/{owner}/{name}", revision):
+                self._file(f"{kind}/{owner}/{name}", commit, "/".join(path))
 
     do_GET = do_HEAD = do_POST = do_PUT = _serve
 
@@ -167,18 +167,18 @@ class _Handler(BaseHTTPRequestHandler):
     def _storage(self, oid: str, body: bytes, query: Mapping[str, list[str]]) -> None:
         """Serves large files to requests with a valid signature."""
         if "Authorization" in self.headers or query["signature"] != [str(self._hub.signature)]:
-            self._answer(400 if "Authorization" in self.headers else 403, b"", {})
+            self._answer(400 if "Authorization" in self.headers else 403)
         elif self.command == "PUT":
             assert hashlib.sha256(body).hexdigest() == oid
             self._hub.objects[oid] = body
-            self._answer(200, b"", {})
+            self._answer(200)
         else:
-            self._content(self._hub.objects[oid], {})
+            self._content(self._hub.objects[oid])
 
     def _commit(self, repo: str, revision: str) -> str | None:
         """The commit of a revision. If it does not exist, responds with the error and returns None."""
         if status := self._hub.statuses.get(repo):
-            self._error(status, {401: "RepoNotFound", 403: "GatedRepo", 404: "RepoNotFound"}[status])
+            self._error(status, "GatedRepo" if status == 403 else "RepoNotFound")
             return None
         commit = self._hub.resolve(repo, revision)
         if commit is None:
@@ -186,66 +186,55 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(404, "RevisionNotFound" if known else "RepoNotFound")
         return commit
 
-    def _file(self, repo: str, revision: str, name: str) -> None:
-        commit = self._commit(repo, revision)
-        if commit is None:
-            return
-        content = self._hub.commits[repo, commit].get(name)
+    def _file(self, repo: str, commit: str, name: str) -> None:
+        hub = self._hub
+        headers = {"X-Repo-Commit": commit}
+        content = hub.commits[repo, commit].get(name)
         if content is None:
-            self._error(404, "EntryNotFound", {"X-Repo-Commit": commit})
+            self._error(404, "EntryNotFound", headers)
             return
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{etag(content, self._hub.large)}"', "Accept-Ranges": "bytes"}
-        if self._hub.redirects and len(content) >= self._hub.large:
+        headers |= {"ETag": f'"{etag(content, hub.large)}"', "Accept-Ranges": "bytes"}
+        if not hub.redirects:
+            self._content(content, headers)
+        elif len(content) >= hub.large:
             oid, port = hashlib.sha256(content).hexdigest(), self.headers["Host"].partition(":")[2]
-            self._hub.objects[oid] = content
-            address = f"http://localhost:{port}/storage/{oid}?signature={self._hub.signature}"
-            self._answer(302, b"", headers | {"Location": address, "X-Linked-Size": str(len(content))})
-            return
-        if self._hub.redirects:
-            self._answer(307, b"", headers | {"Location": quote(f"/api/resolve-cache/{repo}/{commit}/{name}")})
-            return
-        if name in self._hub.corrupt and self.command == "GET":
-            self._hub.corrupt.remove(name)
-            content = content[:-1] + bytes([content[-1] ^ 1])
-        self._content(content, headers)
+            hub.objects[oid] = content
+            address = f"http://localhost:{port}/storage/{oid}?signature={hub.signature}"
+            self._answer(302, headers=headers | {"Location": address, "X-Linked-Size": str(len(content))})
+        else:
+            self._answer(307, headers=headers | {"Location": quote(f"/api/resolve-cache/{repo}/{commit}/{name}")})
 
-    def _content(self, content: bytes, headers: dict[str, str]) -> None:
+    def _content(self, content: bytes, headers: Mapping[str, str] = {}) -> None:
         """Responds with a file, or with the requested range of it."""
-        status = 200
-        if asked := self.headers.get("Range"):
-            first, _, last = asked.removeprefix("bytes=").partition("-")
-            if not first:  # a suffix range, which this storage does not support
-                self._answer(416, b"", {})
-                return
-            start, stop = int(first), min(int(last) + 1 if last else len(content), len(content))
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
-            content, status = content[start:stop], 206
-        self._answer(status, content, headers)
-
-    def _api(self, repo: str, rest: list[str], body: bytes, query: Mapping[str, list[str]]) -> None:
-        verb, revision, *path = rest or ["revision", "main"]
-        commit = self._commit(repo, revision)
-        if commit is None:
+        if not (asked := self.headers.get("Range")):
+            self._answer(200, content, headers)
             return
-        files = self._hub.commits[repo, commit]
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        if not first:  # a suffix range, which this storage does not support
+            self._answer(416)
+            return
+        start, stop = int(first), min(int(last) + 1 if last else len(content), len(content))
+        content_range = {"Content-Range": f"bytes {start}-{stop - 1}/{len(content)}"}
+        self._answer(206, content[start:stop], {**headers, **content_range})
+
+    def _api(self, repo: str, commit: str, verb: str, folder: str, body: bytes, query: Mapping[str, list[str]]) -> None:
+        hub, files = self._hub, self._hub.commits[repo, commit]
         if verb == "revision":
             siblings = [{"rfilename": name} for name in files]
             info = {"id": repo.partition("/")[2], "sha": commit, "siblings": siblings, "tags": []}
-            info["private"] = repo in self._hub.private
-            self._json({**info, "lastModified": DATE, "createdAt": DATE, "downloads": 0, "likes": 0, "disabled": False})
+            info |= {"private": repo in hub.private, "lastModified": DATE, "createdAt": DATE}
+            self._json(info | {"downloads": 0, "likes": 0, "disabled": False})
         elif verb == "tree":
-            folder = "/".join(path)
-            entries = _entries(
-                self._hub, files, folder, "true" in [value.lower() for value in query.get("recursive", [])]
-            )
+            is_recursive = "true" in [value.lower() for value in query.get("recursive", [])]
+            entries = _entries(hub, files, folder, is_recursive)
             self._json(entries) if entries or not folder else self._error(404, "EntryNotFound")
         elif verb == "paths-info":
-            form = parse_qs(body.decode())
-            asked = form.get("paths") or json.loads(body)["paths"]
-            everything = {entry["path"]: entry for entry in _entries(self._hub, files, "", True)}
+            asked = parse_qs(body.decode()).get("paths") or json.loads(body)["paths"]
+            everything = {entry["path"]: entry for entry in _entries(hub, files, "", True)}
             self._json([everything[name] for name in asked if name in everything])
         elif verb == "commits":
-            self._json([_commit_entry(self._hub, commit)])
+            title = hub.titles.get(commit, "files")
+            self._json([{"id": commit, "title": title, "message": "", "authors": [], "date": DATE}])
         else:
             raise AssertionError(self.path)
 
@@ -253,13 +242,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _error(self, status: int, code: str, headers: Mapping[str, str] = {}) -> None:
-        self._answer(status, b"", {"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}", **headers})
+        self._answer(status, headers={"X-Error-Code": code, "X-Error-Message": f"{code}: {self.path}", **headers})
 
-    def _answer(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+    def _answer(self, status: int, content: bytes = b"", headers: Mapping[str, str] = {}) -> None:
         self.send_response_only(status)
-        for name, value in headers.items():
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
@@ -269,25 +257,18 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
-def _commit_entry(hub: Hub, commit: str) -> dict[str, object]:
-    return {"id": commit, "title": hub.titles.get(commit, "files"), "message": "", "authors": [], "date": DATE}
-
-
-def _entries(hub: Hub, files: Mapping[str, bytes], folder: str, recursive: bool) -> list[dict[str, object]]:
-    """The entries of a folder: files and folders; with `recursive`, also those below."""
+def _entries(hub: Hub, files: Mapping[str, bytes], folder: str, is_recursive: bool) -> list[dict[str, object]]:
+    """The entries of a folder: files and folders; with `is_recursive`, also those below."""
     start = f"{folder}/" if folder else ""
     below = {name: content for name, content in files.items() if name.startswith(start)}
-    folders = {start + name[len(start) :].rpartition("/")[0] for name in below if "/" in name[len(start) :]}
+    folders = {name.rpartition("/")[0] for name in below if "/" in name.removeprefix(start)}
     entries: list[dict[str, object]] = [
         {"type": "directory", "path": name, "oid": hashlib.sha1(name.encode()).hexdigest(), "size": 0}
         for name in sorted(folders)
-        if recursive or "/" not in name[len(start) :]
     ]
     for name, content in below.items():
-        if recursive or "/" not in name[len(start) :]:
-            oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-            entry: dict[str, object] = {"type": "file", "path": name, "oid": oid, "size": len(content)}
-            if len(content) >= hub.large:
-                entry["lfs"] = {"oid": etag(content, hub.large), "size": len(content), "pointerSize": 130}
-            entries.append(entry)
-    return entries
+        entry = {"type": "file", "path": name, "oid": etag(content, len(content) + 1), "size": len(content)}
+        if len(content) >= hub.large:
+            entry["lfs"] = {"oid": etag(content, hub.large), "size": len(content), "pointerSize": 130}
+        entries.append(entry)
+    return [entry for entry in entries if is_recursive or "/" not in entry["path"].removeprefix(start)]

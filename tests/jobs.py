@@ -1,21 +1,17 @@
 """Small real jobs for tests: text files, runs in their own processes, comparison of stores."""
 
-import fcntl
 import json
-import os
 import pydoc_data.topics
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from importlib.metadata import version
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -24,21 +20,8 @@ import pyarrow.parquet as pq
 from safetensors.numpy import load_file, save_file
 
 from pipeline.store.format.commits import commit_key
-from tests.forking import LAUNCHER, Forked
-from tests.forking import ROOT as ROOT
 
-# XLA options that halve compile time: fusions skip MLIR's passes, and each program is a single LLVM module.
-HASTE: dict[str, bool | int] = {"xla_cpu_parallel_codegen_split_count": 1}
-if version("jaxlib").startswith("0.10."):  # later versions refuse it
-    HASTE["xla_cpu_use_fusion_emitters"] = False
-HASTY_FLAGS = " ".join(
-    [
-        *("--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"),
-        *(f"--{name}={str(value).lower()}" for name, value in HASTE.items()),
-    ]
-)
-
-
+ROOT = Path(__file__).resolve().parents[1]
 SMALL_JOB = (
     "batch.rows=4",
     "batch.length=64",
@@ -83,32 +66,26 @@ def command(*overrides: str, module: str = "pipeline.run") -> list[str]:
 
 def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -> subprocess.CompletedProcess:
     """Runs an entry point and waits for it."""
-    return _run_forked(command(*overrides, module=module), timeout_s)
+    return subprocess.run(
+        command(*overrides, module=module), cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
+    )
 
 
 def run_program(
     program: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 300
 ) -> subprocess.CompletedProcess:
     """Runs a program, given as text, and waits for it."""
-    return _run_forked([sys.executable, "-c", program, *arguments], timeout_s, env)
-
-
-def _run_forked(
-    arguments: list[str], timeout_s: float, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    process = Forked(arguments, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with process, killed_after(timeout_s, process):
-        stdout, stderr = process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    program_command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(program_command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
 
 
 def run_here(*overrides: str) -> None:
     """Runs the job in this process, which saves seconds. For tests that do not need a separate process."""
     from pipeline.config import composing  # not above: conftest sets JAX's variables first
-    from pipeline.extraction import job_run
+    from pipeline.job import running
 
     with own_compilation_cache():
-        job_run.run(composing.compose([*overrides, "run.progress=false"]))
+        running.run(composing.compose([*overrides, "run.progress=false"]))
 
 
 def run_first_stream(*overrides: str) -> None:
@@ -116,9 +93,10 @@ def run_first_stream(*overrides: str) -> None:
     from pipeline.cluster.preemption import StopRequest  # not above: conftest sets JAX's variables first
     from pipeline.config import composing
     from pipeline.core.errors import Interrupted
-    from pipeline.extraction import job_run
-    from pipeline.extraction.loaded_step import LoadedStep
-    from pipeline.job.opening import Job, open_job
+    from pipeline.job import running
+    from pipeline.job.job import Job
+    from pipeline.job.loaded_step import LoadedStep, load_step
+    from pipeline.job.opening import open_job
 
     stop = StopRequest()
 
@@ -128,10 +106,10 @@ def run_first_stream(*overrides: str) -> None:
             return super().__call__(block, first_row)
 
     def load(job: Job) -> Stopping:
-        return Stopping(**vars(job_run.load_step(job)))
+        return Stopping(**vars(load_step(job)))
 
     with suppress(Interrupted):
-        job_run.run_job(open_job(composing.compose([*overrides, "run.progress=false"])), stop, load)
+        running.run_job(open_job(composing.compose([*overrides, "run.progress=false"])), stop, load)
 
 
 @contextmanager
@@ -151,14 +129,14 @@ def own_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def start(*overrides: str, is_forked: bool = True) -> subprocess.Popen:
-    """Starts the job in its own process. If it is not forked, the process first has to import everything."""
-    return Forked(command(*overrides), is_forked=is_forked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def start(*overrides: str) -> subprocess.Popen:
+    """Starts the job in its own process."""
+    return subprocess.Popen(command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @contextmanager
 def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str) -> Iterator[Callable[[], None]]:
-    """While entered, commits of these blocks (stream, index) by forked jobs wait. A stream's blocks are committed in
+    """While entered, commits of these blocks (stream, index) wait. A stream's blocks are committed in
     order, so no later one of its stream is committed either.
 
     First creates the store, as the job with these overrides does. Yields a function that releases the locks.
@@ -170,29 +148,21 @@ def commits_held(store: Path, blocks: Iterable[tuple[int, int]], *overrides: str
 
 @contextmanager
 def writes_held(store: Path, keys: Iterable[str]) -> Iterator[Callable[[], None]]:
-    """While entered, forked jobs do not finish writing these objects. Yields a function that lets them go on.
+    """While entered, no process finishes writing these objects (`every_process/sitecustomize.py`). Yields a function
+    that lets them go on."""
+    held = [store / f"{key}.held.__lock" for key in keys]
+    for file in held:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
 
-    A put waits while a lock file exists (`forking.hold_links`); TensorStore waits for its lock."""
-    with ExitStack() as stack:
-        for key in keys:
-            stack.enter_context(lock_file(store / key))
-        yield stack.close
+    def release() -> None:
+        for file in held:
+            file.unlink(missing_ok=True)
 
-
-@contextmanager
-def lock_file(path: Path) -> Iterator[None]:
-    """A lock file, locked as TensorStore does it: with an open file description lock, which flock would ignore."""
-    lock = path.with_name(f"{path.name}.__lock")
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    held = path.with_name(f"{path.name}.held.__lock")
-    held.touch()
-    with lock.open("ab") as file:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-        try:
-            yield
-        finally:
-            held.unlink()
-            lock.unlink()
+    try:
+        yield release
+    finally:
+        release()
 
 
 def create_store(*overrides: str) -> None:
@@ -261,12 +231,12 @@ def assert_same_store(store: Path, reference: Path) -> None:
 
 
 @contextmanager
-def local_processes(
-    processes: int, devices: int, *overrides: str, is_forked: bool = True
-) -> Iterator[subprocess.Popen]:
+def local_processes(processes: int, devices: int, *overrides: str) -> Iterator[subprocess.Popen]:
     """The job in several processes, started by launch/local.py. Kills all of them on exit."""
-    arguments = [sys.executable, LAUNCHER, "--processes", str(processes), "--devices", str(devices), *overrides]
-    launcher = Forked(arguments, is_forked=is_forked, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    arguments = [sys.executable, "launch/local.py", "--processes", str(processes), "--devices", str(devices)]
+    launcher = subprocess.Popen(
+        [*arguments, *overrides], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     try:
         yield launcher
     finally:

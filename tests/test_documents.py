@@ -1,8 +1,7 @@
-"""Links and paths in the documents exist, the map of packages is right, and the program has the explained messages."""
+"""What the documents name exists, and the program has the messages that they explain."""
 
 import ast
 import re
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,53 +23,22 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_linked_files_and_headings_exist(document):
-    broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
-        if re.match(r"https?://", target):
-            continue
+def test_what_a_document_names_exists(document):
+    """Linked files and headings, paths of the repository, modules and make targets."""
+    text, broken = document.read_text(), []
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
         file = document.parent / path if path else document
         if not file.exists() or (anchor and anchor not in anchors(file)):
             broken.append(target)
-    assert broken == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_mentioned_paths_exist(document):
-    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)", document.read_text())
+    named = re.findall(rf"(?<![\w./-])((?:{'|'.join(FOLDERS)})/[\w./-]*\w/?)", text)
     to_copy = {str(file.relative_to(ROOT).with_suffix("")) for file in (ROOT / "launch").glob("*.example")}
-    assert [path for path in named if not (ROOT / path).exists() and path not in to_copy] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_mentioned_modules_and_make_targets_exist(document):
-    text = document.read_text()
+    broken += [path for path in named if not (ROOT / path).exists() and path not in to_copy]
     modules = {name.replace(".", "/") for name in re.findall(r"\bpipeline(?:\.[a-z_]+\b(?!\())+", text)}
-    missing = [name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").exists())]
+    broken += [name for name in modules if not ((ROOT / name).is_dir() or (ROOT / f"{name}.py").exists())]
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    missing += set(re.findall(r"(?:`|^    )make ([a-z-]*[a-z])\b", text, flags=re.MULTILINE)) - targets
-    assert missing == []
-
-
-def test_the_map_of_packages_has_the_layers_of_the_lint_contract():
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
-    commands, *packages = [layer.split(" | ") for layer in contract["layers"]]
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    listed = re.findall(r"^\| `pipeline/(\w+)` \|", text, flags=re.MULTILINE)
-    assert listed == [name for layer in packages for name in layer]
-    row = re.search(r"^\| `pipeline/\*\.py` \| the commands: ([^;]*);", text, flags=re.MULTILINE)
-    assert re.findall(r"`(\w+)`", row[1]) == commands
-
-
-@pytest.mark.parametrize("name", ["README.md", "docs/reading.md"])
-def test_examples_that_read_the_demos_stores_mention_make_demo(name):
-    sections = re.split(r"^##+ ", (ROOT / name).read_text(), flags=re.MULTILINE)
-    examples = [
-        (section, match) for section in sections for match in re.finditer(r"^ .*build/demo/stores", section, re.M)
-    ]
-    assert examples
-    assert [match[0] for section, match in examples if "make demo" not in section[: match.start()]] == []
+    broken += set(re.findall(r"(?:`|^    )make ([a-z-]*[a-z])\b", text, flags=re.MULTILINE)) - targets
+    assert broken == []
 
 
 def test_the_program_has_the_explained_messages():

@@ -12,12 +12,18 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from pipeline.cluster import devices, joining, processes
-from pipeline.config import checks
-from pipeline.config.composing import CONFIGS, prepare
+from pipeline.config.composing import (
+    COMPOSING_ERRORS,
+    CONFIGS,
+    HYDRAS_ERRORS,
+    as_typed,
+    composing_message,
+    prepare,
+    typed_key,
+)
 from pipeline.config.limits import shortened
-from pipeline.config.messages import COMPOSING_ERRORS, HYDRAS_ERRORS, composing_message
 from pipeline.config.schema import RunConfig
-from pipeline.config.typed_text import as_typed, typed_key
+from pipeline.config.typed import typed_config
 from pipeline.core import errors
 
 log = logging.getLogger("pipeline")
@@ -38,7 +44,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
     prepare()
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(f"{inspect.cleandoc(doc)}\n", flush=True)
-    sys.argv[1:] = as_typed(sys.argv[1:])
+    sys.argv[1:] = map(as_typed, sys.argv[1:])
     composed_once = False
     shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
     os.environ[_FULL_ERRORS] = "1"  # makes Hydra raise errors instead of printing them
@@ -79,7 +85,7 @@ def _typed_keys() -> set[str]:
 def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
     """Runs the task and returns the exit code. Logs one message for a PipelineError, and the traceback of any other."""
     try:
-        task(checks.run_config(cfg, _typed_keys()))
+        task(typed_config(cfg, _typed_keys()))
     except errors.PipelineError as error:
         log.error("%s", described(error))
         if isinstance(error, errors.StoreMismatch) and _is_sweep():

@@ -1,17 +1,41 @@
-"""Settings of a command, typed as `key=value`: the fields of a frozen dataclass, each made by `setting`."""
+"""The commands that work on a store: their settings, `--help`, and exit codes.
 
+Settings are typed as `key=value`. They are the fields of a frozen dataclass, each made by `setting`.
+"""
+
+import inspect
+import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, field, fields
 from typing import Any, TypeVar
 
 from pipeline.config.limits import shortened
 from pipeline.core.addresses import unusable_path
-from pipeline.core.errors import ConfigError
-from pipeline.core.suggestions import did_you_mean
+from pipeline.core.errors import EXIT_OK, ConfigError, PipelineError
+from pipeline.core.messages import did_you_mean
 
 S = TypeVar("S")
-_METADATA = "setting"
+_HELP = {"--help", "-h"}
 _MAX_DIGITS = 18  # of numbers that 64 bits hold
+
+
+def command(name: str, doc: str, settings: type[S], task: Callable[[S], int | None]) -> Callable[[Sequence[str]], int]:
+    """The command's `main`: calls `task` with the settings in its arguments, and returns the task's exit code (None: 0)
+    or that of its error. With `--help`, prints `doc`, the command's docstring, and the settings instead."""
+
+    def main(arguments: Sequence[str]) -> int:
+        if _HELP & set(arguments):
+            print(f"{usage(name, settings)}\n\n{inspect.cleandoc(doc)}\n\nSettings:\n\n{settings_help(settings)}")
+            return EXIT_OK
+        try:
+            return task(parse(settings, arguments)) or EXIT_OK
+        except PipelineError as error:
+            if isinstance(error, UsageError):
+                print(usage(name, settings), file=sys.stderr)
+            print(error, file=sys.stderr)
+            return error.exit_code
+
+    return main
 
 
 class UsageError(ConfigError):
@@ -82,35 +106,18 @@ def local_path(value: str, key: str) -> str:
     return value
 
 
-@dataclass(frozen=True)
-class _Setting:
-    key: str
-    doc: str
-    parse: Callable[[str, str], Any]
-    is_repeated: bool
-
-
 def setting(
     key: str,
     doc: str,
     parse: Callable[[str, str], Any] = text,
     *,
     default: Any = MISSING,
-    is_repeated: bool = False,
 ) -> Any:
     """A field of a command's settings, typed as `key=...`; required if it has no default.
 
-    `parse(value, key)` returns the field's value, or raises ConfigError. The value of a repeated setting is a tuple.
+    `parse(value, key)` returns the field's value, or raises ConfigError.
     """
-    return field(default=default, metadata={_METADATA: _Setting(key, doc, parse, is_repeated)})
-
-
-def require_rank(command: str, rank: int, world: int) -> None:
-    """Raises ConfigError unless `rank`, a share of a command's work, is between 0 and `world` - 1."""
-    if rank >= world:
-        raise ConfigError(
-            f"{command}.rank={rank}: expected a number below {command}.world={world}. Ranks count from 0."
-        )
+    return field(default=default, metadata={"key": key, "doc": doc, "parse": parse})
 
 
 def store_path() -> Any:
@@ -127,25 +134,21 @@ def read_store_path() -> Any:
 def parse(settings: type[S], arguments: Sequence[str]) -> S:
     """Parses arguments of the form key=value into settings; removes quotes around values. Raises UsageError, and
     ConfigError for a value that is not allowed."""
-    keys = {f.metadata[_METADATA].key for f in fields(settings)}
-    given: dict[str, list[str]] = {}
+    by_key = {f.metadata["key"]: f for f in fields(settings)}
+    values: dict[str, Any] = {}
     for argument in arguments:
         key, _, value = argument.partition("=")
-        if key not in keys:
-            raise UsageError(f"{argument!r} is not a setting of this command.{_suggestion(argument, keys)}")
+        if key not in by_key:
+            raise UsageError(f"{argument!r} is not a setting of this command.{_suggestion(argument, by_key)}")
         if not value:
             raise UsageError(f"{key} has no value. Give it as {key}=...")
-        given.setdefault(key, []).append(value.strip("'\""))
-    values = {}
-    for f in fields(settings):
-        declared: _Setting = f.metadata[_METADATA]
-        parsed = [declared.parse(value, declared.key) for value in given.get(declared.key, ())]
-        if not parsed and f.default is MISSING:
-            raise UsageError(f"{declared.key} is missing.")
-        if len(parsed) > 1 and not declared.is_repeated:
-            raise UsageError(f"{declared.key} is given {len(parsed)} times, expected once.")
-        if parsed:
-            values[f.name] = tuple(parsed) if declared.is_repeated else parsed[0]
+        name = by_key[key].name
+        if name in values:
+            raise UsageError(f"{key} is given more than once. Give it once.")
+        values[name] = by_key[key].metadata["parse"](value.strip("'\""), key)
+    for key, declared in by_key.items():
+        if declared.default is MISSING and declared.name not in values:
+            raise UsageError(f"{key} is missing.")
     return settings(**values)
 
 
@@ -165,17 +168,16 @@ def usage(command: str, settings: type) -> str:
 
 def settings_help(settings: type) -> str:
     """A line for each setting: its key, its meaning and its default."""
-    rows = [(f.metadata[_METADATA], f.default) for f in fields(settings)]
-    width = max(len(declared.key) for declared, _ in rows)
-    return "\n".join(f"  {declared.key:{width}}  {declared.doc}{_default(default)}" for declared, default in rows)
+    rows = [(f.metadata["key"], f"{f.metadata['doc']}{_default(f.default)}") for f in fields(settings)]
+    width = max(len(key) for key, _ in rows)
+    return "\n".join(f"  {key:{width}}  {doc}" for key, doc in rows)
 
 
-def _typed(f: Any) -> str:
-    declared: _Setting = f.metadata[_METADATA]
+def _typed(f: Field) -> str:
     if f.default is MISSING:
-        return f"{declared.key}=..." + (f" [{declared.key}=...]" if declared.is_repeated else "")
+        return f"{f.metadata['key']}=..."
     example = "..." if f.default in (None, ()) else "true" if f.default is False else f.default
-    return f"[{declared.key}={example}]"
+    return f"[{f.metadata['key']}={example}]"
 
 
 def _default(default: Any) -> str:

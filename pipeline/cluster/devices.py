@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from pipeline.cluster.processes import count
 from pipeline.cluster.topology import Topology, unreserved
 from pipeline.config.schema import RunOptions
-from pipeline.core.cores import num_cores
 from pipeline.core.errors import ConfigError
-from pipeline.core.memory import device_memory, host_memory
+from pipeline.core.host import device_memory, host_memory, num_cores
 
 _DEVICES = Path("/dev")
 _ACCELERATORS = {  # device files by the extra that uses them; /dev/vfio/vfio is there without a device

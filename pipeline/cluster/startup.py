@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from pipeline.core.errors import EXIT_INTERRUPTED
-from pipeline.core.printing import printable
+from pipeline.core.messages import printable
 
 _STDERR = 2
 _CURSOR_MOVES = re.compile(r"\r?(\n*(\x1b\[A)+$)?")  # of progress bars, at the start of what they write

@@ -4,8 +4,8 @@ from enum import StrEnum
 
 ComputeDtype = StrEnum("ComputeDtype", "float32 bfloat16")
 Int8OrSame = StrEnum("Int8OrSame", "same int8")  # `same`: as `model.dtype`
-StorageDtype = StrEnum("StorageDtype", "float32 bfloat16 float16 int8 float8_e4m3fn")
 FeatureDtype = StrEnum("FeatureDtype", "bfloat16 float32")
+StorageDtype = StrEnum("StorageDtype", "float32 bfloat16 float16 int8 float8_e4m3fn")
 Attention = StrEnum("Attention", "auto xla splash cudnn")
 Weights = StrEnum("Weights", "auto replicated tensor fsdp")
 Init = StrEnum("Init", "checkpoint random")
@@ -20,4 +20,3 @@ OnNotFinite = StrEnum("OnNotFinite", "fail warn")
 SpecialTokens = StrEnum("SpecialTokens", "tokenizer none")
 Compression = StrEnum("Compression", "none zstd")
 Template = StrEnum("Template", "plain chat")
-Geometry = StrEnum("Geometry", "none rotations dihedral")

@@ -1,19 +1,42 @@
 """Composes a command line's overrides and the YAML files into the typed configuration."""
 
-from collections.abc import Mapping
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import cache
 from pathlib import Path
+from typing import Any, get_args
 
 import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from pipeline.config import checks, hydra_schemas
-from pipeline.config.messages import COMPOSING_ERRORS, composing_message
-from pipeline.config.schema import DataConfig, RunConfig
-from pipeline.config.typed_text import as_typed, typed_key
+from pipeline.config.effects import LOADERS
+from pipeline.config.limits import shortened
+from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields, default_of
+from pipeline.config.typed import key_remedy, typed_config
 from pipeline.core import errors
+from pipeline.core.addresses import without_credentials
 
 PACKAGE = Path(__file__).parent.parent
 CONFIGS = PACKAGE / "configs"  # the YAML files; in a checkout a link to those beside the package
+HYDRAS_ERRORS = (HydraException, OmegaConfBaseException)
+# For some command lines, Hydra also raises these. None of this program's code runs before composing.
+COMPOSING_ERRORS = (
+    *HYDRAS_ERRORS,
+    *(ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError, RecursionError),
+)
+_DETAILS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
+_QUOTES = " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'."
+# A string in quotes, or a word that is a whole value or a whole item of a list.
+_VALUE = re.compile(
+    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|([=,\[]\s*)(?!null\b)([\w.+-]+)(?=\s*(?:[,\]]|$))""", re.I
+)
 
 
 def compose(overrides: list[str]) -> RunConfig:
@@ -21,29 +44,115 @@ def compose(overrides: list[str]) -> RunConfig:
     prepare()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose("config", as_typed(overrides))
+            composed = hydra.compose("config", list(map(as_typed, overrides)))
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, overrides)) from error
-    return checks.run_config(composed, set(map(typed_key, overrides)))
+    return typed_config(composed, set(map(typed_key, overrides)))
 
 
 def from_values(data: type[DataConfig], values: Mapping[str, object]) -> RunConfig:
     """The configuration with these values by dotted key, and the schema's defaults. `data` is the class of the data
-    source.
-
-    Raises ConfigError, like `compose`.
-    """
+    source. Raises ConfigError, like `compose`."""
     prepare()
-    config = hydra_schemas.empty(data)
+    config = OmegaConf.create(_defaults(RunConfig) | {"data": _defaults(data)})
     try:
         for key, value in values.items():
             OmegaConf.update(config, key, value)
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, [])) from error
-    return checks.run_config(config, values.keys() - {"data.repo", "data.subset"})  # required even if unused
+    return typed_config(config, values.keys())
 
 
+@cache
 def prepare() -> None:
-    """Registers the schemas and the `assets` resolver with Hydra."""
-    hydra_schemas.register()
+    """Registers the keys with their defaults, and the `assets` resolver, with Hydra."""
+    store = ConfigStore.instance()
+    store.store(name="schema", node=_defaults(RunConfig))
+    for name, cls in SOURCES.items():
+        store.store(group="data", name=f"{name}_schema", node=_defaults(cls))
     OmegaConf.register_new_resolver("assets", lambda name: str(PACKAGE / "assets" / name), replace=True)
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """The defaults of a group of keys, as plain values: Hydra merges them, and `typed_config` makes them typed."""
+    plain: dict[str, Any] = {}
+    for field in fields(cls):
+        value = default_of(field)
+        plain[field.name] = _defaults(field.type) if is_dataclass(field.type) else value
+        if isinstance(value, Enum):
+            plain[field.name] = str(value)
+    return plain
+
+
+def typed_key(override: str) -> str:
+    """The key of an override such as `++data.path=x`."""
+    return override.lstrip("+").partition("=")[0].strip()
+
+
+def as_typed(override: str) -> str:
+    """The override, with quotes around words in the value of a text key, also in a list: Hydra would make numbers of
+    2024_10 and 12e4567, and a boolean of true."""
+    if typed_key(override).replace("data.prompts.", "data.") not in _text_keys():
+        return override
+    return _VALUE.sub(lambda match: f"{match[1]}'{match[2]}'" if match[2] else match[0], override.rstrip())
+
+
+@cache
+def _text_keys() -> frozenset[str]:
+    """The keys whose values are text, or lists or mappings of text."""
+    kinds = ((key, field.metadata.get("has_text"), (field.type, *get_args(field.type))) for key, field in all_fields())
+    return frozenset(key for key, has_text, parts in kinds if has_text or str in parts or list[str] in parts)
+
+
+def composing_message(error: Exception, arguments: list[str]) -> str:
+    """The message of an error that Hydra or OmegaConf raised for the command line `arguments`, with the remedy."""
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        return f"{cause.full_key} is not a key of the configuration.{key_remedy(cause.full_key)}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        return _unknown_choice(error.missing_cfg_file, error.options)
+    reasons = [error] if cause is None or cause is error else [error, cause]
+    message = ": ".join(map(_own_message, reasons))
+    if not isinstance(error, HYDRAS_ERRORS):  # the message does not name the override
+        given = ", ".join(shortened(argument, 80) for argument in arguments)
+        message = f"Hydra cannot compose one of {without_credentials(given)}: {message}"
+    quotes = _QUOTES if any("=[" in argument and "]" not in argument for argument in arguments) else ""
+    is_multirun = {"-m", "--multirun"} & {*arguments}  # there, a,b are two values
+    if not is_multirun and (quoted := next(filter(None, map(_quoted, arguments)), None)):
+        quotes = f" A string with special characters needs quotes within quotes: {without_credentials(quoted)}."
+    return f"{message}.{quotes} Correct the command line; --cfg job prints all keys."
+
+
+def _unknown_choice(choice: str, options: Iterable[str]) -> str:
+    """The message for a choice `group/name` for which there is no YAML file or schema."""
+    group, _, name = choice.rpartition("/")
+    names = [option for option in options if not option.endswith("_schema")]
+    other = " For any checkpoint of a known family: model.path=owner/name." if group == "model" else ""
+    if group == "data":
+        loader = name if name in LOADERS else "json"
+        other = f" For {loader} files: data=hf data.path={loader} data.data_files=FILE."
+    return f"{group}={name} is not one of {', '.join(names)}.{other}"
+
+
+def _quoted(argument: str) -> str | None:
+    """An override as it must be typed in a shell, if its value is a string that Hydra can only parse in quotes."""
+    key, equals, value = argument.partition("=")
+    if equals and not _is_single_value(argument) and not re.match(r"[\[$]|\{(?!\{)", value):
+        choices = (f"{key}={quote}{value}{quote}" for quote in "\"'")
+        return next((shlex.quote(choice) for choice in choices if _is_single_value(choice)), None)
+    return None
+
+
+def _is_single_value(argument: str) -> bool:
+    """Whether Hydra can parse an override, and its value is not a list of values to sweep over."""
+    try:
+        return not OverridesParser.create().parse_override(argument).is_sweep_override()
+    except (HydraException, ValueError):
+        return False
+
+
+def _own_message(error: Exception) -> str:
+    """The error's message without the lines of details that OmegaConf adds."""
+    lines = (line.strip() for line in str(error).splitlines())
+    message = " ".join(line for line in lines if line and not line.startswith(_DETAILS))
+    return shortened(without_credentials(message), 1000).rstrip(".") or type(error).__name__

@@ -3,12 +3,12 @@
 import logging
 import re
 from collections.abc import Set
-from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeline.config.limits import shown
-from pipeline.config.schema import REQUIRED, RunConfig
+from pipeline.config.schema import RunConfig, default_of
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import is_hub_id
 
@@ -22,15 +22,18 @@ def effective(config: RunConfig, typed: Set[str]) -> RunConfig:
     """The configuration with the default for each key that has no effect, so that it does not change the job's
     identity. `typed`: the keys that the user gave a value for this job alone.
 
-    Raises ConfigError for a typed key without effect. Warns of others, which files or a sweep set, unless each choice
-    of `data` must set them.
+    Raises ConfigError for a typed key without effect. Warns of others, which files or a sweep set.
     """
     return _effective(config, "", config, typed)
 
 
 def condition(needs: str, prefix: str) -> str:
     """When a key has an effect, in words. prefix: of the key's group, with the dot."""
-    return " or ".join(_in_words(*_parsed(part, prefix)) for part in needs.split(" or "))
+    key, operator, patterns = _parsed(needs, prefix)
+    if patterns == [_ON_HUB]:
+        return f"`{key}` on the Hub"
+    values = f"`{'` or `'.join(patterns)}`"
+    return f"`{key}` other than {values}" if operator == "!=" else f"`{key}{operator}{values[1:]}"
 
 
 def _effective(group: Any, prefix: str, config: RunConfig, typed: Set[str]) -> Any:
@@ -41,31 +44,25 @@ def _effective(group: Any, prefix: str, config: RunConfig, typed: Set[str]) -> A
             changes[field.name] = _effective(value, f"{key}.", config, typed)
             continue
         default = default_of(field)
-        if not needs or value == default or any(_holds(part, prefix, config) for part in needs.split(" or ")):
+        if not needs or value == default or _holds(needs, prefix, config):
             continue
         reason = f"{key} is {shown(value)}, but has an effect only with {condition(needs, prefix).replace('`', '')}."
         if key in typed:
             raise ConfigError(f"{reason} Set that, or remove {key}.")
-        if default != REQUIRED:
-            log.warning("%s It is ignored.", reason)
-            changes[field.name] = default
+        log.warning("%s It is ignored.", reason)
+        changes[field.name] = default
     return replace(group, **changes)
 
 
-def default_of(field: Field) -> Any:
-    """The default of a key."""
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _parsed(part: str, prefix: str) -> tuple[str, str, list[str]]:
+def _parsed(needs: str, prefix: str) -> tuple[str, str, list[str]]:
     """The key, the operator ("" for any value but null, false or an empty one) and the patterns of a condition."""
-    name, operator, patterns = re.fullmatch(r"([a-z_.]+)(!?=|)(.*)", part).groups()
+    name, operator, patterns = re.fullmatch(r"([a-z_.]+)(!?=|)(.*)", needs).groups()
     is_of_group = "." not in name and name not in (field.name for field in fields(RunConfig))
     return prefix + name if is_of_group else name, operator, patterns.split("|")
 
 
-def _holds(part: str, prefix: str, config: RunConfig) -> bool:
-    key, operator, patterns = _parsed(part, prefix)
+def _holds(needs: str, prefix: str, config: RunConfig) -> bool:
+    key, operator, patterns = _parsed(needs, prefix)
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -80,11 +77,3 @@ def _matches(value: Any, pattern: str) -> bool:
         return value not in LOADERS and (value.startswith("hf://") or is_hub_id(value))
     text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return fnmatchcase(text, pattern)
-
-
-def _in_words(key: str, operator: str, patterns: list[str]) -> str:
-    if patterns == [_ON_HUB]:
-        return f"`{key}` on the Hub"
-    if operator == "!=":
-        return f"`{key}` other than `{'` or `'.join(patterns)}`"
-    return f"`{key}{operator}{'` or `'.join(patterns)}`"

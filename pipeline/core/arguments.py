@@ -9,20 +9,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.core.errors import ArgumentError, ConfigError
+from pipeline.core.messages import shown
 
-_MAX_SHOWN = 80  # characters of a value in a message
 _NAMES = "the names of different arrays, in a tuple such as ('loss',)"
 _MOST = (1 << 63) - 1
 
 _owners: dict[str, int] = {}  # by library, the process that first used it
-
-
-def shown(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"a {type(value).__name__} whose repr fails ({type(error).__name__})"
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def integer(name: str, value: object, least: int = 0, most: int = _MOST) -> int:

@@ -15,7 +15,7 @@ A message has four parts: the subject, what was expected, what was found, and wh
 """
 
 from pipeline.core.addresses import without_credentials
-from pipeline.core.printing import printable
+from pipeline.core.messages import printable
 
 EXIT_OK = 0
 EXIT_FAILED = 1

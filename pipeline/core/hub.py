@@ -4,17 +4,15 @@ huggingface_hub retries some of its requests, but not the first one for each fil
 and `datasets` treats a card that it could not fetch as absent. So the HTTP client that both use retries all of them.
 """
 
-import hashlib
 import logging
 import os
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -27,36 +25,46 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import WeakFileLock, get_session, httpx, parse_ratelimit_headers, set_client_factory
+from huggingface_hub.utils import get_session, httpx, parse_ratelimit_headers, set_client_factory
 
 from pipeline.core.errors import InputError, PipelineError
-from pipeline.core.retries import ATTEMPTS, Attempts, brief_cause, is_transient_status
+from pipeline.core.retries import ATTEMPTS, brief_cause, is_transient_status, repeated
 
 log = logging.getLogger("pipeline")
 
 _TIMEOUT_S = 30.0  # of requests for which huggingface_hub sets none
 _COMMIT_TIMEOUT_S = 300.0  # a commit of many files takes long, and must not be sent again meanwhile
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=128)  # callers limit their own concurrency
-_TRANSIENT = (
-    *(httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError),
-    *(httpx.RemoteProtocolError, httpx.DecodingError),  # a body that was cut
-)
+T = TypeVar("T")
 
 
 class HubUnavailable(PipelineError):
     """The Hub, or the storage behind it, failed to answer several attempts in a row."""
 
 
-class _Attempts(Attempts):
-    """Attempts at one request. The last failure is raised."""
+class _Passing(Exception):
+    """A failure that a retry may mend. asked_s: the seconds to wait that the server asks for."""
 
-    def failed(self, cause: str, asked_s: float | None = None) -> None:
-        """Waits until the next attempt is due. Raises HubUnavailable after the last one."""
-        if not self.again(cause, asked_s):
-            raise HubUnavailable(
-                f"{self.subject} failed {ATTEMPTS} times, most recently with: {cause}. Check the network and "
-                f"https://status.huggingface.co, and try again."
-            )
+    def __init__(self, cause: str, asked_s: float = 0.0) -> None:
+        super().__init__(cause)
+        self.asked_s = asked_s
+
+
+_TRANSIENT = (
+    *(httpx.TimeoutException, httpx.NetworkError, httpx.ProxyError, _Passing),
+    *(httpx.RemoteProtocolError, httpx.DecodingError),  # a body that was cut
+)
+
+
+def _repeated(subject: str, call: Callable[[], T]) -> T:
+    """`repeated` for transient failures of the Hub. Raises HubUnavailable after the last one."""
+    try:
+        return repeated(subject, call, lambda error: isinstance(error, _TRANSIENT))
+    except _TRANSIENT as error:
+        raise HubUnavailable(
+            f"{subject} failed {ATTEMPTS} times, most recently with: {brief_cause(error)}. Check the network and "
+            f"https://status.huggingface.co, and try again."
+        ) from error
 
 
 class _Client(httpx.Client):
@@ -71,17 +79,15 @@ class _Client(httpx.Client):
             timeouts |= {"read": _COMMIT_TIMEOUT_S, "write": _COMMIT_TIMEOUT_S}
         request.extensions = {**request.extensions, "timeout": timeouts}
         url = urlsplit(str(request.url))  # the query may hold a signature
-        attempts = _Attempts(f"{request.method} {url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}")
-        while True:
-            try:
-                response = super().send(request, stream=stream, **options)
-            except _TRANSIENT as error:
-                attempts.failed(brief_cause(error))
-                continue
-            if not is_transient_status(response.status_code):
-                return response
-            response.close()
-            attempts.failed(f"HTTP status {response.status_code}", _asked_s(response.headers))
+
+        def send() -> httpx.Response:
+            response = super(_Client, self).send(request, stream=stream, **options)
+            if is_transient_status(response.status_code):
+                response.close()
+                raise _Passing(f"HTTP status {response.status_code}", _asked_s(response.headers))
+            return response
+
+        return _repeated(f"{request.method} {url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}", send)
 
 
 _TIMEOUTS = ("connect", "read", "write", "pool")
@@ -96,18 +102,13 @@ def _is_needed(request: httpx.Request) -> bool:
     return request.method == "GET" and not request.url.host.startswith("datasets-server.")  # storage
 
 
-def _asked_s(headers: Mapping[str, str]) -> float | None:
-    """The seconds to wait that a server asks for, in Retry-After or the Hub's own RateLimit header."""
+def _asked_s(headers: Mapping[str, str]) -> float:
+    """The seconds to wait that a server asks for, in Retry-After or the Hub's own RateLimit header; or 0."""
     limit = parse_ratelimit_headers(headers)
     if limit is not None and limit.remaining == 0:
         return limit.reset_in_seconds + 1.0
     asked = headers.get("retry-after", "").strip()
-    if asked.isdigit():
-        return float(asked)
-    try:
-        return parsedate_to_datetime(asked).timestamp() - time.time()
-    except ValueError:
-        return None
+    return float(asked) if asked.isdigit() else 0.0
 
 
 @cache
@@ -121,7 +122,7 @@ def repeat_requests() -> None:
 def dataset_commit(
     repo: str,
     revision: str | None,
-    key: str = "data.path or data.repo",
+    key: str = "data.path",
     invalid: type[PipelineError] = InputError,
 ) -> str:
     """The commit that a data set's revision (None: main) names now. Raises `invalid`, naming the configuration's `key`,
@@ -156,23 +157,15 @@ class Repository:
     def file(self, name: str) -> Path | None:
         """The path of a file in the cache; None if the repository has no file of that name."""
         with hub_errors(self.id, self.commit, self.key, self.invalid):
-            if (known := self._cached(name)) is None:
-                with _alone_on_host(self.id, name):  # another process may have fetched it meanwhile
-                    known = self._cached(name) or self._fetch(name)
-        return known if isinstance(known, Path) else None
-
-    def _cached(self, name: str) -> Path | object | None:
-        """A path; another object if the cache has recorded that the file does not exist; None if it has no record."""
-        known = huggingface_hub.try_to_load_from_cache(self.id, name, revision=self.commit)
-        return Path(known) if isinstance(known, str) else known
-
-    def _fetch(self, name: str) -> Path | None:
-        try:
-            return _download(self.id, name, self.commit)
-        except EntryNotFoundError as error:
-            if _is_absent(error):
-                return None
-            raise
+            known = huggingface_hub.try_to_load_from_cache(self.id, name, revision=self.commit)
+            if known is not None:  # a path, or another object if the cache has recorded that there is no such file
+                return Path(known) if isinstance(known, str) else None
+            try:
+                return _download(self.id, name, self.commit)
+            except EntryNotFoundError as error:
+                if _is_absent(error):
+                    return None
+                raise
 
     def names(self) -> list[str]:
         """The repository's files; in offline mode, those in the cache."""
@@ -193,8 +186,7 @@ def open_repository(
     """
     with hub_errors(repo, revision, key, invalid):
         try:
-            with _alone_on_host(repo, file):
-                downloaded = _download(repo, file, revision)
+            downloaded = _download(repo, file, revision)
         except EntryNotFoundError as error:
             if isinstance(error.__cause__, OfflineModeIsEnabled):
                 raise PipelineError(
@@ -218,61 +210,23 @@ def _commit(downloaded: Path, file: str) -> str:
     return downloaded.parents[file.count("/")].name
 
 
-@contextmanager
-def _alone_on_host(repo: str, name: str) -> Iterator[None]:
-    """Lets one process at a time fetch a file into a shared cache; the others then find it cached."""
-    folder = Path(huggingface_hub.constants.HF_HUB_CACHE) / ".locks" / "activation-pipeline"
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    if not os.access(folder, os.W_OK):  # a cache that is only read
-        yield
-        return
-    with WeakFileLock(folder / f"{hashlib.sha256(f'{repo}/{name}'.encode()).hexdigest()}.lock"):
-        yield
-
-
 def _download(repo: str, name: str, revision: str | None) -> Path:
-    """`hf_hub_download`, retried if the body was truncated or differs from the Hub's content."""
+    """`hf_hub_download`, retried if the body was cut or has another size than announced."""
     repeat_requests()
-    attempts = _Attempts(f"the download of {repo}/{name}")
-    wrong: set[str] = set()
-    known = huggingface_hub.try_to_load_from_cache(repo, name, revision=revision)
-    while True:
+
+    def download() -> Path:
         try:
-            path = Path(huggingface_hub.hf_hub_download(repo, name, revision=revision, force_download=bool(wrong)))
-        except _TRANSIENT as error:
-            attempts.failed(brief_cause(error))
-            continue
+            return Path(huggingface_hub.hf_hub_download(repo, name, revision=revision))
         except OSError as error:
-            if type(error) is not OSError or error.errno is not None:
-                raise
-            attempts.failed(brief_cause(error))  # huggingface_hub: the file's size differs from the announced one
-            continue
+            if type(error) is OSError and error.errno is None:  # of huggingface_hub: another size
+                raise _Passing(str(error)) from error
+            raise
         except RuntimeError as error:  # from hf_xet, which has retried for minutes by itself
             raise HubUnavailable(
                 f"{repo}/{name} cannot be fetched: {brief_cause(error)}. Check the network, and try again."
             ) from error
-        if path.resolve() == (Path(known).resolve() if isinstance(known, str) else None):
-            return path
-        digest = _wrong_digest(path)
-        if digest is None or digest in wrong:  # the same content twice: this server's ETags are not digests
-            return path
-        wrong.add(digest)
-        attempts.failed(f"its content does not match its ETag {path.resolve().name}")
 
-
-def _wrong_digest(path: Path) -> str | None:
-    """The digest of a cached file if its name is another digest; None if they agree or the name is no digest."""
-    blob = path.resolve()
-    if re.fullmatch("[0-9a-f]{64}", blob.name):  # of a large file
-        algorithm: Callable[[], object] = hashlib.sha256
-    elif re.fullmatch("[0-9a-f]{40}", blob.name):  # git's, of a small one
-        algorithm = lambda: hashlib.sha1(b"blob %d\0" % blob.stat().st_size)  # noqa: E731
-    else:
-        return None
-    with blob.open("rb") as file:
-        digest = hashlib.file_digest(file, algorithm).hexdigest()
-    return None if digest == blob.name else digest
+    return _repeated(f"the download of {repo}/{name}", download)
 
 
 def _is_absent(error: EntryNotFoundError) -> bool:

@@ -1,7 +1,6 @@
 """JSON from files that anybody may have written: checkpoints, tokenizers and stores."""
 
 import json
-import reprlib
 from collections.abc import Callable
 from typing import Any
 
@@ -32,12 +31,3 @@ def is_deep(text: bytes, value: Any) -> bool:
         lists = [child for parent in level if isinstance(parent, list) for child in parent]
         level = lists + [child for parent in level if isinstance(parent, dict) for child in parent.values()]
     return any(isinstance(value, list | dict) for value in level)
-
-
-_short = reprlib.Repr()
-_short.maxstring = _short.maxother = 200
-
-
-def shown(value: object) -> str:
-    """`repr` for messages, shortened: a file may contain a number with thousands of digits."""
-    return _short.repr(value)

@@ -10,6 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from itertools import count
 from typing import TypeVar
 
 from huggingface_hub.errors import OfflineModeIsEnabled
@@ -28,39 +29,23 @@ _TRANSIENT_ERRNO |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.E
 T = TypeVar("T")
 
 
-class Attempts:
-    """Counts the attempts at one request, and waits between them."""
-
-    def __init__(self, subject: str) -> None:
-        self.subject = subject
-        self._failed = 0
-
-    def again(self, cause: str, asked_s: float | None = None) -> bool:
-        """Waits and returns True if another attempt is allowed; returns False at once after the last one. `asked_s`:
-        the seconds to wait that the server asks for."""
-        self._failed += 1
-        if self._failed == ATTEMPTS:
-            return False
-        delay_s = min(_DELAY_S * 2 ** (self._failed - 1), _MAX_DELAY_S) * random.uniform(0.75, 1.25)
-        if asked_s is not None:
-            delay_s = max(delay_s, min(asked_s, _MAX_ASKED_S))
-        log.warning("%s: %s; retrying in %.1f s", self.subject, cause, delay_s)
-        time.sleep(delay_s)
-        return True
-
-
-def repeated(subject: str, call: Callable[[], T]) -> T:
-    """Returns what `call` returns. Calls it again after transient failures, and raises the last one."""
-    attempts = Attempts(subject)
-    while True:
+def repeated(subject: str, call: Callable[[], T], should_repeat: Callable[[Exception], bool] | None = None) -> T:
+    """Returns what `call` returns. Calls it again after failures that `should_repeat`, by default `is_transient`,
+    accepts, and raises the last one. An error's `asked_s` is the time that the server asks to wait."""
+    for attempt in count(1):
         try:
             return call()
         except Exception as error:
-            if not is_transient(error):
+            if not (should_repeat or is_transient)(error):
                 raise
             cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
-            if not attempts.again(brief_cause(cause)):
+            if attempt == ATTEMPTS:
                 raise cause from None
+            delay_s = min(_DELAY_S * 2 ** (attempt - 1), _MAX_DELAY_S) * random.uniform(0.75, 1.25)
+            delay_s = max(delay_s, min(getattr(error, "asked_s", 0.0), _MAX_ASKED_S))
+            log.warning("%s: %s; retrying in %.1f s", subject, brief_cause(cause), delay_s)
+            time.sleep(delay_s)
+    raise AssertionError("the loop ends in a return or an exception")
 
 
 def brief_cause(error: Exception) -> str:

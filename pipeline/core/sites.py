@@ -1,33 +1,7 @@
 """Sites: the named places of a transformer whose activations can be captured.
 
-The names are TransformerLens' hook names without the `hook_` prefix, but for `attn_in` and `mlp_in`. For a pre-norm
-decoder (Qwen2, LLaMA):
-
-| site             | meaning                                                | width | TransformerLens                |
-|------------------|--------------------------------------------------------|-------|--------------------------------|
-| `embed`          | residual stream entering layer 0                       | D     | `hook_embed`                   |
-| `resid_pre`      | residual stream before the layer                       | D     | `blocks.L.hook_resid_pre`      |
-| `attn_in`        | what attention reads: the stream after the norm        | D     | `blocks.L.attn.hook_in`        |
-| `q`              | queries as they meet the keys: biased, normed, rotated | N * H | `blocks.L.attn.hook_rot_q`     |
-| `k`              | key-value heads' keys, likewise                        | K * H | `blocks.L.attn.hook_rot_k`     |
-| `v`              | key-value heads' values                                | K * H | `blocks.L.attn.hook_v`         |
-| `attn_entropy`   | entropy of each head's attention, in nats              | N     | `blocks.L.attn.hook_pattern`   |
-| `attn_pattern`   | each head's attention to the tokens of the window      | N * T | `blocks.L.attn.hook_pattern`   |
-| `attn_z`         | heads' outputs before the output projection            | N * H | `blocks.L.attn.hook_z`         |
-| `head_out`       | each head's part of that projection, side by side      | N * D | `blocks.L.attn.hook_result`    |
-| `attn_out`       | what attention adds to the residual stream             | D     | `blocks.L.hook_attn_out`       |
-| `resid_mid`      | residual stream between attention and MLP              | D     | `blocks.L.hook_resid_mid`      |
-| `mlp_in`         | what the MLP reads: the stream after the norm          | D     | `blocks.L.mlp.hook_in`         |
-| `router_logits`  | an expert layer's router: scores of all experts    | E     | `blocks.L.mlp.hook_router_logits`    |
-| `router_weights` | weights of the experts that the token is sent to   | A     | `blocks.L.mlp.hook_router_weights`   |
-| `router_indices` | which experts those are, the likeliest first       | A     | `blocks.L.mlp.hook_expert_indices`   |
-| `expert_out`     | their outputs, before the weights, side by side    | A * D | `blocks.L.mlp.hook_expert_out`       |
-| `mlp_pre`        | the activation function's input (a gated MLP's gate)   | F     | `blocks.L.mlp.hook_pre`        |
-| `mlp_pre_linear` | what a gated MLP multiplies by its activated gate      | F     | `blocks.L.mlp.hook_pre_linear` |
-| `mlp_post`       | the MLP's neurons: what the down projection multiplies | F     | `blocks.L.mlp.hook_post`       |
-| `mlp_out`        | what the MLP adds to the residual stream               | D     | `blocks.L.hook_mlp_out`        |
-| `resid_post`     | residual stream after the layer, before any final norm | D     | `blocks.L.hook_resid_post`     |
-| `final_norm`     | output of the last norm; needs every layer             | D     | `ln_final.hook_normalized`     |
+The names are TransformerLens' hook names without the `hook_` prefix, but for `attn_in` and `mlp_in`. The table in
+docs/running.md has the meaning, the width and TransformerLens' name of each for a pre-norm decoder (Qwen2, LLaMA).
 
 D features of the residual stream, N heads of H features, K key-value heads, F neurons, E experts of which a token has
 A, T the length of a row. The heads of `q`, `k`, `v` and `attn_z` lie side by side in one axis: head n of a site is
@@ -86,8 +60,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
-from pipeline.core.arguments import shown
 from pipeline.core.errors import ArgumentError
+from pipeline.core.messages import shown
 
 
 class Site(StrEnum):

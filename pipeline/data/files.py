@@ -1,11 +1,14 @@
 """Finds and reads input files: a file, a directory or a glob, local or in any file system that fsspec supports."""
 
+import io
 import os
+import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -16,6 +19,7 @@ from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import refused_by_hub, repeat_requests
 from pipeline.core.retries import is_transient, repeated
 
+_THREADS = 16
 _PARQUET = ".parquet"
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LOADERS = {  # loaders of `datasets`, by the file extensions that they read
@@ -27,6 +31,9 @@ _LOADERS = {  # loaders of `datasets`, by the file extensions that they read
 
 # What listings of remote storage have to identify content: Google's, the Hub's, S3's and HTTP's, Azure's.
 _CHECKSUMS = ("crc32c", "blob_id", "ETag", "etag")
+
+
+T = TypeVar("T")
 
 
 class NoSuchFiles(InputError):
@@ -50,7 +57,7 @@ def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
         raise InputError(f"{where} does not exist: {error}. Check {key}.") from error
 
 
-class InputStream:
+class InputStream(io.RawIOBase):
     """A file opened for reading. Its errors are PipelineErrors that name it, so a reader does not take them for damage
     of the file."""
 
@@ -61,8 +68,15 @@ class InputStream:
         self._position = 0
 
     def duplicate(self) -> "InputStream":
-        """A second stream of the same open file, with its own position, for a different thread."""
+        """A second stream of the same open file, with its own position, for a different thread. They share what fsspec
+        has read ahead, which saves requests."""
         return InputStream(self._stream, self._name, self._lock)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
     def read(self, size: int = -1) -> bytes:
         def read() -> bytes:
@@ -74,6 +88,11 @@ class InputStream:
         self._position += len(content)
         return content
 
+    def readinto(self, buffer: memoryview) -> int:
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         with self._lock, input_errors(self._name):
             self._stream.seek(self._position)
@@ -82,13 +101,6 @@ class InputStream:
 
     def tell(self) -> int:
         return self._position
-
-    def close(self) -> None:
-        self._stream.close()
-
-    @property
-    def closed(self) -> bool:
-        return self._stream.closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +148,6 @@ def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile
         raise NoSuchFiles(f"{path} is not a {_PARQUET} file, as this data source requires. Read it with {settings}.")
     if not is_file:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
-    with input_errors(path, key):
-        for file in files:
-            require_readable(filesystem, file.path, key)
     if not files:
         is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
         subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
@@ -147,7 +156,22 @@ def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile
         raise NoSuchFiles(
             f"{subject}. Set {key} to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
         )
+    with input_errors(path, key):
+        for file in files:
+            require_readable(filesystem, file.path, key)
     return sorted(files, key=lambda file: file.name)
+
+
+def in_parallel(call: Callable[..., T], *items: Iterable[Any]) -> list[T]:
+    """`map` by several threads: each file in remote storage takes a round trip."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(call, *items))
+
+
+def hub_data_set(path: str) -> str | None:
+    """owner/name in a path hf://datasets/owner/name[/...] without a revision; None for other paths."""
+    match = re.match(r"hf://datasets/([^/@]+/[^/@]+)(?:/|$)", path)
+    return match and match[1]
 
 
 def open_filesystem(path: str) -> tuple[AbstractFileSystem, str]:
@@ -157,36 +181,17 @@ def open_filesystem(path: str) -> tuple[AbstractFileSystem, str]:
     return fsspec.core.url_to_fs(os.path.expanduser(path))
 
 
-def _listed_files(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[list[InputFile], bool]:
-    """The files at a path, in any order, including hidden ones; and whether the path itself is a file."""
-    listed, base, is_file = _listing(filesystem, root, suffix)
-    files = [
-        InputFile.listed(filesystem, file, file[len(base) :].lstrip("/"), info)
-        for file, info in listed.items()
-        if not _is_directory(filesystem, file, info)
-    ]
-    if not files:  # of fsspec's functions, only `ls` distinguishes an unreachable directory from an empty one
-        with suppress(FileNotFoundError, NotADirectoryError):
-            filesystem.ls(base, detail=False)
-    return files, is_file
-
-
 def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
     """Raises InputError if a local path is not a regular file that this user may read. Reading a FIFO, a device or a
-    socket might never end, and the content of files in /proc changes.
-
-    Also for a name that is not UTF-8, since a store contains the name of each document's file.
-    """
+    socket might never end. Also for a name that is not UTF-8, since a store contains the names of files."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
         raise InputError(f"the name of {path!r} is not UTF-8. Rename the file.") from error
     if not isinstance(filesystem, LocalFileSystem) or not os.path.exists(path):
         return
-    is_of_system = os.path.realpath(path).startswith("/proc/")
-    if is_of_system or not os.path.isfile(path):
-        kind = "a FIFO, a device or a socket"
-        kind = "in /proc" if is_of_system else "a directory" if os.path.isdir(path) else kind
+    if not os.path.isfile(path):
+        kind = "a directory" if os.path.isdir(path) else "a FIFO, a device or a socket"
         raise InputError(f"{path} is {kind}, expected a file. Check {key}.")
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
@@ -201,12 +206,28 @@ def is_glob(path: str) -> bool:
     return any(character in path for character in "*?[")
 
 
-def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[dict[str, dict[str, Any]], str, bool]:
-    """The info of candidate files by path; the directory to which their names are relative; whether `root` itself is a
-    file."""
+def _listed_files(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[list[InputFile], bool]:
+    """The files at a path, in any order, including hidden ones; and whether the path itself is a file."""
     if is_glob(root) and not (isinstance(filesystem, LocalFileSystem) and os.path.exists(root)):
         fixed = root[: min(root.index(character) for character in "*?[" if character in root)]
-        return filesystem.glob(root, detail=True), fixed.rpartition("/")[0], False
+        listed, base, is_file = filesystem.glob(root, detail=True), fixed.rpartition("/")[0], False
+    else:
+        listed, base, is_file = _listing(filesystem, root, suffix)
+    files = [
+        InputFile.listed(filesystem, path, path[len(base) :].lstrip("/"), info)
+        for path, info in listed.items()
+        # For symbolic links, listings of local directories do not tell what they lead to.
+        if info["type"] == "file" or (info["type"] != "directory" and not filesystem.isdir(path))
+    ]
+    if not files:  # of fsspec's functions, only `ls` distinguishes an unreachable directory from an empty one
+        with suppress(FileNotFoundError, NotADirectoryError):
+            filesystem.ls(base, detail=False)
+    return files, is_file
+
+
+def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[dict[str, dict[str, Any]], str, bool]:
+    """The info of a file, or of a directory's files, by path; the directory to which their names are relative; whether
+    `root` itself is a file."""
     try:
         info = filesystem.info(root)  # `exists` and `isdir` may return False for an unreachable path
     except FileNotFoundError as error:
@@ -215,10 +236,5 @@ def _listing(filesystem: AbstractFileSystem, root: str, suffix: str) -> tuple[di
         return {}, root, True
     if info["type"] == "directory" or filesystem.isdir(root):  # fsspec's HTTP reports a page of links as a file
         listed = filesystem.find(root, detail=True)
-        return {name: info for name, info in listed.items() if name.endswith(suffix)}, root.rstrip("/"), False
+        return {path: info for path, info in listed.items() if path.endswith(suffix)}, root.rstrip("/"), False
     return {root: info}, root.rpartition("/")[0], True
-
-
-def _is_directory(filesystem: AbstractFileSystem, path: str, info: dict[str, Any]) -> bool:
-    """Whether a listed path is a directory. For symbolic links, listings of local directories do not tell."""
-    return info["type"] == "directory" or (info["type"] != "file" and filesystem.isdir(path))

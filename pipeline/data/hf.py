@@ -5,7 +5,6 @@ import json
 import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
 from itertools import chain, islice
@@ -20,16 +19,15 @@ from datasets import DatasetBuilder
 from pipeline.config.schema import HfData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.core.retries import repeated
+from pipeline.data.dataset_files import dataset_errors, is_damage, open_builder
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
-from pipeline.data.files import InputFile, input_errors, require_readable
-from pipeline.data.hub_files import dataset_errors, is_damage, open_builder
+from pipeline.data.files import InputFile, in_parallel, input_errors, require_readable
 from pipeline.data.manifest import MakeManifest, Manifest, file_entries, make_alone
 from pipeline.data.parquet_file import Row, Types, parquet_rows
-from pipeline.data.rows import csv_rows, json_rows, open_text, text_rows
+from pipeline.data.rows import csv_rows, documents_of_rows, json_rows, open_text, text_rows
 from pipeline.data.text.templates import RenderError, TextTemplate
 
 _FIRST_ROWS = 100  # a column that is in none of these is missing
-_THREADS = 16
 
 # The settings of `datasets`' loaders that the own readers of a format follow, or that do not change rows.
 _DIALECT = ("quotechar", "escapechar", "doublequote", "skipinitialspace", "quoting")
@@ -85,11 +83,8 @@ class HfSource:
         rows = self._with_damage(self._rows(shard, start), name, start)
         if not start:
             rows = self._with_columns(rows, name)
-        for item in rows:
-            try:
-                yield self._skip(item) if isinstance(item, SkippedDocument) else self._document(*item, name)
-            except ValueError as error:
-                yield self._skip(SkippedDocument(name, item[0], str(error)))
+        where = f"{self._config.path}, {name}"
+        return documents_of_rows(rows, partial(self._document, name), name, where, self._config.on_error)
 
     def fingerprint(self) -> dict[str, object]:
         """The template and columns, and a digest of the names and sizes of the dataset's files."""
@@ -166,11 +161,7 @@ class HfSource:
                 f"{', '.join(map(repr, columns))}. Use only these in data.text, data.id_column and data.info_columns."
             )
 
-    def _skip(self, skip: SkippedDocument) -> SkippedDocument:
-        where = f"{self._config.path}, {skip.source} row {skip.index}"
-        return skip.if_allowed(self._config.on_error, where, "Repair or replace the file")
-
-    def _document(self, index: int, row: Row, shard: str) -> Document:
+    def _document(self, shard: str, index: int, row: Row) -> Document:
         """Raises ValueError for a bad row."""
         config = self._config
         try:
@@ -217,8 +208,7 @@ def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
             info = repeated(path, lambda: filesystem.info(path))
         return InputFile.listed(filesystem, path, posixpath.relpath(address, base), info)
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return builder, list(pool.map(listed, addresses))
+    return builder, in_parallel(listed, addresses)
 
 
 def _is_read_here(builder: DatasetBuilder, files: Sequence[InputFile]) -> bool:

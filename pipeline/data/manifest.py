@@ -9,16 +9,13 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 
-from pipeline.core.errors import InputError
-from pipeline.data.files import InputFile, open_filesystem
+from pipeline.data.files import InputFile, in_parallel, open_filesystem
 
 log = logging.getLogger("pipeline")
 
 _FORMAT = 1
-_THREADS = 16  # each file in remote storage takes a round trip
 _WHOLE_BYTES = 4 << 20  # of a larger file, the digest only covers samples
 _SAMPLES, _SAMPLE_BYTES = 64, 16 << 10
 _MAX_NAMED = 5  # changed files in a message
@@ -48,12 +45,13 @@ class FileEntry:
 @dataclass(frozen=True)
 class Manifest:
     """A source's files. A file's path is `folder` + name. info_columns: the columns of the first parquet file that go
-    into `Document.info`. changes: how the files differ from those that the store's blocks were made from."""
+    into `Document.info`. changes: the message if they differ from those that the
+    store's blocks were made from, and what to do."""
 
     files: tuple[FileEntry, ...]
     folder: str = ""
     info_columns: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
+    changes: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -62,10 +60,8 @@ class Manifest:
     def from_json(cls, text: str) -> "Manifest":
         """The inverse of `to_json`."""
         values = json.loads(text)
-        files = tuple(FileEntry(**file) for file in values.pop("files"))
-        return cls(
-            files, **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        )
+        files = tuple(FileEntry(**file) for file in values["files"])
+        return cls(files, values["folder"], tuple(values["info_columns"]), values["changes"])
 
     def input_files(self, path: str) -> list[InputFile]:
         """The files, in the file system of `path`."""
@@ -84,18 +80,15 @@ class Manifest:
             return self
         pairs = [(entry, left.pop(entry.name, None)) for entry in self.files]
         changes = [f"{entry.name} (new)" if old is None else entry.change(old) for entry, old in pairs]
-        changes += [f"{name} (missing)" for name in left]
-        return replace(self, changes=tuple(filter(None, changes)))
-
-    def describe_changes(self) -> str:
-        """The changed files, and what to do; "" if there are none."""
-        if not self.changes:
-            return ""
-        more = f", and {len(self.changes) - _MAX_NAMED:,} more" if len(self.changes) > _MAX_NAMED else ""
-        return (
+        changes = [*filter(None, changes), *(f"{name} (missing)" for name in left)]
+        if not changes:
+            return self
+        more = f", and {len(changes) - _MAX_NAMED:,} more" if len(changes) > _MAX_NAMED else ""
+        described = (
             "the input files are not those that the store was made from: "
-            f"{', '.join(self.changes[:_MAX_NAMED])}{more}. Restore these files, or choose a different store.path"
+            f"{', '.join(changes[:_MAX_NAMED])}{more}. Restore these files, or choose a different store.path"
         )
+        return replace(self, changes=described)
 
 
 KnownFiles = Sequence[FileEntry]
@@ -110,9 +103,11 @@ def make_alone(make: MakeManifest) -> Manifest:
 
 def file_entries(files: Sequence[InputFile]) -> tuple[FileEntry, ...]:
     """The files' entries, without facts from footers. Raises PipelineError for a file that cannot be read."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        contents = pool.map(lambda file: file.checksum or f"sampled:{_sampled_sha256(file)}", files)
-        return tuple(FileEntry(file.name, file.size, content) for file, content in zip(files, contents, strict=True))
+
+    def entry(file: InputFile) -> FileEntry:
+        return FileEntry(file.name, file.size, file.checksum or f"sampled:{_sampled_sha256(file)}")
+
+    return tuple(in_parallel(entry, files))
 
 
 def _sampled_sha256(file: InputFile) -> str:
@@ -162,12 +157,3 @@ def _is_possible(entry: FileEntry) -> bool:
 
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def require_unchanged(file: InputFile, entry: FileEntry, row_groups: int, rows: int) -> None:
-    """Raises InputError if a file's footer differs from its entry in the manifest."""
-    if entry.row_groups is not None and (entry.row_groups, entry.rows) != (row_groups, rows):
-        raise InputError(
-            f"{file.path} has {row_groups} row groups and {rows} rows, expected {entry.row_groups} and {entry.rows}: "
-            "it was replaced by a file of the same size. Restore it, or create a new store."
-        )

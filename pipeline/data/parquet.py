@@ -3,8 +3,7 @@
 A source shard is a file, or with `row_groups_per_shard` some of its row groups.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,9 +12,9 @@ import pyarrow.parquet as pq
 
 from pipeline.config.choices import OnError
 from pipeline.config.schema import ParquetData
-from pipeline.core.errors import InputError
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Document, SkippedDocument
-from pipeline.data.files import InputFile, find_files
+from pipeline.data.files import InputFile, find_files, hub_data_set, in_parallel
 from pipeline.data.manifest import (
     FileEntry,
     KnownFiles,
@@ -23,11 +22,9 @@ from pipeline.data.manifest import (
     Manifest,
     file_entries,
     make_alone,
-    require_unchanged,
 )
-from pipeline.data.parquet_file import ParquetDamage, Types, open_parquet, parquet_rows
-
-_FOOTER_THREADS = 16  # each footer in remote storage takes a round trip
+from pipeline.data.parquet_file import ParquetDamage, Row, Types, parquet_rows, read_footer
+from pipeline.data.rows import documents_of_rows
 
 # The columns of HuggingFaceFW/fineweb and fineweb-edu other than text and id, with their types.
 _INFO_TYPES = {
@@ -83,20 +80,20 @@ class ParquetSource:
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The shard's documents from row `start` of its file on. Does not read earlier row groups."""
-        part, config = self._shards[shard], self._config
-        file = part.file
-        for item in parquet_rows(file, start, partial(self._columns, part), slice(part.first, part.stop)):
-            if not isinstance(item, SkippedDocument):
-                index, row = item
-                bad = [name for name in (config.text_column, config.id_column) if name and row[name] in (None, "")]
-                if not bad:
-                    identity = row[config.id_column] if config.id_column else f"{file.name}#{index}"
-                    info = {name: row.get(name) for name in self.info_schema.names}
-                    yield Document(str(identity), row[config.text_column], file.name, index, info)
-                    continue
-                reason = f"{bad[0]!r} is {'null' if row[bad[0]] is None else 'empty'}"
-                item = SkippedDocument(file.name, index, reason)
-            yield item.if_allowed(config.on_error, f"{file.path} row {item.index}", "Repair or replace the file")
+        part = self._shards[shard]
+        rows = parquet_rows(part.file, start, partial(self._columns, part), slice(part.first, part.stop))
+        document = partial(self._document, part.file.name)
+        return documents_of_rows(rows, document, part.file.name, part.file.path, self._config.on_error)
+
+    def _document(self, file: str, index: int, row: Row) -> Document:
+        """Raises ValueError for a bad row."""
+        config = self._config
+        for name in filter(None, (config.text_column, config.id_column)):
+            if row[name] in (None, ""):
+                raise ValueError(f"{name!r} is {'null' if row[name] is None else 'empty'}")
+        identity = row[config.id_column] if config.id_column else f"{file}#{index}"
+        info = {name: row.get(name) for name in self.info_schema.names}
+        return Document(str(identity), row[config.text_column], file, index, info)
 
     def fingerprint(self) -> dict[str, object]:
         """The columns, and a digest of the files' names and sizes."""
@@ -111,7 +108,12 @@ class ParquetSource:
 
     def _columns(self, part: _Shard, parquet: pq.ParquetFile) -> Types:
         """The columns to read of a file. Raises InputError if it lacks one or has changed."""
-        require_unchanged(part.file, part.entry, parquet.num_row_groups, parquet.metadata.num_rows)
+        footer, listed = (parquet.num_row_groups, parquet.metadata.num_rows), (part.entry.row_groups, part.entry.rows)
+        if listed[0] is not None and footer != listed:
+            raise InputError(
+                f"{part.file.path} has {footer[0]} row groups and {footer[1]} rows, expected {listed[0]} and "
+                f"{listed[1]}: it was replaced by a file of the same size. Restore it, or create a new store."
+            )
         _check_columns(self._config, part.file, parquet.schema_arrow)
         info = {name: _INFO_TYPES[name] for name in self.info_schema.names if name in parquet.schema_arrow.names}
         return dict.fromkeys(filter(None, (self._config.text_column, self._config.id_column))) | info
@@ -130,36 +132,29 @@ def make_manifest(config: ParquetData, known: KnownFiles = ()) -> Manifest:
         footers = {(entry.name, entry.size, entry.content): entry for entry in known if entry.rows is not None}
 
         def with_footer(file: InputFile, entry: FileEntry) -> FileEntry:
-            return footers.get((entry.name, entry.size, entry.content)) or _read_footer(file, entry, config.on_error)
+            if (same := footers.get((entry.name, entry.size, entry.content))) is not None:
+                return same
+            footer = _footer(file, config.on_error)
+            return replace(entry, row_groups=footer.num_row_groups, rows=footer.num_rows) if footer else entry
 
-        with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-            entries = tuple(pool.map(with_footer, files, entries))
-    file, schema = _first_schema(files, config.on_error)
+        entries = tuple(in_parallel(with_footer, files, entries))
+    for file in files:  # if damage is skipped, the columns are those of the first file with a readable footer
+        if footer := _footer(file, OnError.fail if file is files[-1] else config.on_error):
+            break
+    schema = footer.schema.to_arrow_schema()
     _check_columns(config, file, schema)
     info_columns = tuple(name for name in schema.names if name in _INFO_TYPES)
     return Manifest(entries, file.path.removesuffix(file.name), info_columns)
 
 
-def _read_footer(file: InputFile, entry: FileEntry, on_error: OnError) -> FileEntry:
+def _footer(file: InputFile, on_error: OnError) -> pq.FileMetaData | None:
+    """A file's footer; None if it is damaged and may be skipped."""
     try:
-        with open_parquet(file) as parquet:
-            return replace(entry, row_groups=parquet.num_row_groups, rows=parquet.metadata.num_rows)
+        return read_footer(file)
     except ParquetDamage:
         if on_error is OnError.fail:
             raise
-        return entry
-
-
-def _first_schema(files: Sequence[InputFile], on_error: OnError) -> tuple[InputFile, pa.Schema]:
-    """The first file and its schema; if damage is skipped, the first file with a readable footer."""
-    for file in files:
-        try:
-            with open_parquet(file) as parquet:
-                return file, parquet.schema_arrow
-        except ParquetDamage:
-            if on_error is OnError.fail or file is files[-1]:
-                raise
-    raise AssertionError("find_files returns at least one file")
+        return None
 
 
 def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> None:
@@ -193,7 +188,11 @@ def _file_shards(file: InputFile, entry: FileEntry, row_groups_per_shard: int | 
 
 
 def _path(config: ParquetData) -> str:
-    if config.path is not None:
-        return config.path
-    revision = f"@{config.revision}" if config.revision else ""
-    return f"hf://datasets/{config.repo}{revision}/{config.subset.strip('/')}/*.parquet"
+    """The files' path, of a Hub data set at `data.revision`."""
+    repo = hub_data_set(config.path)
+    if config.revision and not repo:
+        raise ConfigError(
+            f"data.revision is {config.revision}, but data.path={config.path} is no data set of the Hub without a "
+            "revision. Set only one of them."
+        )
+    return config.path.replace(repo, f"{repo}@{config.revision}", 1) if repo and config.revision else config.path

@@ -5,9 +5,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, zip_longest
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -15,13 +14,14 @@ import pyarrow.parquet as pq
 
 from pipeline.core.errors import InputError, PipelineError
 from pipeline.data.documents import SkippedDocument
-from pipeline.data.files import InputFile
+from pipeline.data.files import InputFile, InputStream
 
 _ROWS_PER_READ = 512
 _BYTES_PER_READ = 64 << 20  # fewer rows are read at once if they are larger than this together
 _MAX_BYTES_AHEAD = 64 << 20  # decoded size up to which a row group is read while the previous one is used
 
 _PART_BYTES = 16 << 20
+_OPTIONS = {"pre_buffer": True, "page_checksum_verification": True}  # else each column takes a separate request
 _ALL = slice(None)
 
 # pyarrow's errors about a file's content. Errors of the system or the network are already PipelineErrors, from
@@ -85,61 +85,72 @@ def _reason(error: Exception) -> str:
     return f"not readable as parquet: {' '.join(str(error).split()).rstrip('.')}"
 
 
-@contextmanager
-def open_parquet(file: InputFile) -> Iterator[pq.ParquetFile]:
-    """Opens a file and reads its footer. Raises ParquetDamage; InputError if the file is missing, or its size has
-    changed since it was listed; PipelineError if it cannot be reached."""
-    with _open_readers(file) as (parquet, _):
-        yield parquet
-
-
-@contextmanager
-def _open_readers(file: InputFile) -> Iterator[tuple[pq.ParquetFile, pq.ParquetFile]]:
-    """Two readers of one open file, for two threads. See `open_parquet`."""
+def read_footer(file: InputFile) -> pq.FileMetaData:
+    """A file's footer. Raises ParquetDamage; InputError if the file is missing, or its size has changed since it was
+    listed; PipelineError if it cannot be reached."""
     with file.open() as stream:
-        if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
-            raise InputError(
-                f"{file.path} has {size} bytes, but had {file.size} when it was listed. Do not change the files of a "
-                "running job. Restore the file, and run the same command again."
-            )
-        # Without pre_buffer, every column of a row group takes a separate request.
-        options = {"pre_buffer": True, "page_checksum_verification": True}
-        try:
-            with _reads:
-                parquet = pq.ParquetFile(stream, **options)
-        except _DAMAGE as error:
-            raise ParquetDamage(file, error) from error
-        yield parquet, pq.ParquetFile(stream.duplicate(), metadata=parquet.metadata, **options)
+        return _parquet(file, stream).metadata
+
+
+def _parquet(file: InputFile, stream: InputStream) -> pq.ParquetFile:
+    """Reads the footer of an open file. Raises as `read_footer`."""
+    if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
+        raise InputError(
+            f"{file.path} has {size} bytes, but had {file.size} when it was listed. Do not change the files of a "
+            "running job. Restore the file, and run the same command again."
+        )
+    try:
+        with _reads:
+            return pq.ParquetFile(stream, **_OPTIONS)
+    except _DAMAGE as error:
+        raise ParquetDamage(file, error) from error
 
 
 def parquet_rows(
     file: InputFile, start: int, columns: Callable[[pq.ParquetFile], Types], groups: slice = _ALL
 ) -> Iterator[tuple[int, Row] | SkippedDocument]:
     """The rows of some row groups of a file from row `start` on, each with its number in the file. Does not read
-    earlier row groups.
+    earlier row groups. While one row group is used, the next one is fetched, unless it is large.
 
     columns: checks the file, and returns the names of the columns to read, and the types to convert them to.
     A skip stands for a row group from the damage on, or for a file whose footer is damaged. Raises InputError for a
     column that cannot be converted.
     """
-    try:
-        with _open_readers(file) as readers:
-            metadata = readers[0].metadata
-            types = columns(readers[0])
-            begins = [0, *accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))]
-            wanted = [
-                (group, begins[group]) for group in range(metadata.num_row_groups)[groups] if start < begins[group + 1]
-            ]
-            for batches in _read_row_groups(file, readers, wanted, list(types)):
-                for item in batches:
-                    if isinstance(item, SkippedDocument):
-                        yield item
-                        continue
-                    for index, part in _parts(*item, start):
-                        rows = zip(*(_values(_converted(file, part, *field)) for field in types.items()), strict=True)
-                        yield from enumerate((dict(zip(types, row, strict=True)) for row in rows), index)
-    except ParquetDamage as damage:
-        yield SkippedDocument(file.name, start, damage.reason, None)
+    with file.open() as stream:
+        try:
+            parquet = _parquet(file, stream)
+        except ParquetDamage as damage:
+            yield SkippedDocument(file.name, start, damage.reason, None)
+            return
+        types = columns(parquet)
+        for item in _ahead(file, stream, parquet.metadata, list(types), start, groups):
+            if isinstance(item, SkippedDocument):
+                yield item
+                continue
+            for index, part in _parts(*item, start):
+                rows = zip(*(_values(_converted(file, part, *field)) for field in types.items()), strict=True)
+                yield from enumerate((dict(zip(types, row, strict=True)) for row in rows), index)
+
+
+def _ahead(
+    file: InputFile, stream: InputStream, metadata: pq.FileMetaData, columns: Sequence[str], start: int, groups: slice
+) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
+    """The batches of the row groups, see `_row_batches`. A thread fetches the next row group, unless it is large, and
+    decodes its first batch. Each row group has a reader of its own, which keeps the bytes of the whole row group."""
+    begins = [0, *accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))]
+    wanted = [group for group in range(metadata.num_row_groups)[groups] if start < begins[group + 1]]
+
+    def begin(group: int) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
+        parquet = pq.ParquetFile(stream.duplicate(), metadata=metadata, **_OPTIONS)
+        batches = _row_batches(file, parquet, group, begins[group], columns)
+        return chain(list(islice(batches, 1)), batches)
+
+    ahead: dict[int, Callable[[], Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]]] = {}
+    for group, following in zip_longest(wanted, wanted[1:]):
+        batches = ahead.pop(group)() if group in ahead else begin(group)
+        if following is not None and metadata.row_group(following).total_byte_size <= _MAX_BYTES_AHEAD:
+            ahead[following] = _in_background(partial(begin, following))
+        yield from batches
 
 
 def _converted(file: InputFile, batch: pa.RecordBatch, name: str, kind: pa.DataType | None) -> pa.Array:
@@ -164,33 +175,6 @@ def _parts(index: int, batch: pa.RecordBatch, start: int) -> Iterator[tuple[int,
     yield from _parts(index + half, batch.slice(half), start)
 
 
-def _read_row_groups(
-    file: InputFile,
-    readers: tuple[pq.ParquetFile, pq.ParquetFile],
-    groups: Sequence[tuple[int, int]],
-    columns: Sequence[str],
-) -> Iterator[Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]]:
-    """The batches of each row group. groups: the row groups' numbers and first rows.
-
-    While one row group is used, a thread fetches the next one, unless it is large, and decodes its first batch. The two
-    `readers` alternate, since each keeps the bytes of its last row group.
-    """
-    metadata = readers[0].metadata
-
-    def begin(position: int) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
-        batches = _row_batches(file, readers[position % 2], *groups[position], columns)
-        return chain(list(islice(batches, 1)), batches)
-
-    current = partial(begin, 0)
-    for position in range(len(groups)):
-        batches = current()
-        if position + 1 < len(groups):
-            current = partial(begin, position + 1)
-            if metadata.row_group(groups[position + 1][0]).total_byte_size <= _MAX_BYTES_AHEAD:
-                current = _in_background(current)
-        yield batches
-
-
 def _in_background(call: Callable[[], T]) -> Callable[[], T]:
     """Calls a function in a daemon thread. The returned function waits for its result, or raises its exception."""
     future: Future[T] = Future()
@@ -210,8 +194,7 @@ def _row_batches(
 ) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
     """The batches of one row group, each with its first row in the file, or a skip of its rows from the damage on.
     first: the row group's first row. The batches of a file always begin at the same rows."""
-    index = first
-    sizes = parquet.metadata.row_group(group)
+    index, sizes = first, parquet.metadata.row_group(group)
     row_bytes = max(1, sizes.total_byte_size // max(1, sizes.num_rows))
     rows = min(_ROWS_PER_READ, max(1, _BYTES_PER_READ // row_bytes))
     # Without threads of pyarrow, which might release the bytes that were read while Python exits.

@@ -1,4 +1,4 @@
-"""Rows of JSON, CSV and text files, as they are written.
+"""Rows of JSON, CSV and text files, as they are written, and documents of rows.
 
 `datasets` infers types: the texts "007", "NA" and "2020-01-01" would become a number, a null and a time. It refuses
 files whose columns differ, also if no template uses these columns.
@@ -18,7 +18,9 @@ from typing import Any, TextIO
 
 import pyarrow as pa
 
+from pipeline.config.choices import OnError
 from pipeline.core.errors import InputError
+from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile
 from pipeline.data.parquet_file import Row
 
@@ -30,26 +32,37 @@ _DECOMPRESSORS: Mapping[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda stream: pa.input_stream(pa.PythonFile(stream, "r"), compression="zstd"),
-    b"\x04\x22\x4d\x18": lambda stream: pa.input_stream(pa.PythonFile(stream, "r"), compression="lz4"),
+    b"\x28\xb5\x2f\xfd": lambda stream: _decompressed(stream, "zstd"),
+    b"\x04\x22\x4d\x18": lambda stream: _decompressed(stream, "lz4"),
 }
+
+
+def _decompressed(stream: io.BufferedReader, compression: str) -> io.BufferedReader:
+    return io.BufferedReader(pa.input_stream(pa.PythonFile(stream, "r"), compression=compression), _BUFFER_BYTES)
+
 
 csv.field_size_limit(1 << 30)  # Python's default limit for one text is 128 KiB
 
 
-class _Raw(io.RawIOBase):
-    """A stream that has `read` as one of Python's."""
+def documents_of_rows(
+    rows: Iterator[tuple[int, Row] | SkippedDocument],
+    document: Callable[[int, Row], Document],
+    shard: str,
+    where: str,
+    on_error: OnError,
+) -> Iterator[Document | SkippedDocument]:
+    """A document for each row, or a skip where `document` raises ValueError. where: for messages.
 
-    def __init__(self, stream: Any) -> None:
-        self._read = getattr(stream, "read1", stream.read)  # read1 returns what precedes damage in a compressed file
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:
-        content = self._read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
+    Raises InputError for a skip unless skips are allowed.
+    """
+    for item in rows:
+        if not isinstance(item, SkippedDocument):
+            try:
+                yield document(*item)
+                continue
+            except ValueError as error:
+                item = SkippedDocument(shard, item[0], str(error))
+        yield item.if_allowed(on_error, f"{where} row {item.index}", "Repair or replace the file")
 
 
 @contextmanager
@@ -57,11 +70,11 @@ def open_text(file: InputFile) -> Iterator[TextIO]:
     """The text of a file, decompressed, without a byte order mark. Bytes that are not UTF-8 become lone surrogates,
     which are noticed where they are used. Raises InputError for UTF-16 and UTF-32."""
     with file.open() as stream:
-        buffered = io.BufferedReader(_Raw(stream), _BUFFER_BYTES)
+        buffered = io.BufferedReader(stream, _BUFFER_BYTES)
         begin = buffered.peek(_MAGIC_BYTES)
         for magic, decompress in _DECOMPRESSORS.items():
             if begin.startswith(magic):
-                buffered = io.BufferedReader(_Raw(decompress(buffered)), _BUFFER_BYTES)
+                buffered = decompress(buffered)
         require_utf8(buffered.peek(4), file.path)
         yield io.TextIOWrapper(buffered, "utf-8-sig", "surrogateescape", newline="")
 

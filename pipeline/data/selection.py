@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -44,11 +44,29 @@ class Chosen(NamedTuple):
     ranks: Shaped[np.ndarray, " m"]
 
 
-class Selection(Protocol):
-    """slots: K. packs: whether rows are packed so that every selected token has a slot, if its piece has at most K."""
+@dataclass(frozen=True)
+class Selection:
+    """What `capture.positions` selects, in rows with K = `slots` slots.
 
+    last: the last stored token of each document.
+    every: positions k - 1, 2 k - 1, ... in each window of a document. A row has at most T // k of them.
+    token, regex: the tokens with certain ids. is_selected: by token id; its last entry is False, and stands for all
+        larger ids.
+    sample: each token with probability `rate`, depending on the seed, the document and the token's index. If a row has
+        more than K of them, those with the smallest random numbers are stored, which are still a sample.
+    """
+
+    positions: Positions
     slots: int
-    packs: bool
+    every: int | None = None
+    is_selected: Bool[np.ndarray, " V"] | None = None
+    rate: float | None = None
+    seed: int = 0
+
+    @property
+    def packs(self) -> bool:
+        """Whether rows are packed so that every selected token has a slot, if its piece has at most K."""
+        return self.positions not in (Positions.every, Positions.sample)
 
     def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
         """Selects among the tokens of a piece.
@@ -56,69 +74,18 @@ class Selection(Protocol):
         document: the document's number. first: the piece's first token in the document. is_end: whether the piece ends
         with the document.
         """
-
-
-@dataclass(frozen=True)
-class LastToken:
-    """The last stored token of each document."""
-
-    slots: int
-    packs = True
-
-    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
-        return _in_order(np.arange(len(tokens) - 1, len(tokens)) if is_end else np.arange(0))
-
-
-@dataclass(frozen=True)
-class EveryKth:
-    """Positions k - 1, 2 k - 1, ... in each window of a document. A row has at most T // k of them."""
-
-    k: int
-    slots: int
-    packs = False
-
-    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
-        return _in_order(np.arange(self.k - 1, len(tokens), self.k))
-
-
-@dataclass(frozen=True)
-class SomeTokens:
-    """Tokens with certain ids. is_selected: by token id; its last entry is False, and stands for all larger ids."""
-
-    is_selected: Bool[np.ndarray, " V"]
-    slots: int
-    packs = True
-
-    @classmethod
-    def from_ids(cls, ids: Sequence[int], slots: int) -> "SomeTokens":
-        is_selected = np.zeros(max(ids) + 2, bool)
-        is_selected[list(ids)] = True
-        return cls(is_selected, slots)
-
-    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
-        return _in_order(np.flatnonzero(self.is_selected[np.minimum(tokens, len(self.is_selected) - 1)]))
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """A random sample: each token with probability `rate`, depending on the seed, the document and the token's index.
-
-    If a row has more than K of them, those with the smallest random numbers are stored, which are still a sample.
-    """
-
-    rate: float
-    seed: int
-    slots: int
-    packs = False
-
-    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
-        drawn = np.random.PCG64([self.seed, document]).advance(first).random_raw(len(tokens))
-        places = np.flatnonzero(drawn < np.uint64(self.rate * 2**64))
-        return Chosen(places, drawn[places])
-
-
-def _in_order(places: Int64[np.ndarray, " m"]) -> Chosen:
-    return Chosen(places, places)
+        match self.positions:
+            case Positions.last:
+                places = np.arange(len(tokens) - 1, len(tokens)) if is_end else np.arange(0)
+            case Positions.every:
+                places = np.arange(self.every - 1, len(tokens), self.every)
+            case Positions.sample:
+                drawn = np.random.PCG64([self.seed, document]).advance(first).random_raw(len(tokens))
+                places = np.flatnonzero(drawn < np.uint64(self.rate * 2**64))
+                return Chosen(places, drawn[places])
+            case _:
+                places = np.flatnonzero(self.is_selected[np.minimum(tokens, len(self.is_selected) - 1)])
+        return Chosen(places, places)
 
 
 def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
@@ -159,18 +126,19 @@ def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | i
 def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer) -> Selection | None:
     """The selection; None for all tokens. Raises ConfigError, also if the tokenizer has no matching token."""
     slots = slots_per_row(capture, length)
-    match capture.positions:
-        case Positions.last:
-            return LastToken(slots)
-        case Positions.every:
-            return EveryKth(capture.every, slots)
-        case Positions.token:
-            return SomeTokens.from_ids([tokenizer.token_id("capture.token", capture.token)], slots)
-        case Positions.regex:
-            return SomeTokens.from_ids(_matching_ids(capture.regex, tokenizer), slots)
-        case Positions.sample:
-            return SampledTokens(capture.rate, capture.seed or 0, slots)
-    return None
+    if slots is None:
+        return None
+    is_selected = None
+    if capture.positions in (Positions.token, Positions.regex):
+        is_token = capture.positions is Positions.token
+        ids = (
+            [tokenizer.token_id("capture.token", capture.token)]
+            if is_token
+            else _matching_ids(capture.regex, tokenizer)
+        )
+        is_selected = np.zeros(max(ids) + 2, bool)
+        is_selected[ids] = True
+    return Selection(capture.positions, slots, capture.every, is_selected, capture.rate, capture.seed or 0)
 
 
 def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:

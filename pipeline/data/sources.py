@@ -4,19 +4,21 @@ Sources are imported when needed: importing `datasets`, and pandas with it, woul
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
 
-from pipeline.config.choices import Template
+import pyarrow as pa
+
+from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData, DataConfig, GenerateData, HfData, ParquetData
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import is_hub_id
 from pipeline.data.arc.loading import hub_id
-from pipeline.data.documents import Source
-from pipeline.data.files import hf_settings, is_glob
+from pipeline.data.documents import Document, SkippedDocument, Source
+from pipeline.data.files import hub_data_set
 from pipeline.data.manifest import MakeManifest, Manifest, make_alone
 from pipeline.data.parquet import ParquetSource
-from pipeline.data.text.chat import ChatSource
+from pipeline.data.text.templates import RenderError
 from pipeline.data.text.tokenizer import TextTokenizer
 
 
@@ -57,29 +59,15 @@ def renders_chat(config: DataConfig) -> bool:
     return isinstance(config, ArcData | GenerateData) and config.template is Template.chat
 
 
-def num_named_files(config: DataConfig) -> int | None:
-    """The number of files, which are the source shards, where the configuration names each of them; None if the data
-    must be opened to count source shards."""
-    match config:
-        case GenerateData():
-            return num_named_files(config.prompts)
-        case ParquetData(path=str(path), row_groups_per_shard=None) if os.path.isfile(os.path.expanduser(path)):
-            return 1
-        case HfData(data_files=files) if files:
-            named = [files] if isinstance(files, str) else files
-            return len(named) if all(hf_settings(file) and not is_glob(file) for file in named) else None
-    return None
-
-
 def hub_repository(config: DataConfig) -> str | None:
     """The Hub dataset that a source reads; None if its data is elsewhere."""
     match config:
-        case ParquetData(path=None):
-            return config.repo
+        case ParquetData():
+            return hub_data_set(config.path)
         case ArcData():
             return hub_id(config.path)
         case HfData():
-            from pipeline.data.hub_files import LOADERS
+            from pipeline.data.dataset_files import LOADERS
 
             if config.path in LOADERS or os.path.exists(os.path.expanduser(config.path)):
                 return None
@@ -91,7 +79,7 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, agree: Callabl
     prompts = config.prompts
     if isinstance(prompts, GenerateData):
         raise ConfigError("data.prompts is also generate. Choose a different source with data@data.prompts=...")
-    for name in ("path", *(field.name for field in fields(DataConfig) if field.name != "source")):
+    for name in (field.name for field in fields(DataConfig) if field.name != "source"):
         ours, theirs = getattr(config, name), getattr(prompts, name)
         if ours != theirs:
             raise ConfigError(
@@ -107,3 +95,33 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, agree: Callabl
             raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
     source = open_source(prompts, tokenizer, agree)
     return ChatSource(source, tokenizer, config.on_error) if config.template is Template.chat else source
+
+
+class ChatSource:
+    """The documents of `source` as chats: each is a user's message, followed by the prompt for the assistant."""
+
+    def __init__(self, source: Source, tokenizer: TextTokenizer, on_error: OnError) -> None:
+        """Raises ConfigError for a tokenizer without a usable chat template."""
+        tokenizer.require_chat()
+        self.shards: tuple[str, ...] = source.shards
+        self.info_schema: pa.Schema = source.info_schema
+        self._source = source
+        self._tokenizer = tokenizer
+        self._on_error = on_error
+
+    def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
+        for item in self._source.read(shard, start):
+            yield item if isinstance(item, SkippedDocument) else self._rendered(item)
+
+    def fingerprint(self) -> dict[str, object]:
+        """The source's fingerprint, and the template's."""
+        return self._source.fingerprint() | self._tokenizer.chat_identity()
+
+    def _rendered(self, document: Document) -> Document | SkippedDocument:
+        messages = [{"role": "user", "content": document.text}]
+        try:
+            return replace(document, text=self._tokenizer.render_chat(messages, add_generation_prompt=True))
+        except RenderError as error:
+            skip = SkippedDocument(document.source, document.index, str(error))
+            where = f"{skip.source} row {skip.index}"
+            return skip.if_allowed(self._on_error, where, "Correct the document or the template")

@@ -6,7 +6,7 @@ a run asks for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,6 @@ from pipeline.data.documents import (
     SELECTED_FIELDS,
     STREAM_START,
     Cursor,
-    Document,
     SkippedDocument,
     TokenBlock,
 )
@@ -30,21 +29,13 @@ from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
 
 
 @dataclass(frozen=True, slots=True)
-class _Parent:
-    """A document, kept until its block is made, without its text and without tokens that are cut. num_tokens: with
-    these."""
-
-    document: Document
-    tokens: Int32[np.ndarray, "_"]
-    num_tokens: int
-    cursor: Cursor
-
-
-@dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens `first` to `last` of a document: the unit of packing. chosen: the selected ones among them."""
+    """Tokens `first` to `last` of a document: the unit of packing. chosen: the selected ones among them.
 
-    parent: _Parent
+    The document has no text, and no tokens that are cut; its `num_cut` counts these.
+    """
+
+    document: TokenisedDocument
     first: int
     last: int
     chosen: Chosen | None = None
@@ -55,38 +46,11 @@ class _Piece:
 
     @property
     def tokens(self) -> Int32[np.ndarray, "_"]:
-        return self.parent.tokens[self.first : self.last]
+        return self.document.tokens[self.first : self.last]
 
     @property
     def cursor(self) -> Cursor:
-        return replace(self.parent.cursor, token=self.first)
-
-
-@dataclass
-class _Pending:
-    """Pieces and skips that were read but are in no block yet. Each skip has the number of the stream's pieces before
-    it."""
-
-    pieces: list[_Piece] = field(default_factory=list)
-    skips: list[tuple[int, SkippedDocument]] = field(default_factory=list)
-    num_tokens: int = 0
-    num_taken: int = 0
-
-    def add(self, piece: _Piece) -> None:
-        self.pieces.append(piece)
-        self.num_tokens += piece.size
-
-    def add_skip(self, skip: SkippedDocument) -> None:
-        self.skips.append((self.num_taken + len(self.pieces), skip))
-
-    def take(self, count: int) -> tuple[list[_Piece], list[SkippedDocument]]:
-        """Removes and returns the first `count` pieces, and the skips before the next piece."""
-        pieces, self.pieces = self.pieces[:count], self.pieces[count:]
-        self.num_tokens -= sum(piece.size for piece in pieces)
-        self.num_taken += count
-        skips = [skip for before, skip in self.skips if before <= self.num_taken]
-        self.skips = self.skips[len(skips) :]
-        return pieces, skips
+        return replace(self.document.cursor, token=self.first)
 
 
 class TokenStream:
@@ -135,16 +99,19 @@ class TokenStream:
         """
         self._require_valid(start)
         documents = self._documents.read(start, should_stop)
-        pending = _Pending()
+        pending: list[_Piece | SkippedDocument] = []  # what was read, but is in no block yet
         while True:
             self._read_ahead(documents, pending, start)
             if should_stop():
                 return
-            placement = self._place(pending.pieces)
-            pieces, skips = pending.take(placement.num_pieces)
-            if not pieces and index:
+            places = [place for place, item in enumerate(pending) if isinstance(item, _Piece)]
+            placement = self._place([pending[place] for place in places])
+            # Skips before the first piece that is left belong to this block.
+            end = places[placement.num_pieces] if placement.num_pieces < len(places) else len(pending)
+            taken, pending = pending[:end], pending[end:]
+            if not placement.num_pieces and index:
                 return
-            block = self._block(index, start, placement, pieces, skips, pending.pieces)
+            block = self._block(index, start, placement, taken, pending[0] if pending else None)
             yield block
             if block.exhausted:
                 return
@@ -162,36 +129,41 @@ class TokenStream:
             )
 
     def _read_ahead(
-        self, documents: Iterator[TokenisedDocument | SkippedDocument], pending: _Pending, start: Cursor
+        self,
+        documents: Iterator[TokenisedDocument | SkippedDocument],
+        pending: list[_Piece | SkippedDocument],
+        start: Cursor,
     ) -> None:
         """Reads more than a block of pieces, so that the next block's first piece is known."""
+        is_pad = self._packing is Packing.pad
+        missing = self._num_rows if is_pad else self._num_rows * self._length
 
-        def has_enough() -> bool:
-            if self._packing is Packing.pad:
-                return len(pending.pieces) > self._num_rows
-            return pending.num_tokens > self._num_rows * self._length
+        def take(item: _Piece) -> int:
+            return 1 if is_pad else item.size
 
-        while not has_enough() and (item := next(documents, None)) is not None:
+        missing -= sum(take(item) for item in pending if isinstance(item, _Piece))
+        while missing >= 0 and (item := next(documents, None)) is not None:
             if isinstance(item, SkippedDocument):
-                pending.add_skip(item)
+                pending.append(item)
                 continue
             begin = start.token if item.cursor.ordinal == start.ordinal else 0
-            parent = self._parent(item)
-            for first, last in windows(parent.num_tokens, self._length, self._long_documents, begin):
-                pending.add(self._with_selection(_Piece(parent, first, last)))
+            for piece in self._pieces(item, begin):
+                pending.append(piece)
+                missing -= take(piece)
 
-    def _parent(self, item: TokenisedDocument) -> _Parent:
+    def _pieces(self, item: TokenisedDocument, begin: int) -> Iterator[_Piece]:
         tokens = item.tokens
         if self._long_documents is LongDocuments.cut:
             tokens = tokens[: self._length].copy()
-        return _Parent(replace(item.document, text=""), tokens, len(item.tokens), item.cursor)
-
-    def _with_selection(self, piece: _Piece) -> _Piece:
-        if self._selection is None:
-            return piece
-        is_end = piece.last == len(piece.parent.tokens)
-        chosen = self._selection.choose(piece.tokens, self._number(piece), piece.first, is_end)
-        return replace(piece, chosen=chosen)
+        num_cut = len(item.tokens) - len(tokens)
+        document = replace(item, document=replace(item.document, text=""), tokens=tokens, num_cut=num_cut)
+        for first, last in windows(len(tokens), self._length, self._long_documents, begin):
+            piece = _Piece(document, first, last)
+            if self._selection is not None:
+                is_end = last == len(tokens)
+                chosen = self._selection.choose(piece.tokens, self._number(piece), first, is_end)
+                piece = replace(piece, chosen=chosen)
+            yield piece
 
     def _place(self, pieces: Sequence[_Piece]) -> Placement:
         sizes = np.array([piece.size for piece in pieces], np.int64)
@@ -207,18 +179,19 @@ class TokenStream:
         index: int,
         start: Cursor,
         placement: Placement,
-        pieces: Sequence[_Piece],
-        skips: Sequence[SkippedDocument],
-        left: Sequence[_Piece],
+        taken: Sequence[_Piece | SkippedDocument],
+        following: _Piece | None,
     ) -> TokenBlock:
-        """The block with these pieces. `left`: the pieces read after them; none if the stream is exhausted."""
+        """The block of the items `taken`. `following`: the next piece; None if the stream is exhausted."""
+        pieces = [item for item in taken if isinstance(item, _Piece)]
         numbers = np.array([self._number(piece) for piece in pieces], np.int64)
         rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length)
         selected, num_selected = None, None
         if self._selection is not None:
             chosen = [piece.chosen for piece in pieces]
             selected, num_selected = selected_slots(placement, chosen, self._selection.slots)
-        num_documents = pieces[-1].parent.cursor.ordinal + 1 if pieces else start.ordinal
+        num_documents = pieces[-1].cursor.ordinal + 1 if pieces else start.ordinal
+        end = Cursor(shard=self._documents.num_shards, ordinal=num_documents)
         return TokenBlock(
             stream=self.stream,
             index=index,
@@ -228,28 +201,28 @@ class TokenStream:
             documents=rows.documents,
             selected=selected,
             table=self._table(pieces, num_selected),
-            skipped=tuple(skips),
+            skipped=tuple(item for item in taken if isinstance(item, SkippedDocument)),
             start=start,
-            next=left[0].cursor if left else Cursor(shard=self._documents.num_shards, ordinal=num_documents),
-            exhausted=not left,
+            next=end if following is None else following.cursor,
+            exhausted=following is None,
         )
 
     def _number(self, piece: _Piece) -> int:
         """The document's number in the store."""
-        return piece.parent.cursor.ordinal * self._num_streams + self.stream
+        return piece.cursor.ordinal * self._num_streams + self.stream
 
     def _table(self, pieces: Sequence[_Piece], num_selected: Int64[np.ndarray, " P"] | None) -> pa.Table:
         """The document table: one row per document. A document's pieces in a block are contiguous."""
         first = {self._number(piece): piece for piece in reversed(pieces)}
         last = {self._number(piece): piece for piece in pieces}
-        parents = [piece.parent for piece in last.values()]
+        documents = [piece.document for piece in last.values()]
         columns: dict[str, list] = {
             "document": list(last),
-            "id": [parent.document.id for parent in parents],
-            "source": [parent.document.source for parent in parents],
-            "index": [parent.document.index for parent in parents],
-            "n_tokens": [parent.num_tokens for parent in parents],
-            "n_cut": [parent.num_tokens - len(parent.tokens) for parent in parents],
+            "id": [item.document.id for item in documents],
+            "source": [item.document.source for item in documents],
+            "index": [item.document.index for item in documents],
+            "n_tokens": [len(item.tokens) + item.num_cut for item in documents],
+            "n_cut": [item.num_cut for item in documents],
             "first_token": [first[number].first for number in last],
             "last_token": [piece.last for piece in last.values()],
         }
@@ -263,5 +236,5 @@ class TokenStream:
             columns["n_unselected"] = [chosen[number] - count for number, count in stored.items()]
             schema = pa.schema([*schema, *SELECTED_FIELDS])
         for name in self._documents.info_schema.names:
-            columns[name] = [parent.document.info.get(name) for parent in parents]
+            columns[name] = [item.document.info.get(name) for item in documents]
         return pa.table(columns, schema=pa.unify_schemas([schema, self._documents.info_schema]))

@@ -22,7 +22,7 @@ _LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
 
 @dataclass(frozen=True, slots=True)
 class TokenisedDocument:
-    """A document, its tokens, and the cursor of its first token. num_cut: tokens cut from a long prompt's beginning."""
+    """A document, its tokens, and the cursor of its first token. num_cut: the tokens that were cut from it."""
 
     document: Document
     tokens: Int32[np.ndarray, "_"]

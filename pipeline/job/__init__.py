@@ -1,1 +1,1 @@
-"""A job: opens it, identifies it, and measures and watches its progress. Imports `planning` and lower packages."""
+"""A job: opens it, says what its store records of it, leases its streams, and measures and watches its progress."""

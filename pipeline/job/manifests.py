@@ -18,7 +18,7 @@ class JobManifest:
     def agree(self, make: MakeManifest) -> Manifest:
         """The manifest, the same in all processes. Every process must call this. Raises as `make`."""
         manifest = Manifest.from_json(from_first_process(lambda: self._make(make).to_json()))
-        self.changes = manifest.describe_changes()
+        self.changes = manifest.changes
         return manifest
 
     def require_unchanged(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from pipeline.core.counts import counted
+from pipeline.core.messages import counted
 from pipeline.store.io.request_counts import num_refused, num_retries
 
 
@@ -57,7 +57,15 @@ BINDING = {
 class Metrics:
     """Counts and seconds of one run. No lock is needed, since each thread writes only its own stages."""
 
-    def __init__(self, *, total_tokens: int | None, stored_tokens: int, progress: bool, interval_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        total_tokens: int | None = None,
+        stored_tokens: int = 0,
+        progress: bool = False,
+        interval_s: float = 3600.0,
+    ) -> None:
+        """total_tokens, stored_tokens: of the progress bar. interval_s: between lines of the run's log."""
         self.tokens = 0
         self.steps = 0
         self.blocks = 0

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from types import TracebackType
 from typing import Protocol
 
 from pipeline.core.errors import EXIT_FAILED
@@ -46,36 +45,34 @@ class Watchdog:
         self._metrics.last_step = time.monotonic()
         self._thread.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        with time_limit(self._timeout_s) as restart:
-            self._watch_steps(restart)
-
-    def _watch_steps(self, restart: Callable[[], None]) -> None:
         reported = 0.0  # `last_step` at the last report
-        while not self._done.wait(min(self._timeout_s / 4, 10)):
-            restart()
-            stalled_s = time.monotonic() - self._metrics.last_step
-            if stalled_s >= 2 * self._timeout_s:
-                try:
-                    log.error("%s Exiting; run the same command again to resume.", self._report(stalled_s))
-                    _print_stacks()
-                    logging.shutdown()
-                finally:
-                    os._exit(EXIT_FAILED)
-            if stalled_s >= self._timeout_s and reported != self._metrics.last_step:
-                reported = self._metrics.last_step
-                log.warning("%s", self._report(stalled_s))
-                _print_stacks()
+        with time_limit(self._timeout_s) as restart:
+            while not self._done.wait(min(self._timeout_s / 4, 10)):
+                restart()
+                last_step = self._metrics.last_step
+                stalled_s = time.monotonic() - last_step
+                if stalled_s >= 2 * self._timeout_s:
+                    try:
+                        self._report(logging.ERROR, stalled_s, " Exiting; run the same command again to resume.")
+                        logging.shutdown()
+                    finally:
+                        os._exit(EXIT_FAILED)
+                if stalled_s >= self._timeout_s and reported != last_step:
+                    reported = last_step
+                    self._report(logging.WARNING, stalled_s)
 
-    def _report(self, stalled_s: float) -> str:
+    def _report(self, level: int, stalled_s: float, then: str = "") -> None:
+        """Logs what each thread is doing, and prints the stack of every thread."""
         stages = ", ".join(f"{thread}: {stage}" for thread, stage in list(self._metrics.stages.items()))
-        return f"no step has finished for {stalled_s:.0f} s ({stages}; pipeline/job/metrics.py explains the stages)."
+        what = f"no step has finished for {stalled_s:.0f} s ({stages}; pipeline/job/metrics.py explains the stages)."
+        log.log(level, "%s%s", what, then)
+        with suppress(Exception):  # standard error may not be a file, as in a notebook
+            faulthandler.dump_traceback()
 
 
 @contextmanager
@@ -94,9 +91,3 @@ def time_limit(timeout_s: float) -> Iterator[Callable[[], None]]:
         yield restart
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-def _print_stacks() -> None:
-    """Prints the stack of every thread, unless standard error is not a file, as in a notebook."""
-    with suppress(Exception):
-        faulthandler.dump_traceback()

@@ -3,9 +3,8 @@
 import logging
 import os
 import tempfile
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from tqdm import tqdm
@@ -21,14 +20,15 @@ from pipeline.data.packing import windows
 from pipeline.data.selection import open_selection
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.extraction.block_warnings import SlotChecks, check_finite
-from pipeline.extraction.job_run import load_weights, run_job
-from pipeline.extraction.loaded_step import LoadedStep, ModelWeights
-from pipeline.job.identity import weights_identity
+from pipeline.job.job import weights_identity
+from pipeline.job.loaded_step import LoadedStep, load_weights
 from pipeline.job.opening import open_job, open_model_and_tokenizer
-from pipeline.job.revisions import model_revision
-from pipeline.library.inputs import DocumentInput, DocumentReader, GivenDocuments, as_list
-from pipeline.library.results import Collector, ExtractedDocument, start_copies
+from pipeline.job.revisions import pinned
+from pipeline.job.running import run_job
+from pipeline.job.writing.block_warnings import SlotChecks, check_finite
+from pipeline.job.writing.transfer import in_flight
+from pipeline.library.inputs import DocumentInput, DocumentReader, GivenDocuments, as_list, write_texts
+from pipeline.library.results import Collector, ExtractedDocument
 from pipeline.library.settings import configuration, settings
 from pipeline.library.shapes import Shape, ladder, smallest
 from pipeline.planning.encoders import open_encoders
@@ -40,16 +40,8 @@ from pipeline.store.read.reader import ActivationStore
 log = logging.getLogger("pipeline")
 
 _DEFAULT_LENGTH = 512  # tokens of a row, unless the model has fewer positions
+_RENDERED = {"data.template_kwargs": None, "data.date": None}  # chats are rendered before they are read as texts
 _NEVER_S = 1e9  # disables the watchdog: a library must not end its process
-
-
-@dataclass(frozen=True)
-class _Dispatched:
-    """A dispatched step."""
-
-    block: TokenBlock
-    first_row: int
-    outputs: StepOutputs
 
 
 class Extractor:
@@ -107,7 +99,7 @@ class Extractor:
                 f"this process is one of {processes.count()} that have joined, but an Extractor runs in a single "
                 "process. On several hosts, use python -m pipeline.run."
             )
-        revision = model_revision(config, None)
+        _, revision = pinned(configuration(self._settings, _RENDERED), None)
         self.model, self.tokenizer = open_model_and_tokenizer(config, revision)
         self._settings["model.revision"] = revision  # `save` uses the same commit of a Hub model
         self._settings["batch.length"] = length or min(_DEFAULT_LENGTH, self.model.max_positions)
@@ -163,10 +155,10 @@ class Extractor:
         tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
         if len(tokenised) < len(items):
             log.warning("skipped %d of %d documents; result.skipped says why", len(items) - len(tokenised), len(items))
-        collector = Collector(self.plan.step, len(tokenised))
-        for step in self._steps(tokenised):
-            check_finite(self.plan, step.block, np.asarray(step.outputs.counts)[1:].tolist())
-            collector.add(step.block, step.first_row, step.outputs)
+        collector = Collector(self.plan.step)
+        for block, first_row, outputs in self._steps(tokenised):
+            check_finite(self.plan, block, np.asarray(outputs.counts)[1:].tolist())
+            collector.add(block, first_row, outputs)
         return collector.documents(items, convert, parsed_framework(framework))
 
     def save(
@@ -188,13 +180,12 @@ class Extractor:
         nothing to a complete one; a larger `max_tokens` extends it. Raises StoreMismatch if the path has a store of
         different documents or options, and any other PipelineError that the command raises.
         """
-        texts = self._reader(add_generation_prompt).texts(as_list(documents), with_tokens=False)
+        texts = self._reader(add_generation_prompt).texts(as_list(documents))
         with tempfile.TemporaryDirectory() as folder:
-            settings = {
+            settings = _RENDERED | {
                 "store.path": arguments.path("path", path),
-                "data.path": texts.write(folder, ids),
+                "data.path": write_texts(texts, folder, ids),
                 "run.max_tokens": max_tokens,
-                **{"data.template_kwargs": None, "data.date": None},  # the chats are rendered
             }
             config = configuration(self._settings, settings | {"run.stall_timeout_s": _NEVER_S})
             with preemption.stop_on_signals() as stop:
@@ -220,12 +211,13 @@ class Extractor:
             spec = replace(self.plan.step, rows=shape.rows, length=shape.length)
             self._compiled[shape] = compile_step(self.model, spec, self._params, self._partition)
             self.plan = self.plan.fitted(self._compiled[shape].memory, topology(self.config.run).device_bytes)
-        return LoadedStep(self._compiled[shape], ModelWeights(self._params), shape.rows)
+        return LoadedStep(self._compiled[shape], lambda _block, _rows: self._params, shape.rows)
 
-    def _steps(self, documents: Sequence[TokenisedDocument]) -> Iterator[_Dispatched]:
-        """Yields the steps of a call, in order. Later steps are dispatched before an earlier one is yielded."""
+    def _steps(self, documents: Sequence[TokenisedDocument]) -> Iterator[tuple[TokenBlock, int, StepOutputs]]:
+        """The steps of a call, in order, each with the block and the first of its rows that it computes. Later steps
+        are in flight when one is yielded."""
         if not documents:
-            return
+            return iter(())
         batch, length = self.config.batch, self.plan.step.length
         if long := [len(document.tokens) for document in documents if len(document.tokens) > length]:
             log.warning(
@@ -246,17 +238,19 @@ class Extractor:
             long_documents=batch.long_documents,
             selection=self._selection,
         )
-        checks = SlotChecks(self.plan)
-        is_shown = self.config.run.progress and sizes.sum() > shape.rows * shape.length
-        in_flight: deque[_Dispatched] = deque()
-        with tqdm(desc="extract", total=int(sizes.sum()), unit="tok", unit_scale=True, disable=not is_shown) as bar:
+        return in_flight(self._dispatched(stream, step, int(sizes.sum())), self.plan.memory.inflight_steps)
+
+    def _dispatched(
+        self, stream: TokenStream, step: LoadedStep, num_tokens: int
+    ) -> Iterator[tuple[TokenBlock, int, StepOutputs]]:
+        checks, spec = SlotChecks(self.plan), step.compiled.spec
+        is_shown = self.config.run.progress and num_tokens > spec.rows * spec.length
+        with tqdm(desc="extract", total=num_tokens, unit="tok", unit_scale=True, disable=not is_shown) as bar:
             for block in stream.blocks():
                 checks.check(block)
-                for first_row in range(0, block.num_rows, shape.rows):
-                    if len(in_flight) == self.plan.memory.inflight_steps:
-                        yield in_flight.popleft()
+                for first_row in range(0, block.num_rows, spec.rows):
                     outputs = step(block, first_row)
-                    start_copies(outputs)
-                    in_flight.append(_Dispatched(block, first_row, outputs))
-                    bar.update(int(np.count_nonzero(block.segments[first_row : first_row + shape.rows])))
-            yield from in_flight
+                    for values in (*outputs.arrays, outputs.counts):
+                        values.copy_to_host_async()
+                    yield block, first_row, outputs
+                    bar.update(int(np.count_nonzero(block.segments[first_row : first_row + spec.rows])))

@@ -9,7 +9,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ import numpy as np
 
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn
-from pipeline.extraction.block_warnings import SlotChecks, check_finite
-from pipeline.extraction.draining import CopyThreads, num_copy_threads
-from pipeline.extraction.loaded_step import LoadedStep
-from pipeline.extraction.transfer import StepInFlight, start_transfer
+from pipeline.job.loaded_step import LoadedStep
+from pipeline.job.writing.block_warnings import SlotChecks, check_finite
+from pipeline.job.writing.transfer import CopyThreads, StepInFlight, in_flight, start_transfer
 from pipeline.library.tee import StoreTee
 from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
-from pipeline.store.read.gathering import Reading, TokenMemory
+from pipeline.store.read.gathering import Filled, TokenMemory
+from pipeline.store.read.options import BatchOptions
 from pipeline.store.read.order import Buffer, permutation
 from pipeline.store.read.rows import slot_side_arrays
 
@@ -66,11 +65,7 @@ class Waits:
             setattr(self, name, getattr(self, name) + time.monotonic() - began)
 
 
-class _Filled(NamedTuple):
-    index: int
-    memory: TokenMemory
-    begin: FeedPosition | None  # position of its first step; None if it has no step
-    is_last: bool
+Filling = tuple[Buffer, TokenMemory, bool]  # its memory, and whether it is the last
 
 
 class Filler:
@@ -85,7 +80,7 @@ class Filler:
         plan: Plan,
         step: LoadedStep,
         memories: Sequence[TokenMemory],
-        reading: Reading,
+        options: BatchOptions,
         epoch: int,
         tee: StoreTee | None,
         waits: Waits,
@@ -93,13 +88,13 @@ class Filler:
         self.waits = waits
         self._plan = plan
         self._step = step
-        self._reading = reading
+        self._options = options
         self._epoch = epoch
         self._tee = tee
         self._names = {number: array.name for number, array in enumerate(plan.step.stored_arrays)}
-        self._copy_threads = CopyThreads(num_copy_threads())
+        self._copy_threads = CopyThreads()
         self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # reentrant: a finaliser may call put
-        self._filled: queue.SimpleQueue[_Filled | BaseException] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[Filling | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._error: BaseException | None = None  # not raised yet
         self._feed: Feed | None = None
@@ -107,8 +102,8 @@ class Filler:
         for memory in memories:
             self._free.put(memory)
 
-    def filled(self, begin: FeedPosition, index: int) -> Iterator[tuple[Buffer, TokenMemory, bool]]:
-        """Yields the fillings from number `index` on, which begins at `begin`, and whether each is the last.
+    def filled(self, begin: FeedPosition, index: int) -> Filled:
+        """Yields the fillings from number `index` on, which begins at `begin`.
 
         A memory is refilled once the next filling is requested. Re-raises errors of the threads.
         """
@@ -122,10 +117,11 @@ class Filler:
             if isinstance(item, BaseException):
                 self._error = None
                 raise item
-            yield Buffer(self._epoch, item.index, begin=item.begin), item.memory, item.is_last
-            if item.is_last:
+            yield item
+            _, memory, is_last = item
+            if is_last:
                 return
-            self._free.put(item.memory)
+            self._free.put(memory)
 
     def stop(self) -> None:
         """Tells the threads to end after the step in progress. Does not wait: any thread may call this, even the fill
@@ -162,7 +158,7 @@ class Filler:
     def _fill_memories(self, begin: FeedPosition, first_index: int) -> None:
         if self._tee is not None:
             self._tee.catch_up(begin.work, self._closed.is_set)
-        steps = self._steps(begin)
+        steps = in_flight(self._dispatched(begin), self._plan.memory.inflight_steps)
         for index in count(first_index):
             with self.waits.waiting("devices"):
                 memory = self._free.get()
@@ -171,55 +167,52 @@ class Filler:
             if memory is None:
                 return
             filled = self._fill(index, memory, steps)
+            _, _, is_last = filled
             if self._closed.is_set():
                 return
-            if filled.is_last and self._tee is not None:
+            if is_last and self._tee is not None:
                 self._tee.finish()
             self._filled.put(filled)
-            if filled.is_last:
+            if is_last:
                 return
 
-    def _steps(self, begin: FeedPosition) -> Iterator[tuple[StepInFlight, FeedPosition]]:
-        """Yields the steps from `begin` on, each with its position. Later steps are in flight when one is yielded."""
+    def _dispatched(self, begin: FeedPosition) -> Iterator[tuple[StepInFlight, FeedPosition]]:
+        """Dispatches the steps from `begin` on, each with its position."""
         checks = SlotChecks(self._plan)
-        in_flight: deque[tuple[StepInFlight, FeedPosition]] = deque()
         work, skip = begin
-        while (block := self._next_block()) is not None:
+        while True:
+            with self.waits.waiting("data"):
+                block = self._feed.get()
+            if block is None:
+                return
             is_stored = self._tee is not None and self._tee.begin(block)
             if not is_stored:  # the store's writer checks stored blocks
                 checks.check(block)
             for first_row in range(0 if is_stored else skip, block.num_rows, self._plan.mesh.process_rows):
-                if len(in_flight) == self._plan.memory.inflight_steps:
-                    yield in_flight.popleft()
                 step = self._tee.dispatch(block, first_row) if is_stored else self._dispatch(block, first_row)
                 if first_row >= skip:
-                    in_flight.append((step, FeedPosition(work, first_row)))
+                    yield step, FeedPosition(work, first_row)
             work, skip = work.after(block), 0
-        yield from in_flight
 
     def _dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
         return start_transfer(self._step(block, first_row), block, first_row, self._plan)
 
-    def _next_block(self) -> TokenBlock | None:
-        with self.waits.waiting("data"):
-            return self._feed.get()
-
-    def _fill(self, index: int, memory: TokenMemory, steps: Iterator[tuple[StepInFlight, FeedPosition]]) -> _Filled:
+    def _fill(self, index: int, memory: TokenMemory, steps: Iterator[tuple[StepInFlight, FeedPosition]]) -> Filling:
         begin, row = None, 0
         while row < memory.rows and not self._closed.is_set() and (item := next(steps, None)) is not None:
             step, position = item
             begin = begin or position
             self._drain(step, memory, row)
             row += step.num_rows
-        token_filter, rank, seed = self._reading.options.token_filter, self._reading.options.rank, self._reading.seed
+        token_filter, rank, seed = self._options.token_filter, self._options.rank, self._options.order_seed
         slots = memory.within_norms(token_filter, memory.chosen(token_filter, row))
         memory.order = slots if seed is None else slots[permutation(len(slots), seed, rank, index, self._epoch)]
-        return _Filled(index, memory, begin, is_last=row < memory.rows)
+        return Buffer(self._epoch, index, begin=begin), memory, row < memory.rows
 
     def _drain(self, step: StepInFlight, memory: TokenMemory, row: int) -> None:
         """Waits for a step's outputs and copies them into the memory, from row `row` on."""
         check_finite(self._plan, step.block, np.asarray(step.counts)[1:].tolist())
-        arrays = memory.targets | memory.side_arrays
+        [arrays] = memory.arrays
         try:
             while step.copies:
                 copy = step.copies.pop()
@@ -232,5 +225,5 @@ class Filler:
         names = [spec.name for spec in SIDE_ARRAYS] + ([SELECTED.name] if step.block.selected is not None else [])
         side_arrays = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})
         for name, values in side_arrays.items():
-            target = memory.side_arrays[name][row : row + step.num_rows]
+            target = arrays[name][row : row + step.num_rows]
             target[: len(values)], target[len(values) :] = values, 0  # segment 0: no token

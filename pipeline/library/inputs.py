@@ -1,11 +1,10 @@
-"""The inputs of an Extractor: texts, token ids and chats, as documents of one stream."""
+"""The inputs of an Extractor: texts, token ids and chats."""
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
@@ -18,19 +17,19 @@ from pipeline.core.errors import InputError
 from pipeline.data.documents import Cursor, Document, SkippedDocument
 from pipeline.data.text.templates import RenderError
 from pipeline.data.text.tokenizer import TextTokenizer
-from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
+from pipeline.data.tokenised import TokenisedDocument
 
 Chat = Sequence[Mapping[str, str]]
 DocumentInput = str | Sequence[int] | np.ndarray | Chat
 
-_NAME = "documents"  # the only source shard's name in messages
+_NAME = "documents"  # the source in messages
 _PARQUET_SCHEMA = pa.schema([("id", pa.string()), ("text", pa.large_string())])
 _ROW_GROUP = 1000  # documents
 
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Tokenises documents. on_error: whether a bad document raises an error or is skipped."""
+    """Renders chats and tokenises texts. on_error: whether a bad document raises InputError or is skipped."""
 
     tokenizer: TextTokenizer
     vocab_size: int
@@ -40,66 +39,62 @@ class DocumentReader:
     def __post_init__(self) -> None:
         flag("add_generation_prompt", self.add_generation_prompt)
 
-    def texts(self, documents: Sequence[DocumentInput], *, with_tokens: bool) -> "Texts":
-        """The texts and rendered chats among the documents. with_tokens: whether token lists are allowed, too.
-
-        Raises InputError for anything else, and ConfigError for a chat if the tokenizer has no usable template.
-        """
+    def texts(self, documents: Sequence[DocumentInput]) -> list[str | SkippedDocument]:
+        """The texts, and the rendered chats. Raises InputError for anything else, and ConfigError for a chat if the
+        tokenizer has no usable template."""
         if any(map(_is_chat, documents)):
             self.tokenizer.require_chat()
-        items = []
-        for index, document in enumerate(documents):
-            if isinstance(document, str):
-                items.append(self._text(index, lambda text=document: text))
-            elif _is_chat(document):
-                items.append(self._text(index, lambda chat=document: self._rendered(chat)))
-            elif not (with_tokens and _is_tokens(document)):
-                tokens = "a list of token ids, " if with_tokens else ""
-                raise InputError(
-                    f"{_NAME}[{index}] is {shown(document)}. Expected a text, {tokens}or a chat: a list of messages "
-                    "such as {'role': 'user', 'content': '...'}."
-                )
-        return Texts(tuple(items))
+        return [self._text(index, document, "a text, or") for index, document in enumerate(documents)]
 
     def tokenised(self, documents: Sequence[DocumentInput]) -> list[TokenisedDocument | SkippedDocument]:
-        """Every document's tokens, in order.
+        """Every document's tokens, in order; token ids are used unchanged. A document without tokens, or with tokens
+        outside the model's vocabulary, is a bad one."""
+        if any(map(_is_chat, documents)):
+            self.tokenizer.require_chat()
+        expected = "a text, a list of token ids, or"
+        read: list[str | SkippedDocument | np.ndarray] = [
+            np.asarray(document) if _is_tokens(document) else self._text(index, document, expected)
+            for index, document in enumerate(documents)
+        ]
+        encoded = iter(self._encoded([text for text in read if isinstance(text, str)]))
+        with_tokens = [next(encoded) if isinstance(item, str) else item for item in read]
+        return [
+            item if isinstance(item, SkippedDocument) else self._checked(index, item)
+            for index, item in enumerate(with_tokens)
+        ]
 
-        Raises InputError, naming the document, for one without tokens or with tokens outside the model's vocabulary,
-        unless `on_error` skips it.
-        """
-        texts = self.texts(documents, with_tokens=True)
-        given = {index: np.asarray(tokens) for index, tokens in enumerate(documents) if _is_tokens(tokens)}
-        tokenised = TokenisedDocuments(
-            texts, self.tokenizer, [0], on_error=self.on_error, vocab_size=self.vocab_size
-        ).read(Cursor())
-        by_index = {index: self._checked(index, tokens) for index, tokens in given.items()}
-        for item in tokenised:
-            by_index[item.index if isinstance(item, SkippedDocument) else item.document.index] = item
-        return [by_index[index] for index in range(len(documents))]
-
-    def _rendered(self, chat: Chat) -> str:
-        return self.tokenizer.render_chat(chat, add_generation_prompt=self.add_generation_prompt)
-
-    def _text(self, index: int, make: Callable[[], str]) -> Document | SkippedDocument:
+    def _text(self, index: int, document: DocumentInput, expected: str) -> str | SkippedDocument:
+        if not isinstance(document, str) and not _is_chat(document):
+            raise InputError(
+                f"{_NAME}[{index}] is {shown(document)}. Expected {expected} a chat: a list of messages such as "
+                "{'role': 'user', 'content': '...'}."
+            )
         try:
-            text = make()
+            text = document
+            if not isinstance(document, str):
+                text = self.tokenizer.render_chat(document, add_generation_prompt=self.add_generation_prompt)
+            text.encode()
         except RenderError as error:
             return self._bad(index, str(error))
-        if not text:
-            return self._bad(index, "the text is empty")
-        try:
-            text.encode()
         except UnicodeEncodeError:
             return self._bad(index, "the text has a lone surrogate, so is not UTF-8")
-        return Document(str(index), text, _NAME, index)
+        return text or self._bad(index, "the text is empty")
 
-    def _checked(self, index: int, tokens: np.ndarray) -> TokenisedDocument | SkippedDocument:
+    def _encoded(self, texts: list[str]) -> list[np.ndarray | str]:
+        """The tokens of each text, or why it cannot be tokenised."""
+        try:
+            return self.tokenizer.encode(texts)
+        except ValueError as error:
+            return [str(error)] if len(texts) == 1 else [tokens for text in texts for tokens in self._encoded([text])]
+
+    def _checked(self, index: int, tokens: np.ndarray | str) -> TokenisedDocument | SkippedDocument:
+        if isinstance(tokens, str):
+            return self._bad(index, tokens)
         if not len(tokens):
             return self._bad(index, "it has no tokens")
-        smallest, largest = int(tokens.min()), int(tokens.max())
-        if smallest < 0 or largest >= self.vocab_size:
-            wrong = smallest if smallest < 0 else largest
-            return self._bad(index, f"token id {wrong} is outside the model's vocabulary of {self.vocab_size}")
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < self.vocab_size:
+                return self._bad(index, f"token id {token} is outside the model's vocabulary of {self.vocab_size}")
         return TokenisedDocument(Document(str(index), "", _NAME, index), tokens.astype(np.int32), Cursor())
 
     def _bad(self, index: int, reason: str) -> SkippedDocument:
@@ -108,51 +103,36 @@ class DocumentReader:
         return SkippedDocument(_NAME, index, reason)
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Texts in memory as a source with one source shard."""
-
-    items: tuple[Document | SkippedDocument, ...]
-    shards: ClassVar = (_NAME,)
-    info_schema: ClassVar = pa.schema([])
-
-    def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
-        return (item for item in self.items if item.index >= start)
-
-    def fingerprint(self) -> dict[str, object]:
-        return {"texts": [item.text if isinstance(item, Document) else None for item in self.items]}
-
-    def write(self, folder: str, ids: Iterable[str] | None) -> str:
-        """Writes a parquet file with the columns id and text, and returns its path. The file name depends on the
-        content, so that stores of different texts have different fingerprints. ids: None for the documents' numbers.
-
-        Raises InputError if the number of ids differs from the number of documents.
-        """
-        given = [item.index for item in self.items] if ids is None else items("ids", ids, "a list of strings")
-        names = list(map(str, given))
-        if len(names) != len(self.items):
-            raise InputError(f"ids has {len(names)} entries for {len(self.items)} documents. Give one id per document.")
-        texts = [item.text if isinstance(item, Document) else "" for item in self.items]  # the command skips empty ones
-        digest = hashlib.sha256(json.dumps([names, texts]).encode()).hexdigest()
-        path = os.path.join(folder, f"texts-{digest[:16]}.parquet")
-        table = pa.table({"id": names, "text": texts}, schema=_PARQUET_SCHEMA)
-        pq.write_table(table, path, compression="none", row_group_size=_ROW_GROUP)
-        return path
-
-
 class GivenDocuments:
-    """Tokenised documents in memory, as the documents of a stream."""
+    """Tokenised documents in memory, as the documents of a stream. Their numbers are their places in it."""
 
     num_shards = 1
     info_schema = pa.schema([])
 
-    def __init__(self, documents: Iterable[TokenisedDocument]) -> None:
-        self._documents = [
-            replace(document, cursor=Cursor(0, number, 0, number)) for number, document in enumerate(documents)
-        ]
+    def __init__(self, documents: Sequence[TokenisedDocument]) -> None:
+        self._documents = documents
 
     def read(self, start: Cursor, should_stop: Callable[[], bool] = lambda: False) -> Iterator[TokenisedDocument]:
-        return iter(self._documents[start.ordinal :])
+        for number in range(start.ordinal, len(self._documents)):
+            document = self._documents[number]
+            yield TokenisedDocument(document.document, document.tokens, Cursor(0, number, 0, number))
+
+
+def write_texts(texts: Sequence[str | SkippedDocument], folder: str, ids: Iterable[str] | None) -> str:
+    """Writes a parquet file with the columns id and text, and returns its path. The file name depends on the content,
+    so that stores of different texts have different fingerprints. ids: None for the documents' numbers.
+
+    Raises InputError if the number of ids differs from the number of documents.
+    """
+    names = list(map(str, range(len(texts)) if ids is None else items("ids", ids, "a list of strings")))
+    if len(names) != len(texts):
+        raise InputError(f"ids has {len(names)} entries for {len(texts)} documents. Give one id per document.")
+    column = [text if isinstance(text, str) else "" for text in texts]  # the command skips empty ones
+    digest = hashlib.sha256(json.dumps([names, column]).encode()).hexdigest()
+    path = os.path.join(folder, f"texts-{digest[:16]}.parquet")
+    table = pa.table({"id": names, "text": column}, schema=_PARQUET_SCHEMA)
+    pq.write_table(table, path, compression="none", row_group_size=_ROW_GROUP)
+    return path
 
 
 def as_list(documents: Iterable[DocumentInput]) -> list[DocumentInput]:

@@ -22,7 +22,7 @@ from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.frameworks import Framework
 from pipeline.store.read.rows import at_selected
 
-_TOKENS, _IS_STORED = "tokens", "is_stored"
+_TOKENS, _IS_STORED, _TOKEN_DOCUMENTS, _SLOT_DOCUMENTS = "tokens", "is_stored", "token documents", "slot documents"
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,13 @@ class ExtractedDocument:
 
 
 class Collector:
-    """Gathers the outputs of steps by document."""
+    """Gathers the outputs of steps, and divides them by document."""
 
-    def __init__(self, spec: StepSpec, num_documents: int) -> None:
+    def __init__(self, spec: StepSpec) -> None:
         self._spec = spec
-        self._parts: list[dict[str, list[np.ndarray]]] = [defaultdict(list) for _ in range(num_documents)]
+        # By array name, the values of valid slots, step by step; with their documents for slots of tokens, and of
+        # activations.
+        self._parts: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def add(self, block: TokenBlock, first_row: int, outputs: StepOutputs) -> None:
         """Adds the outputs of the step for the rows of a block from `first_row` on. Waits for the step."""
@@ -69,18 +71,14 @@ class Collector:
             is_stored = np.zeros_like(is_stored)
             row, slot = np.nonzero(selected >= 0)
             is_stored[row, selected[row, slot]] = True
-        self._gather(documents, {_TOKENS: block.tokens[rows], _IS_STORED: is_stored})
+        self._add(documents, {_TOKEN_DOCUMENTS: documents, _TOKENS: block.tokens[rows], _IS_STORED: is_stored})
         arrays = zip(self._spec.stored_arrays, outputs.arrays, strict=True)
-        self._gather(slots, {array.name: np.asarray(values) for array, values in arrays})
+        self._add(slots, {_SLOT_DOCUMENTS: slots} | {array.name: np.asarray(values) for array, values in arrays})
 
-    def _gather(self, documents: Int64[np.ndarray, "B S"], arrays: Mapping[str, np.ndarray]) -> None:
-        """Splits arrays [B, S, ...] by the documents of the slots; -1 is padding. The arrays may have more rows."""
-        order = np.argsort(documents, axis=None, kind="stable")
-        numbers, starts = np.unique(documents.reshape(-1)[order], return_index=True)
-        flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in arrays.items()}
-        for number, places in zip(numbers.tolist(), np.split(order, starts[1:]), strict=True):
-            for name, values in flat.items() if number >= 0 else ():
-                self._parts[number][name].append(values.take(places, axis=0))
+    def _add(self, documents: Int64[np.ndarray, "B S"], arrays: Mapping[str, np.ndarray]) -> None:
+        """Keeps the slots of arrays [B, S, ...] that have a document; -1 is padding. The arrays may have more rows."""
+        for name, values in arrays.items():
+            self._parts[name].append(values[: len(documents)][documents >= 0])
 
     def documents(
         self,
@@ -92,15 +90,24 @@ class Collector:
         were added: it releases the gathered arrays."""
         nothing = {_TOKENS: np.empty(0, np.int32), _IS_STORED: np.empty(0, bool)}
         nothing |= {array.name: np.empty((0, *array.token_shape), array.dtype) for array in self._spec.stored_arrays}
-        parts, self._parts = iter(self._parts), []
-        results = []
+        num_documents = sum(isinstance(item, TokenisedDocument) for item in items)
+        divided = {}
+        for slots, names in ((_TOKEN_DOCUMENTS, list(nothing)[:2]), (_SLOT_DOCUMENTS, list(nothing)[2:])):
+            documents = np.concatenate([np.empty(0, np.int64), *self._parts.pop(slots, [])])
+            order = np.argsort(documents, kind="stable")
+            starts = np.searchsorted(documents[order], np.arange(num_documents))[1:]
+            for name in names:
+                values = np.concatenate([nothing[name], *self._parts.pop(name, [])])
+                divided[name] = [values.take(places, axis=0) for places in np.split(order, starts)]
+        number, results = iter(range(num_documents)), []
         for item in items:
             if isinstance(item, SkippedDocument):
                 results.append(self._result(nothing, convert, framework, skipped=item.reason))
                 continue
-            gathered = next(parts)
-            joined = {name: _joined(gathered[name], empty) for name, empty in nothing.items()}
-            results.append(self._result(joined, convert, framework, num_cut=len(item.tokens) - len(joined[_TOKENS])))
+            place = next(number)
+            arrays = {name: values[place] for name, values in divided.items()}
+            num_cut = len(item.tokens) - len(arrays[_TOKENS])
+            results.append(self._result(arrays, convert, framework, num_cut=num_cut))
         return results
 
     def _result(
@@ -124,13 +131,3 @@ class Collector:
             num_cut=num_cut,
             skipped=skipped,
         )
-
-
-def _joined(parts: Sequence[np.ndarray], empty: np.ndarray) -> np.ndarray:
-    return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else empty
-
-
-def start_copies(outputs: StepOutputs) -> None:
-    """Starts copying the outputs that `Collector.add` reads to the host."""
-    for values in (*outputs.arrays, outputs.counts):
-        values.copy_to_host_async()

@@ -6,26 +6,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from pipeline.config.composing import from_values
-from pipeline.config.keys import all_keys
 from pipeline.config.limits import shown
-from pipeline.config.schema import ParquetData, RunConfig
+from pipeline.config.schema import BatchConfig, CaptureConfig, ModelConfig, ParquetData, RunConfig, all_fields
 from pipeline.core.errors import ConfigError
+from pipeline.core.messages import did_you_mean
 from pipeline.core.sites import site_name
-from pipeline.core.suggestions import did_you_mean
 from pipeline.store.read.frameworks import parsed_dtype
 
 _OPTIONS = {
-    "model": ("revision", "tokenizer", "weights_dtype", "activations_dtype", "attention", "weights", "init", "seed"),
-    "data": ("on_error", "special_tokens", "prefix", "suffix", "template_kwargs", "date"),
-    "batch": ("rows", "length", "packing", "long_documents"),
-    "capture": (
-        *("layers", "sites", "dtype", "scale_group", "outputs", "top_logprobs", "on_not_finite", "positions", "every"),
-        *("token", "regex", "rate", "per_row", "keep", "encode", "encode_top", "encode_dtype", "encode_threshold"),
-        *("encode_index", "encode_error"),
-    ),
-    "store": ("shard_mib", "rows_per_block", "compression"),
-    "mesh": ("tensor",),
-    "run": ("reserved_mib",),
+    "model": {field.name for field in fields(ModelConfig)} - {"path", "dtype"},
+    "data": {"on_error", "special_tokens", "prefix", "suffix", "template_kwargs", "date"},
+    "batch": {field.name for field in fields(BatchConfig)},
+    "capture": {field.name for field in fields(CaptureConfig)} - {"when", "seed", "statistics"},
+    "store": {"shard_mib", "rows_per_block", "compression"},
+    "mesh": {"tensor"},
+    "run": {"reserved_mib"},
 }
 KEYS = {option: f"{section}.{option}" for section, options in _OPTIONS.items() for option in options}
 KEYS |= {"model": "model.path", "model_dtype": "model.dtype", "sample_seed": "capture.seed"}
@@ -58,7 +53,7 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
 def _hint(name: str, owner: str) -> str:
     """The option or configuration key that an unknown option probably means, as the end of a message."""
     options = {key: option for option, key in KEYS.items()}
-    keys = [key for key in all_keys() if name in (key, key.rpartition(".")[2])]
+    keys = [key for key, _ in all_fields() if name in (key, key.rpartition(".")[2])]
     if option := next((options[key] for key in keys if key in options), None):
         return f" Did you mean {option}?"
     if not keys:
@@ -76,8 +71,7 @@ def configuration(values: Mapping[str, object], job: Mapping[str, object] | None
 
     job: further values for `Extractor.save`, whose documents are a parquet file with the columns id and text.
     """
-    fixed = {"data.source": "parquet", "data.repo": "none", "data.subset": "none"}
-    return from_values(ParquetData, fixed | _IN_MEMORY | dict(values) | dict(job or {}))
+    return from_values(ParquetData, _IN_MEMORY | dict(values) | dict(job or {}))
 
 
 def _plain(value: object) -> object:

@@ -14,13 +14,13 @@ from pipeline.config import composing
 from pipeline.config.limits import shown
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
 from pipeline.core.arguments import flag, integer, items, path
-from pipeline.core.counts import counted
 from pipeline.core.errors import ArgumentError, ConfigError, StoreMismatch
+from pipeline.core.messages import counted
 from pipeline.core.sites import ActivationKey
 from pipeline.data.files import NoSuchFiles
-from pipeline.extraction.job_run import load_step
-from pipeline.job.identity import weights_identity
-from pipeline.job.opening import Job, open_job, replanned
+from pipeline.job.job import Job, weights_identity
+from pipeline.job.loaded_step import load_step
+from pipeline.job.opening import open_job, replanned
 from pipeline.library.settings import settings
 from pipeline.library.stream_reader import (
     StreamReader,
@@ -33,10 +33,9 @@ from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
-from pipeline.store.read.batch_options import BatchOptions, Key, Readable, as_keys
-from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import STORED, Dtype
 from pipeline.store.read.gathering import sample_statistics
+from pipeline.store.read.options import ArrayNames, BatchOptions, Key, TokenFilter, as_keys
 
 BUFFER_TOKENS = 1 << 18
 _NO_STORE = "memory://stream/"
@@ -86,8 +85,9 @@ class Stream:
                 f"data has the source {shown(given['source'])}, but Stream(...) reads only parquet files. For other "
                 "sources, use Stream.from_config, e.g. Stream.from_config(['data=arc', ...])."
             )
-        values = {"data.source": "parquet", "data.repo": "none", "data.subset": "none", "store.path": "none"}
-        values |= {f"data.{key}": value for key, value in given.items()} | settings(named, "Stream")
+        values = (
+            {"store.path": "none"} | {f"data.{key}": value for key, value in given.items()} | settings(named, "Stream")
+        )
         values |= {"run.max_tokens": max_tokens, "run.progress": progress}
         try:
             self._open(composing.from_values(ParquetData, values))
@@ -123,7 +123,7 @@ class Stream:
         self.keys: tuple[ActivationKey, ...] = self._job.plan.step.keys
         widths = {encoder.spec.name: encoder.spec.sae.width for encoder in self._job.encoders}
         hooks = {key.name: self._job.model.hook_name(key) for key in self.keys}
-        self._readable = Readable("the stream", self._job.layout, widths, ConfigError, hooks)
+        self._names = ArrayNames("the stream", self._job.layout, widths, ConfigError, hooks)
         self._step = load_step(self._job, jax.local_devices())
 
     def batches(
@@ -172,20 +172,21 @@ class Stream:
         refuse_data_loader_workers()
         devices = topology(self.config.run)
         options = BatchOptions(
+            batch_size=batch_size,
             **dict(rank=devices.index if rank is None else rank, world=devices.count if world is None else world),
-            **dict(shuffle=shuffle, seed=seed, token_filter=token_filter, normalisation=normalisation, stack=stack),
+            **dict(shuffle=shuffle, seed=seed, token_filter=token_filter, stack=stack),
             **dict(dtype=dtype, framework=framework, outputs=outputs, features=features, drop_last=drop_last),
         )
         if options.token_filter.part is not None:
             raise ArgumentError(
                 "TokenFilter(part=...) applies only to stores of data=generate: a stream's documents have no parts."
             )
-        reading = self._readable.reading(self._keys(keys), batch_size, options)
+        arrays = self._names.batch_arrays(self._keys(keys), options, normalisation)
         job = self._share(options.rank, options.world, None if store is None else path("store", store))
         half_steps = _half_steps(job, integer("shuffle_buffer_tokens", shuffle_buffer_tokens, 1))
-        _require_memory(host_bytes(job, reading, half_steps, store is not None), devices)
-        _require_device_memory(device_bytes(job, self._step, reading), devices, job.plan.reserved_bytes)
-        return StreamReader(job, self._step, reading, half_steps, state, fills_store=store is not None)
+        _require_memory(host_bytes(job, arrays, options, half_steps, store is not None), devices)
+        _require_device_memory(device_bytes(job, self._step, arrays, options), devices, job.plan.reserved_bytes)
+        return StreamReader(job, self._step, arrays, options, half_steps, state, fills_store=store is not None)
 
     def sample(
         self,

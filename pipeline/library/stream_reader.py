@@ -15,24 +15,15 @@ from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import ArgumentError, ConfigError
 from pipeline.data.documents import Cursor
 from pipeline.data.feed import InTurn, StreamWork
-from pipeline.extraction.loaded_step import LoadedStep
-from pipeline.job.opening import Job
+from pipeline.job.job import Job
+from pipeline.job.loaded_step import LoadedStep
 from pipeline.library.filling import FeedPosition, Filler, Waits
 from pipeline.library.tee import StoreTee
 from pipeline.store.format.layout import MIB, SIDE_ARRAYS, ArraySpec
-from pipeline.store.format.scaled import scale_name
 from pipeline.store.read.frameworks import STORED, Framework
-from pipeline.store.read.gathering import (
-    AHEAD,
-    Batch,
-    Gatherer,
-    Position,
-    Reader,
-    Reading,
-    TokenMemory,
-    sealed,
-    unsealed,
-)
+from pipeline.store.read.gathering import AHEAD, Batch, TokenMemory, gathered
+from pipeline.store.read.iterating import Position, Reader, sealed, unsealed
+from pipeline.store.read.options import BatchArrays, BatchOptions
 
 log = logging.getLogger("pipeline")
 
@@ -62,7 +53,8 @@ class StreamReader(Reader[Batch]):
         self,
         job: Job,
         step: LoadedStep,
-        reading: Reading,
+        arrays: BatchArrays,
+        options: BatchOptions,
         half_steps: int,
         state: Mapping[str, Any] | None,
         *,
@@ -72,16 +64,16 @@ class StreamReader(Reader[Batch]):
 
         Raises ArgumentError for the state of a different stream, and what opening the store raises.
         """
-        self.host_bytes = host_bytes(job, reading, half_steps, fills_store)
-        self.device_bytes = device_bytes(job, step, reading)
+        self.host_bytes = host_bytes(job, arrays, options, half_steps, fills_store)
+        self.device_bytes = device_bytes(job, step, arrays, options)
         self.waits = Waits()
         self._job = job
         self._model_step = step
-        self._reading = reading
+        self._arrays, self._options = arrays, options
         self._memory_rows = half_steps * job.plan.mesh.process_rows
         self._fills_store = fills_store
         self._filler: Filler | None = None
-        self._identity = _identity(job, reading, half_steps)
+        self._identity = _identity(job, options, half_steps)
         position = Position() if state is None else _restored(unsealed(state), self._identity, job.work())
         is_at_end = position.begin is not None and not position.begin.work.work
         super().__init__(position, position.epoch + (not is_at_end), 1)
@@ -97,15 +89,15 @@ class StreamReader(Reader[Batch]):
         if self._filler is not None:  # one at a time computes, and fills a store
             self._filler.close()
             self._finalizer.detach()
-        memories = [TokenMemory(self._job.layout, self._reading, self._memory_rows) for _ in range(2)]
+        memories = [TokenMemory([self._arrays], self._memory_rows) for _ in range(2)]
         tee = StoreTee(self._job, self._model_step) if self._fills_store else None
         begin, position = self._first_step(), self._position
-        filler = Filler(self._job.plan, self._model_step, memories, self._reading, position.epoch, tee, self.waits)
+        filler = Filler(self._job.plan, self._model_step, memories, self._options, position.epoch, tee, self.waits)
         self._filler = filler
         self._finalizer = weakref.finalize(self, filler.stop)
         self._finalizer.atexit = False  # the filler registers its own exit handler
         filled = filler.filled(begin, position.buffer)
-        return Gatherer(self._reading, self._reading.options.drop_last).batches(filled, position)
+        return gathered(filled, position, [self._arrays], self._options)
 
     def _first_step(self) -> FeedPosition:
         """Where the filling of the reader's position begins."""
@@ -134,38 +126,38 @@ class StreamReader(Reader[Batch]):
         refuse_to_pickle(self)
 
 
-def host_bytes(job: Job, reading: Reading, half_steps: int, fills_store: bool) -> int:
+def host_bytes(job: Job, arrays: BatchArrays, options: BatchOptions, half_steps: int, fills_store: bool) -> int:
     """The peak host memory of activations and side arrays: both halves of the buffer, steps in flight, batches gathered
     ahead and, if the stream fills a store, the memory for that."""
-    slot_bytes = sum(spec.position_bytes for spec in _read_arrays(job, reading))
+    slot_bytes = sum(spec.position_bytes for spec in _read_arrays(arrays))
     buffer_slots = 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots
     memory = job.plan.memory
     in_flight = memory.inflight_steps * (memory.step_bytes + memory.step_statistics_bytes)
     storing = memory.host_bytes if fills_store else 0
-    return (buffer_slots + (AHEAD + 1) * reading.batch_size) * slot_bytes + in_flight + storing
+    return (buffer_slots + (AHEAD + 1) * options.batch_size) * slot_bytes + in_flight + storing
 
 
-def device_bytes(job: Job, step: LoadedStep, reading: Reading) -> int:
+def device_bytes(job: Job, step: LoadedStep, arrays: BatchArrays, options: BatchOptions) -> int:
     """The peak device memory of weights, steps and batches, without features that are made dense."""
     program = step.compiled.memory.resident_bytes(job.plan.memory.inflight_steps)
-    if reading.options.framework is not Framework.jax:
+    if options.framework is not Framework.jax:
         return program
-    dtype = reading.options.dtype
+    dtype = options.dtype
     widened = np.dtype("float32" if dtype in (None, STORED) else dtype).itemsize  # scaled dtypes become float32
-    arrays = _read_arrays(job, reading)
-    widths = {spec.name: spec.width for spec in arrays if spec.name in reading.names}
-    token_bytes = sum(max(spec.position_bytes, widths.get(spec.name, 0) * widened) for spec in arrays)
-    return program + (AHEAD + 1) * reading.batch_size * token_bytes
+    specs = _read_arrays(arrays)
+    widths = {spec.name: spec.width for spec in specs if spec.name in arrays.names}
+    token_bytes = sum(max(spec.position_bytes, widths.get(spec.name, 0) * widened) for spec in specs)
+    return program + (AHEAD + 1) * options.batch_size * token_bytes
 
 
-def _read_arrays(job: Job, reading: Reading) -> list[ArraySpec]:
-    names = {*reading.names, *map(scale_name, reading.names), *reading.sparse, *reading.outputs}
-    return [*SIDE_ARRAYS, *(spec for spec in job.layout.all_arrays if spec.name in names)]
+def _read_arrays(arrays: BatchArrays) -> list[ArraySpec]:
+    names = {*arrays.by_piece, *arrays.by_block}
+    return [*SIDE_ARRAYS, *(spec for spec in arrays.layout.all_arrays if spec.name in names)]
 
 
-def _identity(job: Job, reading: Reading, half_steps: int) -> dict[str, int | str | None]:
+def _identity(job: Job, options: BatchOptions, half_steps: int) -> dict[str, int | str | None]:
     """The values, or checksums of values, that a stream's batches depend on, by name."""
-    metadata, options = job.metadata, reading.options
+    metadata = job.metadata
     sections = ("model", "tokenizer", "data", "batch")
     return {
         **{name: _checksum(getattr(metadata, name)) for name in sections},
@@ -176,8 +168,8 @@ def _identity(job: Job, reading: Reading, half_steps: int) -> dict[str, int | st
         "max_tokens": job.plan.streams.max_tokens,
         "rank": options.rank,
         "world": options.world,
-        "seed": reading.seed,
-        "batch_size": reading.batch_size,
+        "seed": options.order_seed,
+        "batch_size": options.batch_size,
         "shuffle_buffer_tokens": 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots,
         "token_filter": _checksum(asdict(options.token_filter)),
     }
@@ -212,7 +204,7 @@ def _restored(state: Mapping[str, Any], identity: Mapping[str, object], work: Se
         start = Cursor(shard, document, token, ordinal)
         left.append(replace(by_stream[stream], start=start, index=index, wanted=wanted))
     begin = FeedPosition(InTurn(left), state["row"])
-    return Position(*(state[name] for name in Position._fields[:-1]), begin=begin)
+    return Position.of(state, begin)
 
 
 def refuse_data_loader_workers() -> None:

@@ -1,33 +1,21 @@
 """Writes the blocks of a stream that a store lacks into the store, as the command does, during training."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from itertools import islice
 from typing import Self
 
 from pipeline.data.documents import TokenBlock
-from pipeline.data.feed import Feed, InTurn, StreamWork
-from pipeline.extraction.block_writer import BlockWriter
-from pipeline.extraction.job_run import complete, measure_int8, open_store, work_left
-from pipeline.extraction.loaded_step import LoadedStep
-from pipeline.extraction.transfer import StepInFlight, empty_step, start_transfer
+from pipeline.data.feed import InTurn
+from pipeline.job.int8_probe import measure_int8
+from pipeline.job.job import Job
+from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics
-from pipeline.job.opening import Job
+from pipeline.job.running import complete, open_store, work_left
+from pipeline.job.writing.block_writer import BlockWriter
+from pipeline.job.writing.transfer import StepInFlight
 
 log = logging.getLogger("pipeline")
-
-
-@dataclass(frozen=True)
-class _Before:
-    """The blocks of each stream's work before a given block."""
-
-    work: Sequence[tuple[StreamWork, int | None]]  # the work, and the block to stop before; None for all
-
-    def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
-        for item, end in self.work:
-            yield from islice(item.blocks(should_stop), None if end is None else end - item.index)
 
 
 class StoreTee:
@@ -48,7 +36,7 @@ class StoreTee:
 
     def __enter__(self) -> Self:
         interval_s = self._job.config.run.metrics_interval_s
-        self._metrics = Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=interval_s)
+        self._metrics = Metrics(interval_s=interval_s)
         self._writer = BlockWriter(self._store, self._job.plan, self._metrics)
         return self
 
@@ -63,14 +51,13 @@ class StoreTee:
         ends = {item.stream.stream: item.index for item in begin.work}
         left = ((item, ends.get(stream)) for stream, item in self._left.items())
         missing = [(item, end) for item, end in left if end is None or item.index < end]
-        if not missing:
-            return
-        log.info(
-            "%s lacks blocks before the saved state in %d streams of documents: computing these first",
-            *(self._store.path, len(missing)),
-        )
-        with closing(Feed(_Before(missing))) as feed:
-            while not should_stop() and (block := feed.get()) is not None:
+        if missing:
+            log.info(
+                "%s lacks blocks before the saved state in %d streams of documents: computing these first",
+                *(self._store.path, len(missing)),
+            )
+        for item, end in missing:
+            for block in islice(item.blocks(should_stop), None if end is None else end - item.index):
                 self.begin(block)
                 for first_row in range(0, block.num_rows, self._job.plan.mesh.process_rows):
                     if should_stop():
@@ -81,18 +68,13 @@ class StoreTee:
         """Whether the store lacks the next block. If so, dispatch all of its steps, in order."""
         left = self._left.get(block.stream)
         is_lacking = left is not None and block.index >= left.index
-        if is_lacking and block.num_rows == 0:  # a stream without documents: its commit record says so
-            self._writer.acquire()
-            self._writer.submit(empty_step(block))
+        if is_lacking and block.num_rows == 0:
+            self.dispatch(block, first_row=0)  # computes nothing
         return is_lacking
 
     def dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
-        """Dispatches a step whose outputs go to the store. Returns the step with separate copies for the caller. Waits
-        until the writer may take another step."""
-        self._writer.acquire()
-        step = start_transfer(self._step(block, first_row), block, first_row, self._job.plan)
-        self._writer.submit(replace(step, copies=[*step.copies]))
-        return step
+        """See `BlockWriter.dispatch`."""
+        return self._writer.dispatch(self._step, block, first_row)
 
     def finish(self) -> None:
         """Commits what was dispatched, and completes the store if it holds what was asked for."""

@@ -1,54 +1,22 @@
 """The description of a transformer, which each family reads from config.json.
 
-Shape letters in this package:
+Shape letters in this package, which also name the axes of weights:
 
     all models         B rows, T positions, S key positions, D model dim, N heads, K key-value heads, G = N / K,
                        H head dim, W head dim of values (H, except in latent attention), F MLP dim, V vocabulary,
                        P learned positions, Y token types, C = 3 for q, k and v in one tensor, L layers of a stack,
-                       p dims of per-layer inputs
+                       p dims of per-layer inputs, I = 1
     experts            E experts, A experts per token, M MLP dim of an expert, U MLP dim of the shared expert
     latent attention   Q rank of queries, Z rank of keys and values, R rotary dims of a head, X = H - R + W
     DeltaNet           J key heads, O value heads per key head, k and v dims of a key head and a value head,
                        c convolution taps
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool
-
 DELTA_CHUNK = 64  # positions that a DeltaNet processes at once
-
-
-class Axis(StrEnum):
-    """The logical axes of weights; the values are their shape letters."""
-
-    vocab = "V"
-    d_model = "D"
-    heads = "N"
-    kv_heads = "K"
-    head_dim = "H"
-    value_dim = "W"
-    q_rank = "Q"
-    kv_rank = "Z"
-    rotary = "R"
-    key_value = "X"
-    d_mlp = "F"
-    positions = "P"
-    token_types = "Y"
-    qkv = "C"
-    experts = "E"
-    d_expert = "M"
-    d_shared = "U"
-    delta_heads = "J"
-    delta_values = "O"
-    delta_key_dim = "k"
-    delta_value_dim = "v"
-    delta_taps = "c"
-    layers = "L"
-    layer_input = "p"
-    one = "I"
 
 
 class RopeKind(StrEnum):
@@ -58,55 +26,31 @@ class RopeKind(StrEnum):
     linear = "linear"
     llama3 = "llama3"
     dynamic = "dynamic"
-    yarn = "yarn"
+    yarn = "yarn"  # Peng et al., arXiv 2309.00071
     longrope = "longrope"
     proportional = "proportional"
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings (Su et al., arXiv 2104.09864). Dimensions h and h + half of a head rotate together."""
+    """Rotary position embeddings (Su et al., arXiv 2104.09864). Dimensions h and h + half of a head rotate together.
+
+    LongRoPE (Ding et al., arXiv 2402.13753) is for rows within the original context only: longer documents use other
+    factors at all positions, so an activation would depend on the tokens after it.
+    """
 
     theta: float
     kind: RopeKind = RopeKind.default
     factor: float = 1.0  # all kinds except default
+    original_max_positions: int = 0  # llama3, yarn and longrope
+    attention_factor: float = 1.0  # yarn and longrope: multiplies cosines and sines
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 1.0  # llama3
-    original_max_positions: int = 0  # llama3, yarn and longrope
-
-
-@dataclass(frozen=True)
-class ScaledRope(Rope):
-    """Rotary embeddings that also scale queries and keys."""
-
-    attention_factor: float = 1.0  # multiplies cosines and sines
-
-
-@dataclass(frozen=True)
-class YarnRope(ScaledRope):
-    """YaRN (Peng et al., arXiv 2309.00071)."""
-
-    beta_fast: float = 32.0  # pairs of dimensions with more rotations in the original context keep their frequency
-    beta_slow: float = 1.0  # the frequency of pairs with fewer rotations is divided by `factor`
-    truncate: bool = True  # rounds the ends of the interpolated range outwards to whole pairs
-
-
-@dataclass(frozen=True)
-class LongRope(ScaledRope):
-    """LongRoPE (Ding et al., arXiv 2402.13753) for rows within the original context.
-
-    Longer documents use different factors at all positions, so an activation would depend on the tokens after it.
-    """
-
-    short_factors: tuple[float, ...] = ()  # divide the frequency of each pair of dimensions
-
-
-@dataclass(frozen=True)
-class ProportionalRope(Rope):
-    """Rotary embeddings without the pairs of dimensions with the lowest frequencies. The other frequencies are the same
-    as if all pairs rotated."""
-
-    rotating: float = 1.0  # share of the pairs
+    beta_fast: float = 32.0  # yarn: pairs with more rotations in the original context keep their frequency
+    beta_slow: float = 1.0  # yarn: the frequency of pairs with fewer rotations is divided by `factor`
+    truncate: bool = True  # yarn: rounds the ends of the interpolated range outwards to whole pairs
+    short_factors: tuple[float, ...] = ()  # longrope: divide the frequency of each pair of dimensions
+    rotating: float = 1.0  # proportional: share of the pairs that rotate, those with the highest frequencies
 
 
 class Norm(StrEnum):
@@ -205,20 +149,24 @@ class Part(StrEnum):
     sparse = "sparse"  # a mixture of experts
 
 
-class LayerBlocks(NamedTuple):
-    """The blocks of a layer. Layers with equal blocks have weights of the same shapes."""
+class LayerKind(NamedTuple):
+    """How layers may differ. Layers of the same kind have weights of the same shapes and compute the same."""
 
     parts: frozenset[Part]
+    is_local: bool
+    is_rotated: bool  # queries and keys
     has_global_heads: bool
     keys_of: int | None  # the layer whose keys and values it attends to; None: its own
 
 
-class LayerKind(NamedTuple):
-    """How layers with weights of the same shapes may differ. The fields are arrays where the layers of a scan differ,
-    and Python booleans elsewhere."""
+class Router(StrEnum):
+    """How a router chooses a token's experts and weights their outputs."""
 
-    is_local: bool | Bool[Array, ""]
-    is_rotated: bool | Bool[Array, ""]  # queries and keys
+    softmax = "softmax"  # the largest shares of a softmax over all experts
+    top_softmax = "top_softmax"  # the largest logits, weighted by a softmax over these
+    groups = "groups"  # DeepSeek-V2: shares as in `softmax`, from the groups of experts with the largest shares
+    sigmoid_groups = "sigmoid_groups"  # DeepSeek-V3: sigmoids, from the groups with the largest sums of two; the choice
+    # adds corrections to the sigmoids
 
 
 @dataclass(frozen=True)
@@ -230,34 +178,15 @@ class Experts:
     per_token: int
     d_expert: int
     sums_to_one: bool  # normalises the weights of a token's experts; else they come from the softmax over all experts
+    router: Router = Router.softmax
     d_shared: int = 0  # MLP dim of the expert that every token uses; 0: no such expert
     rounds_weights: bool = True  # rounds the experts' weights to the activations' dtype; else they stay float32
-
-
-@dataclass(frozen=True)
-class BoundedExperts(Experts):
-    """Experts whose neurons are (up + 1) * gate * sigmoid(alpha * gate), with gate and up clipped. The experts with the
-    largest logits are chosen, and the softmax is over the chosen ones only."""
-
-    alpha: float = 1.702
-    limit: float = 7.0  # gate <= limit, -limit <= up <= limit
-
-
-@dataclass(frozen=True)
-class GroupedExperts(Experts):
-    """DeepSeek's experts, in groups of equal size. A token's experts come from the groups with the largest score: the
-    largest softmax probability or, with `sigmoid`, the sum of the two largest scores. Logits are float32."""
-
-    num_groups: int = 1
+    num_groups: int = 1  # of equal size
     groups_per_token: int = 1
-    scaling: float = 1.0  # multiplies the weights
-    sigmoid: bool = False  # scores are sigmoids of the logits; a correction is added to them to choose the experts
-
-
-@dataclass(frozen=True)
-class ExpertsWithMlp(Experts):
-    """Gemma 4's layers: an MLP and experts read the same stream, each through its own norm, and their outputs are
-    added."""
+    scaling: float = 1.0  # of the weights, for experts in groups
+    limit: float | None = None  # neurons are (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit, |up| <= limit
+    alpha: float = 1.702
+    beside_mlp: bool = False  # an MLP reads the same stream through its own norm, and the outputs are added (Gemma 4)
 
 
 @dataclass(frozen=True)
@@ -308,9 +237,9 @@ class Architecture:
         return min([self.max_positions, *(rope.original_max_positions for rope in self.long_ropes)])
 
     @property
-    def long_ropes(self) -> list[LongRope]:
+    def long_ropes(self) -> list[Rope]:
         ropes = [self.rope, self.local.rope if self.local else None]
-        return [rope for rope in ropes if isinstance(rope, LongRope)]
+        return [rope for rope in ropes if rope is not None and rope.kind is RopeKind.longrope]
 
     def is_local(self, layer: int) -> bool:
         return self.local is not None and self.local.pattern[layer] == "L"
@@ -319,20 +248,17 @@ class Architecture:
         return self.rope is not None and (self.rotation is None or self.rotation[layer] == "R")
 
     def kind(self, layer: int) -> LayerKind:
-        return LayerKind(self.is_local(layer), self.is_rotated(layer))
-
-    def blocks(self, layer: int) -> LayerBlocks:
         is_delta = self.delta is not None and self.delta.pattern[layer] == "D"
         is_sparse = self.experts is not None and self.experts.pattern[layer] == "S"
         has_global_heads = self.global_heads is not None and not self.is_local(layer)
         keys_of = self.keys_of(layer)
         parts = {Part.layer, Part.delta if is_delta else Part.attention, Part.sparse if is_sparse else Part.dense}
-        if is_sparse and isinstance(self.experts, ExpertsWithMlp):
+        if is_sparse and self.experts.beside_mlp:
             parts.add(Part.dense)
         if not is_delta and keys_of is None:
             keys_are_values = has_global_heads and self.global_heads.keys_are_values
             parts |= {Part.keys} if keys_are_values else {Part.keys, Part.values}
-        return LayerBlocks(frozenset(parts), has_global_heads, keys_of)
+        return LayerKind(frozenset(parts), self.is_local(layer), self.is_rotated(layer), has_global_heads, keys_of)
 
     def keys_of(self, layer: int) -> int | None:
         """The layer whose keys and values a layer attends to; None: its own."""
@@ -343,61 +269,54 @@ class Architecture:
 
     def with_sizes_of(self, layer: int) -> "Architecture":
         """A copy whose heads and MLP have the layer's sizes."""
-        arch, blocks = self, self.blocks(layer)
-        if blocks.has_global_heads:
+        arch, kind = self, self.kind(layer)
+        if kind.has_global_heads:
             arch = replace(arch, head_dim=self.global_heads.head_dim, num_kv_heads=self.global_heads.num_kv_heads)
-        return arch if blocks.keys_of is None else replace(arch, d_mlp=self.shared_keys.d_mlp)
+        return arch if kind.keys_of is None else replace(arch, d_mlp=self.shared_keys.d_mlp)
 
     @property
     def all_sizes(self) -> "list[Architecture]":
         """`with_sizes_of` of one layer per kind."""
-        layers = {self.blocks(layer)._replace(parts=frozenset()): layer for layer in range(self.num_layers)}
+        layers = {self.kind(layer): layer for layer in range(self.num_layers)}
         return [self.with_sizes_of(layer) for layer in layers.values()]
 
-    def axis_size(self, axis: Axis) -> int:
+    def axis_size(self, axis: str) -> int:
+        """The size of an axis, by its letter. Axes that the model lacks have size 0."""
         experts = self.experts or Experts("", 0, 0, 0, False)
         latent = self.latent or LatentAttention(0, 0, 0, RotaryPairs.halves)
         delta = self.delta or DeltaNet("", 0, 0, 0, 0, 0)
+        num_rotary = self.rotary_dim or 0
         sizes = {
-            Axis.vocab: self.vocab_size,
-            Axis.d_model: self.d_model,
-            Axis.heads: self.num_heads,
-            Axis.kv_heads: self.num_kv_heads,
-            Axis.head_dim: self.head_dim,
-            Axis.value_dim: self.value_dim,
-            Axis.q_rank: latent.q_rank or 0,
-            Axis.kv_rank: latent.kv_rank,
-            Axis.rotary: self.rotary_dim or 0,
-            Axis.key_value: self.head_dim - (self.rotary_dim or 0) + self.value_dim,
-            Axis.d_mlp: self.d_mlp,
-            Axis.positions: self.max_positions,
-            Axis.token_types: self.num_token_types,
-            Axis.qkv: 3,
-            Axis.experts: experts.num_experts,
-            Axis.d_expert: experts.d_expert,
-            Axis.d_shared: experts.d_shared,
-            Axis.delta_heads: delta.num_heads,
-            Axis.delta_values: delta.values_per_key,
-            Axis.delta_key_dim: delta.key_dim,
-            Axis.delta_value_dim: delta.value_dim,
-            Axis.delta_taps: delta.num_taps,
-            Axis.layers: self.num_layers,
-            Axis.layer_input: self.layer_inputs,
-            Axis.one: 1,
+            **{"V": self.vocab_size, "D": self.d_model, "P": self.max_positions, "Y": self.num_token_types},
+            **{"N": self.num_heads, "K": self.num_kv_heads, "H": self.head_dim, "W": self.value_dim, "C": 3},
+            **{"Q": latent.q_rank or 0, "Z": latent.kv_rank, "R": num_rotary},
+            **{"X": self.head_dim - num_rotary + self.value_dim, "F": self.d_mlp},
+            **{"E": experts.num_experts, "M": experts.d_expert, "U": experts.d_shared},
+            **{"J": delta.num_heads, "O": delta.values_per_key, "k": delta.key_dim, "v": delta.value_dim},
+            **{"c": delta.num_taps, "L": self.num_layers, "p": self.layer_inputs, "I": 1},
         }
         return sizes[axis]
 
 
+def without_defaults(value: object) -> object:
+    """The fields of a dataclass that differ from their defaults, by name, as plain JSON. So a new field does not change
+    the identity of models without it."""
+    if is_dataclass(value):
+        values = {field.name: (getattr(value, field.name), field.default) for field in fields(value)}
+        return {name: without_defaults(inner) for name, (inner, default) in values.items() if inner != default}
+    return list(value) if isinstance(value, tuple) else value
+
+
 @dataclass(frozen=True)
-class Interleaved:
-    """Weights that share a tensor, interleaved along their first axis: item 0 of each weight, then item 1 of each, and
-    so on."""
+class FileTensor:
+    """A tensor of the file that does not simply contain one of our weights, such as [N, H, D], as [N * H, D]."""
 
-    weights: tuple[str, ...]
-    axes: str | None = None  # the file's axes of one such weight, grouped as in the file
+    weights: tuple[str, ...]  # all weights in the tensor; they are concatenated along its first axis
+    axes: str | None = None  # the file's axes of one weight, grouped as in the file; None: those of our weight
+    by: str = ""  # an axis: after each of its items' parts of a weight follow those of the next weight
 
 
-TableEntry = str | list[str] | tuple[str | list[str], str] | Interleaved
+TableEntry = str | FileTensor
 KeyTable = dict[str, TableEntry]
 """HF key without its prefix -> our key, a name in `weight_specs.WEIGHTS`. `*` stands for the layer's number, `#` for
 the expert's number; tensors with `#` lack the axis E.
@@ -405,19 +324,14 @@ the expert's number; tensors with `#` lack the axis E.
 | entry | the tensor in the file |
 |---|---|
 | `"attention.q"` | our weight [N, H, D], stored as [N * H, D]: outputs first, inputs last |
-| `("mlp.up", "D F")` | our weight with different axes, grouped as in the file: GPT-2's matrices are [inputs, outputs] |
-| `("attention.q_norm", "NH")` | a norm over different axes than usual |
-| `["mlp.gate", "mlp.up"]` | several weights, concatenated along the first axis (Phi-3) |
-| `(["mlp.gate", "mlp.up"], axes)` | several weights with these axes, interleaved along the last axis |
-| `Interleaved` | several weights, interleaved by head or by expert |
+| `FileTensor(("mlp.up",), "D F")` | our weight with different axes: GPT-2's matrices are [inputs, outputs] |
+| `FileTensor(("mlp.gate", "mlp.up"))` | several weights, concatenated along the first axis (Phi-3) |
+| `FileTensor(("attention.q", "attention.gate"), by="N")` | several weights, which alternate by head |
 
 Matrix products with weights [outputs, inputs] measured as fast as with [inputs, outputs].
 """
 
 
-def our_keys(entry: TableEntry) -> list[str]:
-    """The weights of a table entry, without the axes of the tensor in the file."""
-    if isinstance(entry, Interleaved):
-        return [*entry.weights]
-    weights = entry[0] if isinstance(entry, tuple) else entry
-    return [weights] if isinstance(weights, str) else weights
+def our_keys(entry: TableEntry) -> tuple[str, ...]:
+    """The weights of a table entry."""
+    return (entry,) if isinstance(entry, str) else entry.weights

@@ -5,25 +5,23 @@ per-layer inputs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, LayerKind
 from pipeline.models.attention.arithmetic import scaled
-from pipeline.models.attention.choosing import Attend
+from pipeline.models.attention.spec import Attend
 from pipeline.models.delta_net import Recur, WholeRows, delta_block
 from pipeline.models.experts import experts_block
 from pipeline.models.layers import LayerWeights, Rows, attention_block, layer_out, mlp_block, norm, norm_if_any
 from pipeline.models.partition import Partition
 from pipeline.models.rope import RopeTable, rope_table
-from pipeline.models.runs import layer_runs, residual_index
+from pipeline.models.runs import LayerRun, layer_runs, residual_index
 
 
 class Params(TypedDict, total=False):
@@ -51,7 +49,7 @@ STREAM_SITES = (Site.attn_in, Site.attn_out, Site.resid_mid, Site.mlp_in, Site.m
 same order, and the order of a set of strings differs between processes."""
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """Rows of packed tokens. Segment 0 is padding."""
 
     tokens: Int32[Array, "B T"]
@@ -60,61 +58,53 @@ class Batch(NamedTuple):
     selected: Int32[Array, "B S"] | None = None  # row positions of the queries of `attn_pattern`, or -1; None: all
 
 
-@dataclass(frozen=True)
-class ForwardSpec:
-    """What a forward pass captures and how it is computed. Static while tracing."""
-
-    keys: tuple[ActivationKey, ...]
-    # A sequence, with an entry per layer, needs keys that make each layer a run. `Recur`: for a layer with a DeltaNet.
-    attend: Attend | Sequence[Attend | Recur]
-    partition: Partition
-    finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree]  # maps an activation to the value to return
+Finish = Callable[[ActivationKey, Float[Array, "B T width"]], PyTree]
+"""Maps an activation to the value to return."""
 
 
-def forward(arch: Architecture, params: Params, batch: Batch, spec: ForwardSpec) -> dict[ActivationKey, PyTree]:
-    """Computes `spec.finish` of each key's activation, in the weights' dtype. Values at padding are undefined.
+def forward(
+    arch: Architecture,
+    params: Params,
+    batch: TokenBatch,
+    keys: Sequence[ActivationKey],
+    attend: Attend | Sequence[Attend | Recur],
+    partition: Partition,
+    finish: Finish = lambda key, activation: activation,
+) -> dict[ActivationKey, PyTree]:
+    """Computes `finish` of each key's activation, in the weights' dtype. Values at padding are undefined.
 
-    Pure, so it can be jitted. `params` must have been loaded for the same keys, and sharded by `spec.partition`.
+    Pure, so it can be jitted. `params` must have been loaded for the same keys, and sharded by `partition`. If `attend`
+    has an entry per layer, the keys must make each layer a run; `Recur` is for a layer with a DeltaNet.
     """
     captured: dict[ActivationKey, PyTree] = {}
 
     def capture(x: Array, activations: dict[ActivationKey, Array]) -> Array:
-        x, finished = _finish_first(x, activations, spec.finish)
+        x, finished = _finish_first(x, activations, finish)
         captured.update(finished)
         return x
 
-    layer = partial(_partitioned_layer, arch, spec.partition)
-    residual = spec.partition.residual
-    runs = layer_runs(spec.keys, arch)
+    layer = partial(_partitioned_layer, arch, partition)
+    residual = partition.residual
+    runs = layer_runs(keys, arch)
     with jax.named_scope("embed"):
         x = residual(embed(arch, params, batch.tokens, batch.positions))
-        rows = LayerRows(arch, params, batch, spec.keys, x, runs[-1].stop if runs else 0)
-    x = capture(x, _residual_activations(arch, params, x, 0, spec))
+        rows = LayerRows(arch, params, batch, keys, x, runs[-1].stop if runs else 0)
+    x = capture(x, _residual_activations(arch, params, x, 0, keys, partition))
     stacks = iter(params["runs"])
     for run in runs:
         weights = [next(stacks) for _ in run.stacks]
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
-                attend = spec.attend if callable(spec.attend) else spec.attend[run.first]
-                x, sites = layer(rows.layer(run.first), x, *weights, arch.kind(run.first), attend)
+                layer_attend = attend if callable(attend) else attend[run.first]
+                x, sites = layer(rows.layer(run.first), x, *weights, arch.kind(run.first), layer_attend)
                 rows.keep(run.first, sites)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
-                x = capture(x, {key: inner[key] for key in spec.keys if key in inner})
+                x = capture(x, {key: inner[key] for key in keys if key in inner})
             else:
-                x = _scan(partial(layer, attend=spec.attend), x, weights, [*map(rows.stack, run.stacks)])
+                x = _scan(partial(layer, attend=attend), x, arch, run, weights, rows)
         x = residual(x)
-        x = capture(x, _residual_activations(arch, params, x, run.stop, spec))
-    return {key: captured[key] for key in spec.keys}
-
-
-class LayerStack(NamedTuple):
-    """The inputs of the layers of one stack, other than the residual stream. `rows` and `kind` apply to all layers;
-    each layer gets its slice of `inputs` and `kinds`."""
-
-    rows: Rows
-    kind: dict[str, bool]
-    inputs: Float[Array, "L B T p"] | None
-    kinds: dict[str, np.ndarray]  # the fields of LayerKind that differ, [L]
+        x = capture(x, _residual_activations(arch, params, x, run.stop, keys, partition))
+    return {key: captured[key] for key in keys}
 
 
 class LayerRows:
@@ -124,7 +114,7 @@ class LayerRows:
         self,
         arch: Architecture,
         params: Params,
-        batch: Batch,
+        batch: TokenBatch,
         keys: Sequence[ActivationKey],
         x: Float[Array, "B T D"],
         num_layers: int,
@@ -146,22 +136,20 @@ class LayerRows:
             self._keys[layer] = sites[Site.k], sites[Site.v]
 
     def layer(self, layer: int) -> Rows:
-        return self._stack_rows(layer)._replace(layer_input=None if self._inputs is None else self._inputs[layer])
+        return self.layer_with(layer, None if self._inputs is None else self._inputs[layer])
 
-    def stack(self, layers: range) -> LayerStack:
-        common, kinds = _kinds_as_data([*map(self._arch.kind, layers)])
-        inputs = None if self._inputs is None else self._inputs[layers.start : layers.stop : layers.step]
-        return LayerStack(self._stack_rows(layers[0]), common, inputs, kinds)
+    def layer_with(self, layer: int, layer_input: Float[Array, "B T p"] | None) -> Rows:
+        return self._rows._replace(shared=self._keys.get(self._arch.keys_of(layer)), layer_input=layer_input)
 
-    def _stack_rows(self, layer: int) -> Rows:
-        keys_of = self._arch.keys_of(layer)
-        return self._rows if keys_of is None else self._rows._replace(shared=self._keys[keys_of])
+    def stack_inputs(self, layers: range) -> Float[Array, "L B T p"] | None:
+        """The per-layer inputs of a stack's layers."""
+        return None if self._inputs is None else self._inputs[layers.start : layers.stop : layers.step]
 
 
 def _finish_first(
     x: Float[Array, "B T D"],
     activations: dict[ActivationKey, Array],
-    finish: Callable[[ActivationKey, Float[Array, "B T width"]], PyTree],
+    finish: Finish,
 ) -> tuple[Float[Array, "B T D"], dict[ActivationKey, PyTree]]:
     """Finishes activations before the next layers use x. Otherwise the compiler may keep the activations as well as the
     results.
@@ -177,12 +165,17 @@ def _finish_first(
 
 
 def _residual_activations(
-    arch: Architecture, params: Params, x: Float[Array, "B T D"], num_layers: int, spec: ForwardSpec
+    arch: Architecture,
+    params: Params,
+    x: Float[Array, "B T D"],
+    num_layers: int,
+    keys: Sequence[ActivationKey],
+    partition: Partition,
 ) -> dict[ActivationKey, Array]:
     """The activations captured from the residual stream x after `num_layers` layers."""
-    keys = [key for key in spec.keys if residual_index(key, arch.num_layers) == num_layers]
+    keys = [key for key in keys if residual_index(key, arch.num_layers) == num_layers]
     normed = partial(norm, x, params, "final_norm", arch)
-    return {key: spec.partition.residual(normed()) if key.site is Site.final_norm else x for key in keys}
+    return {key: partition.residual(normed()) if key.site is Site.final_norm else x for key in keys}
 
 
 def _partitioned_layer(
@@ -203,29 +196,21 @@ def _partitioned_layer(
 def _scan(
     layer: Callable[..., tuple[Array, dict[Site, Array]]],
     x: Float[Array, "B T D"],
+    arch: Architecture,
+    run: LayerRun,
     weights: Sequence[LayerWeights],
-    stacks: Sequence[LayerStack],
+    rows: LayerRows,
 ) -> Float[Array, "B T D"]:
-    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack;
-    the `LayerKind` fields that differ within a stack are scanned over."""
+    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack."""
+    first_layers = [stack[0] for stack in run.stacks]  # all layers of a stack are of one kind
 
-    def compute_period(
-        x: Array, slices: list[tuple[LayerWeights, dict[str, Array], Array | None]]
-    ) -> tuple[Array, None]:
-        for stack, (layer_weights, kind, layer_input) in zip(stacks, slices, strict=True):
-            rows = stack.rows._replace(layer_input=layer_input)
-            x = layer(rows, x, layer_weights, LayerKind(**stack.kind, **kind))[0]
+    def compute_period(x: Array, slices: list[tuple[LayerWeights, Array | None]]) -> tuple[Array, None]:
+        for first, (layer_weights, layer_input) in zip(first_layers, slices, strict=True):
+            x, _ = layer(rows.layer_with(first, layer_input), x, layer_weights, arch.kind(first))
         return x, None
 
-    data = [(stacked, stack.kinds, stack.inputs) for stacked, stack in zip(weights, stacks, strict=True)]
-    return jax.lax.scan(compute_period, x, data)[0]
-
-
-def _kinds_as_data(kinds: Sequence[LayerKind]) -> tuple[dict[str, bool], dict[str, np.ndarray]]:
-    """The fields with the same value in all kinds, and the columns of the other fields."""
-    columns = dict(zip(LayerKind._fields, zip(*kinds, strict=True), strict=True))
-    common = {name: values[0] for name, values in columns.items() if len({*values}) == 1}
-    return common, {name: np.array(values) for name, values in columns.items() if name not in common}
+    inputs = [(stacked, rows.stack_inputs(stack)) for stacked, stack in zip(weights, run.stacks, strict=True)]
+    return jax.lax.scan(compute_period, x, inputs)[0]
 
 
 def layer_sites(

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pipeline.core.sites import Site
 from pipeline.models.architecture import DELTA_CHUNK, Architecture, Norm
 from pipeline.models.attention.arithmetic import float32_einsum
-from pipeline.models.layers import ACTIVATIONS, Weights, norm, norm_if_any, project
+from pipeline.models.layers import ACTIVATIONS, BlockWeights, norm, norm_if_any, project
 from pipeline.models.partition import Partition
 
 
@@ -61,8 +61,8 @@ class WholeRows:
 @jax.named_scope("delta_net")
 def delta_block(
     x: Float[Array, "B T D"],
-    attention: Weights,
-    weights: Weights,
+    attention: BlockWeights,
+    weights: BlockWeights,
     arch: Architecture,
     segments: Int32[Array, "B T"],
     partition: Partition,
@@ -78,7 +78,7 @@ def delta_block(
 
 
 def _heads(
-    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, segments: Int32[Array, "B T"], recur: Recur
+    x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, segments: Int32[Array, "B T"], recur: Recur
 ) -> Heads:
     def project_and_convolve(name: str) -> Float32[Array, "B T *heads"]:
         y = recur.convolve(name, project(x, weights, name), weights[f"{name}_taps"], segments)

@@ -15,15 +15,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, BoundedExperts, Experts, ExpertsWithMlp, GroupedExperts
-from pipeline.models.attention.arithmetic import float32_einsum, scaled
+from pipeline.models.architecture import Architecture, Experts, Router
+from pipeline.models.attention.arithmetic import float32_einsum, map_parts, mlp_positions, scaled
 from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
 from pipeline.models.layers import (
-    Weights,
+    BlockWeights,
     gated,
-    map_parts,
     mlp_block,
-    mlp_parts,
     norm,
     norm_if_any,
     norm_without_weight,
@@ -31,6 +29,7 @@ from pipeline.models.layers import (
 )
 from pipeline.models.partition import Partition
 
+_GROUPED = Router.groups, Router.sigmoid_groups
 _MAX_BLOCK = 128  # tokens per product in the loop over experts
 
 _TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
@@ -55,16 +54,16 @@ class _Mixed(NamedTuple):
 
 @jax.named_scope("experts")
 def experts_block(
-    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, partition: Partition
+    x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, partition: Partition
 ) -> dict[Site, Array]:
     """The sites of a sparse layer's MLP. `router_indices` are int32; `expert_out` has axes [B, T, A, D]."""
     stream, x = x, norm_if_any(x, weights, "norm", arch)
     sites = {Site.mlp_in: x}
-    if isinstance(arch.experts, ExpertsWithMlp):
+    if arch.experts.beside_mlp:
         sites |= _dense(stream, weights, arch)
         x = norm_if_any(stream, weights, "mixture_norm", arch)
     sites[Site.router_logits] = _logits(stream if "router_scale" in weights else x, weights, arch)
-    route = partial(_route_in_groups if isinstance(arch.experts, GroupedExperts) else _route, experts=arch.experts)
+    route = partial(_route_in_groups if arch.experts.router in _GROUPED else _route, experts=arch.experts)
     corrections = [weights[name] for name in ("router_correction", "router_expert_scale") if name in weights]
     routing = partition.by_rows(route, sites[Site.router_logits], *corrections)
     sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
@@ -80,7 +79,7 @@ def experts_block(
     return sites | {Site.expert_out: mixed.outputs, Site.mlp_out: norm_if_any(mlp_out, weights, "post_norm", arch)}
 
 
-def _dense(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
+def _dense(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> dict[Site, Array]:
     """The sites of the MLP in a layer that also has experts. `mlp_out` is the MLP's share of the layer's `mlp_out`."""
     dense = {name: weights[name] for name in ("norm", "gate", "up", "down")}
     return mlp_block(x, dense | {"post_norm": weights["dense_post_norm"]}, arch)
@@ -89,7 +88,7 @@ def _dense(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> di
 def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = None, *, experts: Experts) -> _Routing:
     """Chooses the experts with the largest logits; ties go to lower expert numbers. `scale` multiplies the experts'
     weights."""
-    if isinstance(experts, BoundedExperts):
+    if experts.router is Router.top_softmax:
         chosen, indices = jax.lax.top_k(logits, experts.per_token)
         return _Routing(indices, jax.nn.softmax(chosen.astype(jnp.float32)).astype(logits.dtype))
     shares, indices = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), experts.per_token)
@@ -100,27 +99,28 @@ def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = Non
     return _Routing(indices, shares.astype(logits.dtype) if experts.rounds_weights else shares)
 
 
-def _logits(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T E"]:
+def _logits(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> Float[Array, "B T E"]:
     if "router_scale" in weights:
         x = scaled(norm_without_weight(x, arch) * weights["router_scale"], arch.d_model**-0.5)
-    if isinstance(arch.experts, GroupedExperts):
+    if arch.experts.router in _GROUPED:
         return float32_einsum("BTD,ED->BTE", x.astype(jnp.float32), weights["router"].astype(jnp.float32))
     return project(x, weights, "router")
 
 
 def _route_in_groups(
-    logits: Float32[Array, "B T E"], correction: Float32[Array, " E"] | None = None, *, experts: GroupedExperts
+    logits: Float32[Array, "B T E"], correction: Float32[Array, " E"] | None = None, *, experts: Experts
 ) -> _Routing:
     """DeepSeek's routing (V2: arXiv 2405.04434, V3: arXiv 2412.19437). Ties go to lower group and expert numbers. A
     token's experts are sorted by weight, largest first."""
-    scores = jax.nn.sigmoid(logits) if experts.sigmoid else jax.nn.softmax(logits)
+    is_sigmoid = experts.router is Router.sigmoid_groups
+    scores = jax.nn.sigmoid(logits) if is_sigmoid else jax.nn.softmax(logits)
     preference = scores if correction is None else scores + correction
     if experts.groups_per_token < experts.num_groups:
         groups = preference.reshape(*preference.shape[:2], experts.num_groups, -1)
-        largest, _ = jax.lax.top_k(groups, 2 if experts.sigmoid else 1)
+        largest, _ = jax.lax.top_k(groups, 2 if is_sigmoid else 1)
         _, chosen = jax.lax.top_k(jnp.sum(largest, axis=-1), experts.groups_per_token)
         is_chosen = jnp.any(chosen[..., None] == jnp.arange(experts.num_groups), axis=-2)
-        preference = jnp.where(is_chosen[..., None], groups, -jnp.inf if experts.sigmoid else 0).reshape(scores.shape)
+        preference = jnp.where(is_chosen[..., None], groups, -jnp.inf if is_sigmoid else 0).reshape(scores.shape)
     _, indices = jax.lax.top_k(preference, experts.per_token)
     weights, order = jax.lax.top_k(jnp.take_along_axis(scores, indices, axis=-1), experts.per_token)
     if experts.sums_to_one:
@@ -128,7 +128,7 @@ def _route_in_groups(
     return _Routing(jnp.take_along_axis(indices, order, axis=-1), weights * experts.scaling)
 
 
-def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> Float[Array, "B T D"]:
+def _shared(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> Float[Array, "B T D"]:
     """The output of the shared expert, multiplied by its gate if the model has one."""
     shared = {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")}
     output = mlp_block(x, shared, arch)[Site.mlp_out]
@@ -136,15 +136,21 @@ def _shared(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> F
 
 
 def _mix_rows(
-    inputs: tuple[Float[Array, "B T D"], _Routing], weights: Weights, first: int | Int32[Array, ""], arch: Architecture
+    inputs: tuple[Float[Array, "B T D"], _Routing],
+    weights: BlockWeights,
+    first: int | Int32[Array, ""],
+    arch: Architecture,
 ) -> _Mixed:
     """`_mix`, one part at a time for very long rows, because it copies each token once per expert."""
     mix = partial(_mix, weights=weights, first=first, arch=arch)
-    return map_parts(mix, inputs, mlp_parts(inputs[0].shape[1]))
+    return map_parts(mix, inputs, mlp_positions(inputs[0].shape[1]))
 
 
 def _mix(
-    inputs: tuple[Float[Array, "B T D"], _Routing], weights: Weights, first: int | Int32[Array, ""], arch: Architecture
+    inputs: tuple[Float[Array, "B T D"], _Routing],
+    weights: BlockWeights,
+    first: int | Int32[Array, ""],
+    arch: Architecture,
 ) -> _Mixed:
     """The contribution of experts `first`, `first` + 1, ..., whose weights are given, to the layer's output. Other
     experts contribute 0."""
@@ -166,7 +172,7 @@ def _mix(
 
 
 def _in_groups(
-    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: Weights, arch: Architecture
+    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: BlockWeights, arch: Architecture
 ) -> Float[Array, "R D"]:
     """For TPUs: one grouped product for all experts. Tokens are sorted by expert; output rows after the last expert's
     are undefined."""
@@ -189,7 +195,7 @@ def _in_groups(
 
 
 def _in_blocks(
-    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: Weights, arch: Architecture
+    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: BlockWeights, arch: Architecture
 ) -> Float[Array, "R D"]:
     """For other backends: a loop over blocks of tokens of one expert. An expert's last block may be partly empty.
 

@@ -20,18 +20,17 @@ from typing import NamedTuple, TypedDict
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32, Int32, Num, PyTree
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Activation, Architecture, BoundedExperts, LatentAttention, LayerKind, Norm
-from pipeline.models.attention.arithmetic import scaled
-from pipeline.models.attention.choosing import Attend
+from pipeline.models.architecture import Activation, Architecture, LatentAttention, LayerKind, Norm
+from pipeline.models.attention.arithmetic import map_parts, mlp_positions, scaled
 from pipeline.models.attention.pattern import attention_entropy, attention_pattern
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
 from pipeline.models.int8_weights import Int8Weight, quantise
-from pipeline.models.rope import RopeTable, apply_rope, choose_table, rotate_pairs
+from pipeline.models.rope import RopeTable, apply_rope, rotate_pairs
 
-Weights = Mapping[str, Array | Int8Weight]
+BlockWeights = Mapping[str, Array | Int8Weight]
 """One block's weights by our keys, without those that the family lacks. Matrices may be int8."""
 
 
@@ -48,9 +47,9 @@ class Rows(NamedTuple):
 class LayerWeights(TypedDict, total=False):
     """One layer's weights. A DeltaNet takes the place of attention, but for the norm before it."""
 
-    attention: Weights
-    delta: Weights
-    mlp: Weights
+    attention: BlockWeights
+    delta: BlockWeights
+    mlp: BlockWeights
 
 
 ACTIVATIONS = {
@@ -62,7 +61,7 @@ ACTIVATIONS = {
 
 
 @jax.named_scope("norm")
-def norm(x: Array, weights: Weights, key: str, arch: Architecture) -> Array:
+def norm(x: Array, weights: BlockWeights, key: str, arch: Architecture) -> Array:
     """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) or LayerNorm over the axes of `weights[key]`, in float32."""
     scale = weights[key]
     axes = tuple(range(-scale.ndim, 0))
@@ -91,11 +90,11 @@ def norm_without_weight(x: Float[Array, "*B D"], arch: Architecture) -> Float[Ar
     return _normalised(x.astype(jnp.float32), (-1,), arch).astype(x.dtype)
 
 
-def norm_if_any(x: Array, weights: Weights, key: str, arch: Architecture) -> Array:
+def norm_if_any(x: Array, weights: BlockWeights, key: str, arch: Architecture) -> Array:
     return norm(x, weights, key, arch) if key in weights else x
 
 
-def project(x: Float[Array, "B T *inputs"], weights: Weights, key: str) -> Float[Array, "B T *outputs"]:
+def project(x: Float[Array, "B T *inputs"], weights: BlockWeights, key: str) -> Float[Array, "B T *outputs"]:
     """Multiplies x by `weights[key]`, [*outputs, *inputs], and adds the bias if there is one."""
     y, bias = _multiply(x, weights[key], _product), weights.get(f"{key}_bias")
     return y if bias is None else y + bias
@@ -128,27 +127,25 @@ def _product(
     every layer of every step. Measured on two cores with GPT-2's shape: 1.02 times as fast, and 1.4 times when decoding
     8 rows.
     """
+    outputs = weight.shape[: weight.ndim - (x.ndim - 2)]
+
+    def of_matrices(x: Array, weight: Array) -> Array:
+        matrix, x = weight.reshape(math.prod(outputs), -1), x.reshape(*x.shape[:2], -1)
+        # With one position per row the weight comes first, to be read once: 1.09 -> 0.38 ms for [3072, 768], 8 rows.
+        operands = ("OI,BTI->BTO", matrix, x) if x.shape[1] == 1 else ("BTI,OI->BTO", x, matrix)
+        return jnp.einsum(*operands, preferred_element_type=dtype).reshape(*x.shape[:2], *outputs)
+
     if x.ndim == 3:
-        return _matrix_product(x, weight, dtype)
+        return of_matrices(x, weight)
     heads = "NOH" if x.ndim == 5 else "NH"
     by_heads = partial(jnp.einsum, f"BT{heads},D{heads}->BTD", preferred_element_type=dtype)
-    return jax.lax.platform_dependent(x, weight, tpu=by_heads, default=partial(_matrix_product, dtype=dtype))
-
-
-def _matrix_product(
-    x: Num[Array, "B T *inputs"], weight: Num[Array, "*outputs_inputs"], dtype: DTypeLike | None
-) -> Num[Array, "B T *outputs"]:
-    outputs = weight.shape[: weight.ndim - (x.ndim - 2)]
-    matrix, x = weight.reshape(math.prod(outputs), -1), x.reshape(*x.shape[:2], -1)
-    # With one position per row the weight comes first, to be read once: 1.09 -> 0.38 ms for [3072, 768], 8 rows.
-    operands = ("OI,BTI->BTO", matrix, x) if x.shape[1] == 1 else ("BTI,OI->BTO", x, matrix)
-    return jnp.einsum(*operands, preferred_element_type=dtype).reshape(*x.shape[:2], *outputs)
+    return jax.lax.platform_dependent(x, weight, tpu=by_heads, default=of_matrices)
 
 
 @jax.named_scope("attention")
 def attention_block(
     x: Float[Array, "B T D"],
-    weights: Weights,
+    weights: BlockWeights,
     arch: Architecture,
     rows: Rows,
     kind: LayerKind,
@@ -160,15 +157,13 @@ def attention_block(
     if arch.latent is None:
         sites |= _heads(x, weights, arch, rows, kind)
     else:
-        sites |= _latent_heads(x, weights, arch, arch.latent, choose_table(rows.ropes, kind))
-    sinks = {"sinks": weights["sinks"]} if "sinks" in weights else {}
-    operands = (sites[Site.q], sites[Site.k], rows.segments)
-    sites[Site.attn_entropy] = _attend(partial(attention_entropy, **sinks), operands, arch, kind.is_local)
+        sites |= _latent_heads(x, weights, arch, arch.latent, rows.ropes[kind.is_local])
+    inputs = AttentionInputs(sites[Site.q], sites[Site.k], sites[Site.v], rows.segments, weights.get("sinks"))
+    spec = _attention_spec(arch, kind, rows.segments.shape[1])
+    sites[Site.attn_entropy] = attention_entropy(inputs, spec)
     if rows.selected is not None:
-        operands = (*operands, rows.selected)
-        sites[Site.attn_pattern] = _attend(partial(attention_pattern, **sinks), operands, arch, kind.is_local)
-    operands = (sites[Site.q], sites[Site.k], sites[Site.v], rows.segments)
-    z = _attend(partial(attend, **sinks), operands, arch, kind.is_local)
+        sites[Site.attn_pattern] = attention_pattern(inputs, rows.selected, spec)
+    z = attend(inputs, spec)
     if "gate" in weights:
         z *= jax.nn.sigmoid(project(x, weights, "gate"))
     sites[Site.attn_z] = z
@@ -179,28 +174,28 @@ def attention_block(
 
 def _heads(
     x: Float[Array, "B T D"],
-    weights: Weights,
+    weights: BlockWeights,
     arch: Architecture,
     rows: Rows,
     kind: LayerKind,
 ) -> dict[Site, Array]:
     """The queries, keys and values. Keys and values may come from an earlier layer."""
     sites = _projected(x, weights)
-    if arch.global_heads is not None and arch.global_heads.keys_are_values and not kind.is_local and Site.k in sites:
-        sites[Site.v] = sites[Site.k]
+    if Site.k in sites and Site.v not in sites:
+        sites[Site.v] = sites[Site.k]  # values are the keys, before their norm and rotation
     if arch.norms_values and Site.v in sites:
         sites[Site.v] = norm_without_weight(sites[Site.v], arch)
     for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
         if site in sites:
             sites[site] = norm_if_any(sites[site], weights, key, arch)
-            if kind.is_rotated is not False:
-                sites[site] = apply_rope(sites[site], choose_table(rows.ropes, kind))
+            if kind.is_rotated:
+                sites[site] = apply_rope(sites[site], rows.ropes[kind.is_local])
     if rows.shared is not None:
         sites[Site.k], sites[Site.v] = rows.shared
     return sites
 
 
-def _projected(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
+def _projected(x: Float[Array, "B T D"], weights: BlockWeights) -> dict[Site, Array]:
     sites = (Site.q, Site.k, Site.v)
     if "qkv" not in weights:
         return {site: project(x, weights, site) for site in sites if site in weights}
@@ -209,7 +204,7 @@ def _projected(x: Float[Array, "B T D"], weights: Weights) -> dict[Site, Array]:
 
 
 def _latent_heads(
-    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, latent: LatentAttention, table: RopeTable
+    x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, latent: LatentAttention, table: RopeTable
 ) -> dict[Site, Array]:
     """The queries, keys and values of latent attention. Only the last dimensions of queries and keys rotate."""
     num_unrotated = arch.head_dim - arch.rotary_dim
@@ -231,32 +226,19 @@ def _latent_heads(
     }
 
 
-def _attend(
-    attend: Callable[..., Float[Array, "B T N *H"]],
-    operands: tuple[Array, ...],
-    arch: Architecture,
-    is_local: bool | Bool[Array, ""],
-) -> Float[Array, "B T N *H"]:
-    """`attend(*operands, spec=...)` with or without the window, by the layer's kind. The first operand is the
-    queries."""
-    length = operands[0].shape[1]
+def _attention_spec(arch: Architecture, kind: LayerKind, length: int) -> AttentionSpec:
+    """How a layer's scores are computed in rows of `length`."""
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
     spec = AttentionSpec(arch.causal, scale, arch.softcap)
-    attend_all = partial(attend, spec=spec)
     is_decoding = length == 1  # the keys of earlier positions are in a cache
-    fits_window = arch.local is not None and arch.local.window >= length and not is_decoding
-    if arch.local is None or fits_window or is_local is False:
-        return attend_all(*operands)
-    attend_window = partial(attend, spec=replace(spec, window=arch.local.window))
-    if is_local is True:
-        return attend_window(*operands)
-    # The program contains both branches once for the whole scan; each layer runs one of them.
-    return jax.lax.cond(is_local, attend_window, attend_all, *operands)
+    if not kind.is_local or (arch.local.window >= length and not is_decoding):
+        return spec
+    return replace(spec, window=arch.local.window)
 
 
 def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) -> Float[Array, "*F"]:
     """The neurons of a gated MLP or expert."""
-    if not isinstance(arch.experts, BoundedExperts):
+    if arch.experts is None or arch.experts.limit is None:
         return ACTIVATIONS[arch.activation](gate) * up
     alpha, limit = arch.experts.alpha, arch.experts.limit
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
@@ -264,56 +246,17 @@ def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) 
 
 
 @jax.named_scope("mlp")
-def mlp_block(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
+def mlp_block(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> dict[Site, Array]:
     """The sites of an MLP, with a gate (Shazeer, arXiv 2002.05202) or without.
 
     Very long rows are computed in parts: all neurons of such a row would not fit a TPU's memory, and XLA would compute
     them twice. For Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457 ms per layer
     by XLA's estimate, without attention.
     """
-    return map_parts(partial(_mlp, weights=weights, arch=arch), x, mlp_parts(x.shape[1]))
+    return map_parts(partial(_mlp, weights=weights, arch=arch), x, mlp_positions(x.shape[1]))
 
 
-def map_parts(compute: Callable[[PyTree], PyTree], inputs: PyTree, num_parts: int) -> PyTree:
-    """`compute(inputs)` for arrays [B, T, ...], called on `num_parts` equal parts of the T positions in sequence."""
-    if num_parts == 1:
-        return compute(inputs)
-
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], num_parts, -1, *x.shape[2:]), 1, 0)
-
-    def join(x: Array) -> Array:
-        return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-
-    return jax.tree.map(join, jax.lax.map(compute, jax.tree.map(split, inputs)))
-
-
-def map_tiles(compute: Callable[[PyTree], PyTree], inputs: PyTree, size: int) -> PyTree:
-    """`compute(inputs)` for arrays [tokens, ...], called on tiles of `size` tokens in sequence. The last tile is padded
-    with zeros."""
-    num_tokens = len(jax.tree.leaves(inputs)[0])
-    if num_tokens <= size:
-        return compute(inputs)
-    padding = -num_tokens % size
-
-    def split(x: Array) -> Array:
-        return jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]).reshape(-1, size, *x.shape[1:])
-
-    def join(x: Array) -> Array:
-        return x.reshape(num_tokens + padding, *x.shape[2:])[:num_tokens]
-
-    return jax.tree.map(join, jax.lax.map(compute, jax.tree.map(split, inputs)))
-
-
-def mlp_parts(length: int) -> int:
-    """The number of equal parts in which an MLP processes a row: 1 up to 32,768 positions; above, parts of 4,096 to
-    16,384 positions if the length divides so, else 1."""
-    if length <= 32768:
-        return 1
-    return next((n for n in range(2, length // 4096 + 1) if length % n == 0 and length // n <= 16384), 1)
-
-
-def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict[Site, Array]:
+def _mlp(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> dict[Site, Array]:
     x = norm_if_any(x, weights, "norm", arch)
     up = project(x, weights, "up")
     if arch.gated:
@@ -327,7 +270,7 @@ def _mlp(x: Float[Array, "B T D"], weights: Weights, arch: Architecture) -> dict
 
 @jax.named_scope("layer_out")
 def layer_out(
-    x: Float[Array, "B T D"], weights: Weights, arch: Architecture, layer_input: Float[Array, "B T p"] | None
+    x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, layer_input: Float[Array, "B T p"] | None
 ) -> Float[Array, "B T D"]:
     """The stream after a layer: adds the gated per-layer input and multiplies by the layer's scale, if it has them."""
     if "input_gate" in weights:

@@ -15,16 +15,15 @@ from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import (
     DELTA_CHUNK,
     Architecture,
-    Axis,
     DeltaNet,
-    Interleaved,
+    FileTensor,
     KeyTable,
     Part,
     TableEntry,
     our_keys,
 )
 from pipeline.models.runs import layer_runs
-from pipeline.models.weight_specs import Kind, WeightSpec, weight_spec
+from pipeline.models.weight_specs import WeightKind, WeightSpec, weight_spec
 
 _BEFORE_MLP = frozenset(takewhile(lambda site: site is not Site.mlp_in, Site))
 
@@ -39,12 +38,16 @@ class Leaf:
     num_layers: int  # L
     num_experts: int | None  # E if each expert has its own tensor
     hf_shape: tuple[int, ...]  # of each tensor
-    rows: range  # this weight's part of the first HF axis
-    columns: slice  # this weight's part of the last HF axis
-    item_rows: int | None  # if weights are interleaved: rows of the HF tensor per item of the first of `axes`
-    item_part: slice  # this weight's part of those rows
-    axes: tuple[int, ...]  # the sizes of this weight's part, with the HF axes split
+    num_outer: int  # the number of first `axes` for each of whose items the weights of a tensor alternate; 0: none
+    part: range  # this weight's part of such an item, or if there are none, of the first HF axis
+    item_size: int  # of all weights
+    axes: tuple[int, ...]  # the sizes of this weight's axes, in the file's order
     order: tuple[int, ...]  # the permutation from `axes` to our axes
+
+    @property
+    def item_rows(self) -> int:
+        """The rows of the first HF axis that are read for an item of the first of `axes`."""
+        return (self.hf_shape[0] if self.num_outer else len(self.part)) // self.axes[0]
 
     @property
     def num_inputs(self) -> int:
@@ -102,7 +105,7 @@ def needed_leaves(arch: Architecture, table: KeyTable, keys: Sequence[Activation
             if part in trunk_parts:
                 trunk[key] = make_leaf(arch, key, hf_key, entry=entry)
             for stack, layer in zip(stacks, layers, strict=True):
-                if part in arch.blocks(stack[0]).parts:
+                if part in arch.kind(stack[0]).parts:
                     block, _, name = key.partition(".")
                     sizes = arch.with_sizes_of(stack[0])
                     layer.setdefault(block, {})[name] = make_leaf(sizes, key, hf_key, stack, entry)
@@ -114,65 +117,55 @@ def make_leaf(
 ) -> Leaf:
     """The leaf of one weight of these layers. `entry`, from the `KeyTable`, contains the file's axes if they differ
     from those of the weight's `WeightSpec`, and all weights in the tensor if there are several."""
-    spec = weight_spec(key)
-    spec_axes, experts = spec.axes, None
-    if "#" in hf_key:
-        spec_axes, experts = spec_axes.replace(Axis.experts, ""), arch.axis_size(Axis.experts)
-    groups = _file_axes(entry, spec_axes).split()
+    spec, tensor = weight_spec(key), FileTensor((key,)) if entry is None or isinstance(entry, str) else entry
+    experts = arch.axis_size("E") if "#" in hf_key else None
+
+    def file_axes(weight: str) -> str:
+        axes = tensor.axes or weight_spec(weight).axes
+        return axes if experts is None else axes.replace("E", "")
+
+    groups = file_axes(key).split()
     letters = "".join(groups)
-    our_letters = letters if spec.kind is Kind.norm else spec_axes.replace(" ", "")  # a norm may be over different axes
+    is_norm = spec.kind is WeightKind.norm  # which may be over other axes
+    our_letters = letters if is_norm else spec.axes.replace(" ", "")
     layer_keys = (hf_key.replace("*", str(layer)) for layer in layers)
-    tensors = (name.replace("#", str(expert)) for name in layer_keys for expert in range(experts or 1))
+    sizes = [_size(arch, _part_letters(file_axes(weight), tensor.by)) for weight in tensor.weights]
+    first = sum(sizes[: tensor.weights.index(key)])
+    part = range(first, first + sizes[tensor.weights.index(key)])
     hf_shape = [_size(arch, group) for group in groups]
-    rows, columns = range(hf_shape[0]), slice(None)
-    item_rows, item_part = None, slice(None)
-    weights = our_keys(entry or key)
-    if isinstance(entry, Interleaved):
-        all_rows = [_item_rows(arch, _file_axes(entry, weight_spec(weight).axes).split()) for weight in weights]
-        first, item_rows = sum(all_rows[: weights.index(key)]), sum(all_rows)
-        item_part = slice(first, first + _item_rows(arch, groups))
-        if len(groups[0]) == 1:
-            hf_shape[1] = item_rows
-        else:
-            hf_shape[0] = item_rows * arch.axis_size(Axis(letters[0]))
-            rows = range(hf_shape[0])
-    elif isinstance(entry, list):
-        all_rows = [_size(arch, weight_spec(weight).axes.split()[0]) for weight in weights]
-        first, hf_shape[0] = sum(all_rows[: weights.index(key)]), sum(all_rows)
-        rows = range(first, first + len(rows))
-    elif len(weights) > 1:
-        columns = slice(weights.index(key), None, len(weights))
-        hf_shape[-1] *= len(weights)
+    divided = _part_group(groups, tensor.by)
+    hf_shape[divided] = hf_shape[divided] // len(part) * sum(sizes)
     return Leaf(
         key=key,
         spec=spec,
-        tensors=tuple(tensors),
+        tensors=tuple(name.replace("#", str(expert)) for name in layer_keys for expert in range(experts or 1)),
         num_layers=len(layers),
         num_experts=experts,
         hf_shape=tuple(hf_shape),
-        rows=rows,
-        columns=columns,
-        item_rows=item_rows,
-        item_part=item_part,
-        axes=tuple(arch.axis_size(Axis(letter)) for letter in letters),
-        order=tuple(letters.index(letter) for letter in our_letters),
+        num_outer=letters.index(tensor.by) + 1 if tensor.by else 0,
+        part=part,
+        item_size=sum(sizes),
+        axes=tuple(map(arch.axis_size, letters)),
+        order=tuple(letters.index(letter) for letter in our_letters if letter in letters),
     )
 
 
-def _file_axes(entry: TableEntry | None, spec_axes: str) -> str:
-    """The axes of one weight's part of a tensor, grouped as in the file."""
-    if isinstance(entry, Interleaved):
-        return entry.axes or spec_axes
-    return entry[1] if isinstance(entry, tuple) else spec_axes
+def _part_letters(axes: str, by: str) -> str:
+    """The axes of a weight's part of an item of `by`: of the group, those after `by`, or else the next group."""
+    groups = axes[axes.index(by) + 1 :].split() if by else axes.split()
+    return groups[0] if groups else ""
 
 
-def _item_rows(arch: Architecture, groups: Sequence[str]) -> int:
-    """The rows per item of a weight's first axis, which is a whole group or the first letter of one."""
-    return _size(arch, groups[1] if len(groups[0]) == 1 else groups[0][1:])
+def _part_group(groups: list[str], by: str) -> int:
+    """The number of the group of HF axes that contains these parts."""
+    if not by:
+        return 0
+    number = next(number for number, group in enumerate(groups) if by in group)
+    return number + (groups[number].endswith(by) and number + 1 < len(groups))
 
 
 def _size(arch: Architecture, letters: str) -> int:
-    return math.prod(arch.axis_size(Axis(letter)) for letter in letters)
+    return math.prod(map(arch.axis_size, letters))
 
 
 def num_params(leaves: LeafTree) -> int:
@@ -206,7 +199,7 @@ def flops_per_token(
         sizes = arch.with_sizes_of(layer)
         window = arch.local.window if arch.is_local(layer) else None
         mean_keys = _mean_keys(arch, window, length) * (1 if attention_shares is None else attention_shares[window])
-        if Part.delta in arch.blocks(layer).parts:
+        if Part.delta in arch.kind(layer).parts:
             deltas += _delta_flops(arch.delta)
         else:
             attention += 2 * mean_keys * (sizes.head_dim + sizes.value_dim)
@@ -235,7 +228,7 @@ def _delta_flops(delta: DeltaNet) -> int:
 
 def _used_size(arch: Architecture, leaf: Leaf) -> int:
     """The number of a leaf's parameters that one token's matrix products use."""
-    has_experts = Axis.experts in leaf.spec.logical_axes
+    has_experts = "E" in leaf.spec.logical_axes
     return leaf.size * arch.experts.per_token // arch.experts.num_experts if has_experts else leaf.size
 
 

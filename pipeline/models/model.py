@@ -1,7 +1,5 @@
 """A model as the rest of the pipeline sees it: its sites and sizes, its weights, and its forward pass."""
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,13 +9,13 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import FINAL_NORM, POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
-from pipeline.models.architecture import Architecture, KeyTable, our_keys
-from pipeline.models.attention.choosing import Attend
+from pipeline.models.architecture import Architecture, KeyTable, our_keys, without_defaults
+from pipeline.models.attention.spec import Attend
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.loading import Placement, WeightBytes, check_tensors, load_params
 from pipeline.models.checkpoints.random_weights import random_params
-from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
+from pipeline.models.decoder import Params, TokenBatch, forward
 from pipeline.models.delta_net import Recur
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves
@@ -114,13 +112,13 @@ class Model:
     def identity(self, with_weights: bool = True) -> dict[str, object]:
         """What determines the activations, as plain JSON, wherever the checkpoint is stored.
 
-        It contains the whole architecture, so that a message can say how two models differ. With `with_weights`, a
-        digest of samples identifies the weights, which downloads a checkpoint from the Hub.
+        It contains the architecture, so that a message can say how two models differ. With `with_weights`, a digest of
+        samples identifies the weights, which downloads a checkpoint from the Hub.
 
         Raises CheckpointError for missing or damaged weights.
         """
         biases = sorted(key for key in self._weight_keys if weight_spec(key).is_bias)
-        architecture = json.loads(json.dumps(dataclasses.asdict(self.arch))) | {"biases": biases}  # lists, not tuples
+        architecture = without_defaults(self.arch) | {"biases": biases}
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
@@ -135,7 +133,7 @@ class Model:
     @property
     def tensor_dims(self) -> dict[str, int]:
         """The sizes that the `tensor` mesh axis divides, by their names in messages."""
-        parts = frozenset().union(*(self.arch.blocks(layer).parts for layer in range(self.num_layers)))
+        parts = frozenset().union(*(self.arch.kind(layer).parts for layer in range(self.num_layers)))
         used = (weight_spec(key) for key in self._weight_keys)
         axes = {axis for spec in used if spec.part in parts for axis in spec.logical_axes}
         return {
@@ -201,8 +199,7 @@ class Model:
     ) -> dict[ActivationKey, Float[Array, "B T width"]]:
         """The activations of `keys`, with heads concatenated. Pure, so it can be jitted. Values at padding (segment 0)
         are undefined."""
-        spec = ForwardSpec(tuple(keys), attend, partition, lambda key, activation: activation)
-        return forward(self.arch, params, Batch(tokens, segments, positions), spec)
+        return forward(self.arch, params, TokenBatch(tokens, segments, positions), keys, attend, partition)
 
     def leaves(self, keys: Sequence[ActivationKey], with_head: bool = False) -> LeafTree:
         """Describes the arrays that `load` puts on the devices, without reading them."""

@@ -20,11 +20,10 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, PyTree
 
-from pipeline.models.architecture import Axis
 from pipeline.models.int8_weights import Int8Weight
-from pipeline.models.layers import LayerWeights, Weights
+from pipeline.models.layers import BlockWeights, LayerWeights
 from pipeline.models.leaves import Leaf
-from pipeline.models.weight_specs import TENSOR_AXES, Kind, WeightSpec, weight_spec
+from pipeline.models.weight_specs import TENSOR_AXES, WeightKind, WeightSpec, weight_spec
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Partition:
     def leaf_sharding(self, leaf: Leaf) -> NamedSharding:
         """The sharding of a leaf. The layer axis of a stack is never divided."""
         axes = self._tensor_axes(leaf.spec, len(leaf.layer_shape))
-        if Axis.vocab in leaf.spec.logical_axes and leaf.shape[0] % self.mesh.shape["tensor"] == 0:
+        if "V" in leaf.spec.logical_axes and leaf.shape[0] % self.mesh.shape["tensor"] == 0:
             axes[0] = "tensor"
         axis, group = self._fsdp_axis(leaf, axes)
         if group > 1:
@@ -91,7 +90,10 @@ class Partition:
         )(segments, heads)
 
     def over_experts(
-        self, compute: Callable[[PyTree, Weights, int | Int32[Array, ""]], PyTree], inputs: PyTree, weights: Weights
+        self,
+        compute: Callable[[PyTree, BlockWeights, int | Int32[Array, ""]], PyTree],
+        inputs: PyTree,
+        weights: BlockWeights,
     ) -> PyTree:
         """Traced: like `by_rows`, but each device computes its own experts only, and the results are summed over
         `tensor`. It calls `compute(inputs, weights, first)` with these experts' weights; `first` is the number of the
@@ -99,7 +101,7 @@ class Partition:
         if self.mesh is None:
             return compute(inputs, weights, 0)
 
-        def on_device(inputs: PyTree, weights: Weights) -> PyTree:
+        def on_device(inputs: PyTree, weights: BlockWeights) -> PyTree:
             num_experts = jax.tree.leaves(weights)[0].shape[0]
             outputs = compute(inputs, weights, jax.lax.axis_index("tensor") * num_experts)
             return jax.lax.psum(outputs, "tensor")
@@ -115,7 +117,7 @@ class Partition:
 
     def _tensor_axes(self, spec: WeightSpec, num_axes: int) -> list[str | None]:
         """The mesh axis of each axis of one layer's weight. An int8 weight's scale has only the first `num_axes`."""
-        if spec.kind in (Kind.norm, Kind.control) or self.mesh.shape["tensor"] == 1:
+        if spec.kind in (WeightKind.norm, WeightKind.control) or self.mesh.shape["tensor"] == 1:
             return [None] * num_axes
         return ["tensor" if axis in TENSOR_AXES else None for axis in spec.logical_axes[:num_axes]]
 
@@ -129,7 +131,7 @@ class Partition:
             for axis, size in enumerate(leaf.layer_shape)
             if mesh_axes[axis] is None
         }
-        sizes = range(len(leaf.layer_shape)) if Axis.experts in leaf.spec.logical_axes else leaf.layer_shape
+        sizes = range(len(leaf.layer_shape)) if "E" in leaf.spec.logical_axes else leaf.layer_shape
         axis = max(groups, key=lambda axis: (groups[axis], sizes[axis]))
         return axis, groups[axis]
 

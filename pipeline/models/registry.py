@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.core.json_text import shown
+from pipeline.core.messages import shown
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint
@@ -18,7 +18,6 @@ from pipeline.models.families import (
     gpt2,
     gpt_neox,
     llama,
-    mistral,
     moe,
     olmo,
     phi3,
@@ -36,7 +35,10 @@ _LM_HEAD = HeadFormat()
 
 @dataclass(frozen=True)
 class Family:
-    """One value of config.json's `model_type`. `classes` is the prefix of its class names in transformers."""
+    """One value of config.json's `model_type`. `classes` is the prefix of its class names in transformers.
+
+    `read` raises CheckpointError for values that are not implemented.
+    """
 
     read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
     classes: str
@@ -55,7 +57,7 @@ _FAMILIES = {
     "gpt_oss": Family(moe.read_gpt_oss, "GptOss"),
     "gpt_neox": Family(gpt_neox.read, "GPTNeoX", HeadFormat("embed_out.weight")),
     "llama": Family(llama.read, "Llama"),
-    "mistral": Family(mistral.read, "Mistral"),
+    "mistral": Family(llama.read_mistral, "Mistral"),
     "mixtral": Family(moe.read_mixtral, "Mixtral"),
     "olmo2": Family(olmo.read_olmo2, "Olmo2"),
     "olmo3": Family(olmo.read_olmo3, "Olmo3"),

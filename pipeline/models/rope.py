@@ -9,16 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int, Int32
 
-from pipeline.models.architecture import (
-    LayerKind,
-    LongRope,
-    ProportionalRope,
-    Rope,
-    RopeKind,
-    RotaryPairs,
-    ScaledRope,
-    YarnRope,
-)
+from pipeline.models.architecture import Rope, RopeKind, RotaryPairs
 
 
 class RopeTable(NamedTuple):
@@ -36,17 +27,18 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     wavelengths = np.power(np.float64(rope.theta), exponents.astype(np.float64)).astype(np.float32)
     frequencies = np.float32(1.0) / wavelengths
-    if rope.kind is RopeKind.linear:
-        return frequencies / np.float32(rope.factor)
-    if rope.kind is RopeKind.llama3:
-        return _llama3(rope, frequencies)
-    if isinstance(rope, YarnRope):
-        return _yarn(rope, wavelengths, head_dim)
-    if isinstance(rope, ProportionalRope):
-        rotates = np.arange(len(frequencies)) < int(rope.rotating * head_dim // 2)
-        return np.where(rotates, frequencies, np.float32(0)) / np.float32(rope.factor)
-    if isinstance(rope, LongRope):
-        return 1 / (np.array(rope.short_factors, np.float32) * wavelengths)
+    match rope.kind:
+        case RopeKind.linear:
+            return frequencies / np.float32(rope.factor)
+        case RopeKind.llama3:
+            return _llama3(rope, frequencies)
+        case RopeKind.yarn:
+            return _yarn(rope, wavelengths, head_dim)
+        case RopeKind.proportional:
+            rotates = np.arange(len(frequencies)) < int(rope.rotating * head_dim // 2)
+            return np.where(rotates, frequencies, np.float32(0)) / np.float32(rope.factor)
+        case RopeKind.longrope:
+            return 1 / (np.array(rope.short_factors, np.float32) * wavelengths)
     return frequencies
 
 
@@ -60,7 +52,7 @@ def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np
     return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
 
 
-def _yarn(rope: YarnRope, wavelengths: Float32[np.ndarray, " half"], head_dim: int) -> Float32[np.ndarray, " half"]:
+def _yarn(rope: Rope, wavelengths: Float32[np.ndarray, " half"], head_dim: int) -> Float32[np.ndarray, " half"]:
     """Like `_llama3`, but interpolates by the index of a pair of dimensions, not by its wavelength."""
 
     def pair(rotations: float) -> float:
@@ -82,22 +74,7 @@ def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> Rop
     """The table for one batch's positions, which are not 0..T-1 in packed rows. `head_dim` is the number of dimensions
     that rotate."""
     angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
-    table = RopeTable(jnp.cos(angles), jnp.sin(angles))
-    if isinstance(rope, ScaledRope):
-        table = RopeTable(table.cos * rope.attention_factor, table.sin * rope.attention_factor)
-    return table
-
-
-def choose_table(tables: tuple[RopeTable, RopeTable], kind: LayerKind) -> RopeTable:
-    """The table for a global (first) or a local layer. Angles are 0 in a layer without rotation."""
-    global_table, local_table = tables
-    if isinstance(kind.is_local, bool) or global_table is local_table:
-        table = local_table if kind.is_local is True else global_table
-    else:
-        table = jax.tree.map(lambda a, b: jnp.where(kind.is_local, a, b), local_table, global_table)
-    if kind.is_rotated is True:
-        return table
-    return RopeTable(jnp.where(kind.is_rotated, table.cos, 1.0), jnp.where(kind.is_rotated, table.sin, 0.0))
+    return RopeTable(jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor)
 
 
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:

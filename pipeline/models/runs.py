@@ -1,7 +1,7 @@
 """Which layers a capture needs, and how they are divided into runs. Pure arithmetic on layer numbers.
 
-A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time: layers with the same
-blocks, or a repeating period of different layers, such as three with a DeltaNet and one with attention. A run ends
+A run is a sequence of layers that one `lax.scan` computes over weights stacked at load time: layers of the
+same kind, or a repeating period of different kinds, such as three with a DeltaNet and one with attention. A run ends
 where the residual stream is captured. A layer with a captured site inside is a separate run, and so is a layer whose
 keys later layers use. No layer after that of the last captured site is part of a run; that one is loaded whole, and the
 compiler drops what no captured site needs.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Architecture, LayerBlocks
+from pipeline.models.architecture import Architecture, LayerKind
 
 _MAX_PERIOD = 8  # layers in the body of a scan
 
@@ -63,23 +63,23 @@ def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[Layer
     return tuple(
         run
         for first, stop in pairwise(sorted(cuts))
-        for run in _repeating(first, [arch.blocks(layer) for layer in range(first, stop)])
+        for run in _repeating(first, [arch.kind(layer) for layer in range(first, stop)])
     )
 
 
-def _repeating(first: int, blocks: list[LayerBlocks]) -> Iterator[LayerRun]:
-    """Divides layers `first`, `first` + 1, ..., which have these blocks, into runs, each as long as possible."""
-    while blocks:
-        lengths = {period: _repeated(blocks, period) for period in range(1, min(_MAX_PERIOD, len(blocks)) + 1)}
+def _repeating(first: int, kinds: list[LayerKind]) -> Iterator[LayerRun]:
+    """Divides layers `first`, `first` + 1, ..., of these kinds, into runs, each as long as possible."""
+    while kinds:
+        lengths = {period: _repeated(kinds, period) for period in range(1, min(_MAX_PERIOD, len(kinds)) + 1)}
         period = max(lengths, key=lengths.__getitem__)  # the shortest period among equally long runs
         yield LayerRun(first, first + lengths[period], period=period)
-        first, blocks = first + lengths[period], blocks[lengths[period] :]
+        first, kinds = first + lengths[period], kinds[lengths[period] :]
 
 
-def _repeated(blocks: list[LayerBlocks], period: int) -> int:
+def _repeated(kinds: list[LayerKind], period: int) -> int:
     """The number of layers that consist of repetitions of the first `period` layers. 0 if these occur only once, unless
     `period` is 1."""
     end = period
-    while blocks[end : end + period] == blocks[:period]:
+    while kinds[end : end + period] == kinds[:period]:
         end += period
     return end if end > period or period == 1 else 0

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
+from pipeline.models.attention.arithmetic import map_parts
 from pipeline.models.decoder import Params
 from pipeline.models.head import Head, head_weight, scores
-from pipeline.models.layers import map_tiles
 
 CHUNK = 4096  # vocabulary ids at a time
 TILE = 2048  # tokens at a time: 32 MiB of logits
@@ -84,7 +84,7 @@ def _on_device(
     first = jax.lax.axis_index(axis) * weight.shape[0] if axis else 0
     reduce_tile = partial(_reduce_vocabulary, weight=weight, first=first, head=head, num_top=num_top)
     tokens = x.reshape(-1, x.shape[2]), next_tokens.reshape(-1)
-    reduced = map_tiles(lambda tile: reduce_tile(*tile), tokens, TILE)
+    reduced = map_parts(lambda tile: reduce_tile(*tile), tokens, TILE, axis=0)
     if axis:
         reduced = _merge_devices(reduced, axis)
     log_total = jnp.log(reduced.total)

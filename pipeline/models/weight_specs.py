@@ -11,7 +11,7 @@ from enum import StrEnum
 from functools import partial
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, Axis, Part
+from pipeline.models.architecture import Architecture, Part
 
 _SITE_PARTS: Mapping[Site, Part] = {
     **dict.fromkeys((Site.q, Site.attn_entropy, Site.attn_pattern, Site.attn_z, Site.head_out), Part.attention),
@@ -24,20 +24,20 @@ _SITE_PARTS: Mapping[Site, Part] = {
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:
     """Whether a layer has a site. True for sites outside layers."""
-    return _SITE_PARTS.get(site, Part.layer) in arch.blocks(layer).parts
+    return _SITE_PARTS.get(site, Part.layer) in arch.kind(layer).parts
 
 
 def why_missing(arch: Architecture, layer: int, site: Site) -> str:
     """Why `has_site` is false, as a clause for messages."""
-    blocks = arch.blocks(layer)
-    if _SITE_PARTS[site] is Part.keys and blocks.keys_of is not None:
-        return f"it attends to the keys and values of layer {blocks.keys_of}"
+    kind = arch.kind(layer)
+    if _SITE_PARTS[site] is Part.keys and kind.keys_of is not None:
+        return f"it attends to the keys and values of layer {kind.keys_of}"
     if _SITE_PARTS[site] in (Part.attention, Part.keys):
         return "it has a gated DeltaNet in place of attention"
-    return f"its MLP is {'a mixture of experts' if Part.sparse in blocks.parts else 'dense'}"
+    return f"its MLP is {'a mixture of experts' if Part.sparse in kind.parts else 'dense'}"
 
 
-class Kind(StrEnum):
+class WeightKind(StrEnum):
     """What a weight is used for. Only matrices of layers are divided over a mesh by `tensor`'s heads, neurons and
     experts, and only they may be int8.
 
@@ -50,13 +50,13 @@ class Kind(StrEnum):
     control = "control"
 
 
-TENSOR_AXES: Mapping[Axis, str] = {
-    Axis.heads: "attention heads",
-    Axis.kv_heads: "key-value heads",
-    Axis.d_mlp: "MLP neurons",
-    Axis.experts: "experts",
-    Axis.d_shared: "neurons of the shared expert",
-    Axis.delta_heads: "key heads of DeltaNet",
+TENSOR_AXES: Mapping[str, str] = {
+    "N": "attention heads",
+    "K": "key-value heads",
+    "F": "MLP neurons",
+    "E": "experts",
+    "U": "neurons of the shared expert",
+    "J": "key heads of DeltaNet",
 }
 """The logical axes of matrices and biases that are divided along `tensor`, and their names in messages."""
 
@@ -65,29 +65,29 @@ TENSOR_AXES: Mapping[Axis, str] = {
 class WeightSpec:
     """One weight. `axes` are shape letters; in a matrix, outputs and inputs are separated by a space."""
 
-    kind: Kind
+    kind: WeightKind
     axes: str
     part: Part
     is_bias: bool = False
     is_wide: bool = False  # always float32
 
     @property
-    def logical_axes(self) -> tuple[Axis, ...]:
-        return tuple(map(Axis, self.axes.replace(" ", "")))
+    def logical_axes(self) -> str:
+        return self.axes.replace(" ", "")
 
     @property
     def num_inputs(self) -> int:
         """The number of last axes that a matrix product sums over; 0 unless this is a layer's matrix."""
-        return len(self.axes.partition(" ")[2]) if self.kind is Kind.matrix else 0
+        return len(self.axes.partition(" ")[2]) if self.kind is WeightKind.matrix else 0
 
     @property
     def is_scale(self) -> bool:
         """Whether this is a norm's weight, whose values are near 1."""
-        return self.kind is Kind.norm and not self.is_bias
+        return self.kind is WeightKind.norm and not self.is_bias
 
 
-_embedding, _norm = partial(WeightSpec, Kind.embedding), partial(WeightSpec, Kind.norm)
-_matrix, _control = partial(WeightSpec, Kind.matrix), partial(WeightSpec, Kind.control)
+_embedding, _norm = partial(WeightSpec, WeightKind.embedding), partial(WeightSpec, WeightKind.norm)
+_matrix, _control = partial(WeightSpec, WeightKind.matrix), partial(WeightSpec, WeightKind.control)
 
 WEIGHTS: Mapping[str, WeightSpec] = {
     "embed": _embedding("V D", Part.embed),

@@ -9,15 +9,14 @@ from fnmatch import fnmatchcase
 
 from jax.sharding import Mesh
 
-from pipeline.config.choices import When
 from pipeline.config.limits import shown
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
+from pipeline.models.registry import Model
 from pipeline.models.sae.loading import SAE, open_sae
 from pipeline.models.sae.params import SAEParams, load_params, needed_arrays
 from pipeline.planning.capture import captured_keys
-from pipeline.planning.model_facts import ModelFacts
 from pipeline.step.spec import EncoderSpec
 from pipeline.store.format.keys import ENCODER_NAME, MAX_ENCODER_NAME, features_name
 
@@ -56,18 +55,13 @@ class Encoder:
         }
 
 
-def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, ...]:
+def open_encoders(capture: CaptureConfig, model: Model) -> tuple[Encoder, ...]:
     """Opens the SAEs that `capture` names, in the order of the arrays that they encode, without reading weights.
 
     Raises ConfigError for an SAE that does not fit its array, and CheckpointError for one that cannot be read.
     """
     if not capture.encode:
         return ()
-    if capture.when is When.decode:
-        raise ConfigError(
-            "capture.encode is set with capture.when=decode, which keeps activations but does not encode them. Set "
-            "capture.when=document, or capture.encode=null."
-        )
     encoders = []
     for key, name, address in _requests(capture, captured_keys(capture, model)):
         if key.site is Site.attn_pattern:
@@ -106,7 +100,7 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
             sae=sae.spec,
             arrays=needed_arrays(sae.shapes, decodes),
             top=capture.encode_top,
-            dtype=str(capture.encode_dtype),
+            dtype=capture.features_dtype,
             threshold=capture.encode_threshold,
             indexed=capture.encode_index,
             decodes=decodes,
@@ -115,7 +109,7 @@ def open_encoders(capture: CaptureConfig, model: ModelFacts) -> tuple[Encoder, .
     return tuple(encoders)
 
 
-def _compare_sites(sae: SAE, address: str, key: ActivationKey, model: ModelFacts) -> None:
+def _compare_sites(sae: SAE, address: str, key: ActivationKey, model: Model) -> None:
     """Warns if the SAE was trained on a different array, according to a TransformerLens hook name in its file."""
     trained, names = sae.hook_name or "", {model.hook_name(key)}
     if key.site is Site.resid_post:  # also the input of the next layer

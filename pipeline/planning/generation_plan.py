@@ -1,92 +1,120 @@
-"""What generation adds to a plan: rows, lengths, and the memory that it needs on each device."""
+"""What generation adds to a plan: its shapes, and the memory that it needs on each device."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights, When
+from pipeline.config.sampling import Sampling
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
-from pipeline.core.sites import Site
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, Part
+from pipeline.models.registry import Model
 from pipeline.models.weight_specs import has_site
-from pipeline.planning.mesh import largest_tensor
-from pipeline.planning.model_facts import ModelFacts
-from pipeline.planning.weights import MAX_WEIGHTS_SHARE, WeightsPlan, plan_weights
+from pipeline.planning.mesh import MAX_WEIGHTS_SHARE, WeightsPlan, largest_tensor, plan_weights
 from pipeline.store.format.layout import ITEM_BYTES, MIB
+
+_MAX_GROUP_BYTES = 1 << 30
+_PREFILL_SHARE = 4  # a prefill has room for a quarter of the rows
+
+
+@dataclass(frozen=True)
+class GenerationSpec:
+    """The shapes of generation, over all devices, and how tokens are sampled, for `compile_programs`."""
+
+    rows: int  # completions generated at the same time; a multiple of the devices along `data`
+    max_prompt: int  # tokens
+    max_new_tokens: int
+    end_tokens: tuple[int, ...]
+    sampling: Sampling
+    keys: tuple[ActivationKey, ...] = ()  # activations captured during decoding
+    dtype: str = "float32"  # of the captured activations
+    cache_is_int8: bool = False  # int8 keys and values; else they have the weights' dtype
+    attention: str = "auto"  # the requested implementation, for the prefill
+    segment_steps: int = 16  # decoding steps between the host's checks; an ended row idles for half of them on average
+
+    @property
+    def length(self) -> int:
+        """The slots of a row, for prompt and completion."""
+        return self.max_prompt + self.max_new_tokens
+
+    def prefill_rows(self, data: int) -> int:
+        """The number of prompts in a prefill, with `data` devices along the mesh's data axis."""
+        return data * max(1, self.rows // data // _PREFILL_SHARE)
 
 
 @dataclass(frozen=True)
 class GenerationPlan:
     """The plan of generation. Bytes are per device."""
 
-    rows: int  # documents generated at the same time, over all processes of the job
+    spec: GenerationSpec  # without end tokens
     tensor: int  # devices that share heads, neurons and vocabulary; may be more than in extraction
-    prompt_length: int
-    max_new_tokens: int
     weights: WeightsPlan  # all layers and the head
     cache_bytes: int  # keys and values of all rows
-    logits_bytes: int  # of one step
+    logits_bytes: int  # of one step, in float32; sampling needs a few times as much
     kept_bytes: int | None  # activations of all rows, with capture.when=decode
     notes: tuple[str, ...]  # including those of `weights`
 
     def describe(self) -> str:
         """One line, for people."""
         return (
-            f"generate  {self.rows} rows of {self.prompt_length} + {self.max_new_tokens} tokens; tensor {self.tensor}; "
-            f"on each device {self.weights.device_bytes / MIB:.0f} MiB of weights ({self.weights.sharding}), "
-            f"{self.cache_bytes / MIB:.1f} MiB of keys and values, {self.logits_bytes / MIB:.1f} MiB of logits"
+            f"generate  {self.spec.rows} rows of {self.spec.max_prompt} + {self.spec.max_new_tokens} tokens; tensor "
+            f"{self.tensor}; on each device {self.weights.device_bytes / MIB:.0f} MiB of weights "
+            f"({self.weights.sharding}), {self.cache_bytes / MIB:.1f} MiB of keys and values, "
+            f"{self.logits_bytes / MIB:.1f} MiB of logits"
             + ("" if self.kept_bytes is None else f", {self.kept_bytes / MIB:.1f} MiB of activations")
         )
 
 
 def plan_generation(
-    config: RunConfig, model: ModelFacts, width: int, tensor: int, topology: Topology
+    config: RunConfig, model: Model, activations: Mapping[ActivationKey, int], tensor: int, topology: Topology
 ) -> GenerationPlan | None:
     """The plan of `data=generate`; None for other data.
 
-    `width` is the number of features captured per token; `tensor` is the size of the tensor axis in extraction, and the
-    minimum for generation. Raises ConfigError for a configuration that cannot work or does not fit in a device.
+    `activations`: the widths of those captured; `tensor`: the size of the tensor axis in extraction, and the minimum
+    for generation. Raises ConfigError for a configuration that cannot work or does not fit in a device.
     """
     options, keeps_activations = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
         return None
+    spec = GenerationSpec(
+        rows=options.rows,
+        max_prompt=options.prompt_length,
+        max_new_tokens=options.max_new_tokens,
+        end_tokens=(),
+        sampling=Sampling(options.temperature, options.top_k, options.top_p, options.seed),
+        keys=tuple(activations) if keeps_activations else (),
+        dtype=str(config.model.dtype),
+        cache_is_int8=options.has_int8_cache,
+        attention=str(config.model.attention),
+    )
     tensor, weights = _divide_weights(config, model, tensor, topology)
-    data = topology.devices // tensor
-    _require_valid(config, model, data)
-    length = options.prompt_length + options.max_new_tokens
-    itemsize = ITEM_BYTES[config.model.dtype]
-    is_int8 = options.has_int8_cache
-    cache = cache_bytes(model.arch, options.rows, length, itemsize, is_int8) // (data * tensor)
-    kept = options.rows * length * width * itemsize // data if keeps_activations else None
-    logits = logits_bytes(model.arch, options.rows // data)
+    data, itemsize = topology.devices // tensor, ITEM_BYTES[config.model.dtype]
+    token_bytes = sum(activations.values()) * itemsize
+    _require_valid(spec, model, data)
+    if keeps_activations:
+        _require_bounded_groups(options.group, spec.length * token_bytes)
+    cache = cache_bytes(model.arch, spec, itemsize) // (data * tensor)
+    kept = spec.rows * spec.length * token_bytes // data if keeps_activations else None
+    logits = spec.rows // data * model.arch.vocab_size * 4
     others = logits + (kept or 0)
     if topology.device_bytes is not None and weights.device_bytes + cache + others > topology.device_bytes:
         raise ConfigError(
             f"generation needs {weights.device_bytes / MIB:.0f} MiB for weights, {cache / MIB:.0f} MiB for keys and "
             f"values, and {others / MIB:.0f} MiB for logits{'' if kept is None else ' and kept activations'} on each "
-            f"device, which has "
-            f"{topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
+            f"device, which has {topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
         )
     notes = weights.notes
-    if config.batch.length < length:
+    if config.batch.length < spec.length:
         notes += (
-            f"a prompt with its completion has up to {length} tokens: if longer than "
+            f"a prompt with its completion has up to {spec.length} tokens: if longer than "
             f"batch.length={config.batch.length}, it is split into windows that do not attend to each other",
         )
-    return GenerationPlan(
-        rows=options.rows,
-        tensor=tensor,
-        prompt_length=options.prompt_length,
-        max_new_tokens=options.max_new_tokens,
-        weights=weights,
-        cache_bytes=cache,
-        logits_bytes=logits,
-        kept_bytes=kept,
-        notes=notes,
-    )
+    return GenerationPlan(spec, tensor, weights, cache, logits, kept, notes)
 
 
-def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology: Topology) -> tuple[int, WeightsPlan]:
+def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topology) -> tuple[int, WeightsPlan]:
     """The number of devices along `tensor`, and the division of the weights.
 
     A larger `tensor` is preferred to fsdp: a decoding step reads every weight for few tokens, so fsdp would gather the
@@ -110,37 +138,41 @@ def _divide_weights(config: RunConfig, model: ModelFacts, tensor: int, topology:
     return tensor, replace(plan, notes=plan.notes + notes)
 
 
-def cache_bytes(arch: Architecture, rows: int, length: int, itemsize: int, is_int8: bool) -> int:
-    """Bytes of all layers' caches, over all devices, for rows of `length` tokens: keys and values (int8 with float32
-    scales), and for a DeltaNet the last inputs of its convolutions and its float32 states."""
-    num_delta = sum(Part.delta in arch.blocks(layer).parts for layer in range(arch.num_layers))
-    cached = 0
+def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int) -> int:
+    """Bytes of all layers' caches, over all devices: keys and values (int8 with float32 scales), and for a DeltaNet the
+    last inputs of its convolutions and its float32 states."""
+    row_bytes = 0
     for layer in range(arch.num_layers):
         if has_site(arch, layer, Site.k):
             sizes = arch.with_sizes_of(layer)
             width = sizes.head_dim + sizes.value_dim
-            cached += sizes.num_kv_heads * length * (width + 2 * 4 if is_int8 else width * itemsize)
-    if arch.delta is not None:
-        keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
-        conv_bytes = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize
-        cached += num_delta * arch.delta.num_heads * (conv_bytes + keys * values * 4)
-    return rows * cached
+            row_bytes += sizes.num_kv_heads * spec.length * (width + 2 * 4 if spec.cache_is_int8 else width * itemsize)
+        if Part.delta in arch.kind(layer).parts:
+            keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
+            conv_bytes = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize
+            row_bytes += arch.delta.num_heads * (conv_bytes + keys * values * 4)
+    return spec.rows * row_bytes
 
 
-def logits_bytes(arch: Architecture, rows: int) -> int:
-    """Bytes of one step's logits in float32. Sampling needs a few times as much."""
-    return rows * arch.vocab_size * 4
-
-
-def _require_valid(config: RunConfig, model: ModelFacts, data: int) -> None:
-    options = config.data
-    if options.prompt_length + options.max_new_tokens > model.max_positions:
+def _require_valid(spec: GenerationSpec, model: Model, data: int) -> None:
+    if spec.length > model.max_positions:
         raise ConfigError(
-            f"data.prompt_length + data.max_new_tokens = {options.prompt_length} + {options.max_new_tokens} exceeds "
-            f"the model's {model.max_positions} positions. Lower one of them."
+            f"data.prompt_length + data.max_new_tokens = {spec.max_prompt} + {spec.max_new_tokens} exceeds the model's "
+            f"{model.max_positions} positions. Lower one of them."
         )
-    if options.rows % data:
+    if spec.rows % data:
         raise ConfigError(
-            f"data.rows = {options.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
+            f"data.rows = {spec.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."
+        )
+
+
+def _require_bounded_groups(group: int, document_bytes: int) -> None:
+    """Raises ConfigError if a group, which is one object and several times in memory, may be too large."""
+    if group * document_bytes > _MAX_GROUP_BYTES:
+        most = _MAX_GROUP_BYTES // document_bytes
+        remedy = f"Lower data.group to at most {most}" if most else "Capture fewer layers or sites"
+        raise ConfigError(
+            f"capture.when=decode: data.group = {group} documents have up to {group * document_bytes / MIB:.0f} MiB of "
+            f"activations, expected at most {_MAX_GROUP_BYTES / MIB:.0f}. {remedy}."
         )

@@ -84,7 +84,7 @@ def _host_buffers(store: StoreConfig, num_arrays: int, block_bytes: int, host_me
     that are not needed are never touched."""
     if host_memory is None or not store.path.startswith(("gs://", "s3://")):
         return MIN_HOST_BUFFERS
-    wanted = 1 + -(-(store.concurrency or _REMOTE_REQUESTS) // max(1, num_arrays))
+    wanted = 1 + -(-_REMOTE_REQUESTS // max(1, num_arrays))
     return max(MIN_HOST_BUFFERS, min(wanted, host_memory // _BUFFERS_SHARE // (2 * block_bytes)))
 
 
@@ -112,30 +112,25 @@ def plan_rows_per_block(
     other than store.rows_per_block.
     """
     wanted = store.rows_per_block
-    if stored is None and wanted is None:
-        most = MAX_STEPS_PER_BLOCK
-        if stream_tokens is not None:
-            most = min(most, stream_tokens // (MIN_BLOCKS_PER_STREAM * process_rows * step.length))
-        return rows_per_block_for(store.shard_mib, step.largest_row_bytes, process_rows, max(1, most))
-    if stored is None:
-        if wanted % process_rows:
-            raise ConfigError(
-                f"store.rows_per_block is {wanted}, which is not a multiple of the {process_rows} rows of each process "
-                f"in a step of batch.rows = {step.rows}. Set it to {-(-wanted // process_rows) * process_rows}, or "
-                "change batch.rows."
-            )
-        return wanted
-    if wanted not in (None, stored):
+    if stored is not None and wanted not in (None, stored):
         raise ConfigError(
             f"store.rows_per_block is {wanted}, but the store has {stored} rows per block. Remove the setting, or "
             "choose another store.path."
         )
-    if stored % process_rows:
+    rows = wanted if stored is None else stored
+    if rows is None:
+        most = MAX_STEPS_PER_BLOCK
+        if stream_tokens is not None:
+            most = min(most, stream_tokens // (MIN_BLOCKS_PER_STREAM * process_rows * step.length))
+        return rows_per_block_for(store.shard_mib, step.largest_row_bytes, process_rows, max(1, most))
+    if rows % process_rows:
+        multiple = -(-rows // process_rows) * process_rows
+        other = f"store.rows_per_block to {multiple}" if stored is None else "another store.path"
         raise ConfigError(
-            f"batch.rows = {step.rows} is {process_rows} per process, which does not divide the store's {stored} rows "
-            f"per block. Set batch.rows so that the rows per process divide {stored}, or choose another store.path."
+            f"batch.rows = {step.rows} is {process_rows} per process, which does not divide the {rows} rows per block. "
+            f"Set batch.rows so that the rows per process divide {rows}, or set {other}."
         )
-    return stored
+    return rows
 
 
 def _inflight_steps(max_inflight_mib: float, step_bytes: int, topology: Topology) -> int:

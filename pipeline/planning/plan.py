@@ -8,17 +8,16 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from pipeline.cluster.topology import Topology, reserved_bytes
+from pipeline.config.choices import OnNotFinite, Packing, Positions
 from pipeline.config.schema import RunConfig
-from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
-from pipeline.planning.capture import CheckPlan, plan_checks, plan_step
+from pipeline.core.messages import counted
+from pipeline.models.registry import Model
+from pipeline.planning.capture import plan_step
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
 from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block
-from pipeline.planning.mesh import MeshPlan, plan_mesh
-from pipeline.planning.model_facts import ModelFacts
+from pipeline.planning.mesh import MeshPlan, WeightsPlan, plan_mesh, plan_weights
 from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
-from pipeline.planning.units import shown_bytes
-from pipeline.planning.weights import WeightsPlan, plan_weights
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import MIB, SIDE_BYTES
@@ -26,9 +25,20 @@ from pipeline.store.format.layout import MIB, SIDE_BYTES
 _GIB = 1 << 30
 NOTED_EXCESS = 1.03  # a store that may hold more than 3 % above run.max_tokens says so
 STEP_REMEDY = (
-    "Lower batch.rows (plan.search=true with a topology finds the largest that fits) or batch.length, divide the "
-    "weights (model.weights=fsdp), or use more or larger devices."
+    "Lower batch.rows (by half, until it fits) or batch.length, divide the weights (model.weights=fsdp), or use more "
+    "or larger devices."
 )
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """A number of bytes in the largest decimal unit in which it is at least 1, e.g. 5.30 MB; below 1 kB in bytes."""
+    size, shown = num_bytes, f"{num_bytes:.0f} bytes"
+    for unit in ("kB", "MB", "GB", "TB"):
+        size /= 1000
+        if size < 1:
+            break
+        shown = f"{size:,.2f} {unit}"
+    return shown
 
 
 class StoredGeometry(NamedTuple):
@@ -43,7 +53,6 @@ class Plan:
     """Everything a run derives from its configuration."""
 
     step: StepSpec
-    checks: CheckPlan
     mesh: MeshPlan
     weights: WeightsPlan  # the weights that the captured activations need
     rows_per_block: int
@@ -51,6 +60,9 @@ class Plan:
     memory: HostMemoryPlan
     generation: GenerationPlan | None  # for data=generate
     reserved_bytes: int  # device memory for other uses, per device
+    fails_on_not_finite: bool  # otherwise, warns
+    is_packed: bool  # rows hold several documents
+    limits_selected: bool  # a row may have fewer slots than selected tokens (capture.per_row)
 
     @property
     def keeps_activations(self) -> bool:
@@ -130,7 +142,7 @@ class Plan:
 
 def make_plan(
     config: RunConfig,
-    model: ModelFacts,
+    model: Model,
     num_source_shards: int,
     topology: Topology,
     stored: StoredGeometry | None = None,
@@ -148,8 +160,8 @@ def make_plan(
     sae_bytes = sum(encoder.device_bytes(str(config.model.dtype), mesh.tensor) for encoder in encoders)
     model_bytes = replace(model_bytes, others=sae_bytes)
     weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
-    width = sum(array.width for array in step.activations.values())
-    generation = plan_generation(config, model, width, mesh.tensor, topology)
+    widths = {key: array.width for key, array in step.activations.items()}
+    generation = plan_generation(config, model, widths, mesh.tensor, topology)
     streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)
     rows_per_block = plan_rows_per_block(
         config.store, step, mesh.process_rows, streams.budget(0), geometry.rows_per_block
@@ -157,7 +169,6 @@ def make_plan(
     require_rows(streams, rows_per_block, step.length)
     return Plan(
         step=step,
-        checks=plan_checks(config),
         mesh=mesh,
         weights=weights,
         rows_per_block=rows_per_block,
@@ -165,4 +176,7 @@ def make_plan(
         memory=plan_host_memory(config, step, mesh.process_rows, rows_per_block, topology),
         generation=generation,
         reserved_bytes=reserved_bytes(config.run),
+        fails_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
+        is_packed=config.batch.packing is Packing.pack,
+        limits_selected=config.capture.positions in (Positions.last, Positions.token, Positions.regex),
     )

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunConfig
-from pipeline.core.counts import counted
 from pipeline.core.errors import ConfigError
+from pipeline.core.messages import counted
 from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.target import ALL, Target, stream_share
 
@@ -57,16 +57,13 @@ def require_rows(plan: StreamPlan, rows_per_block: int, length: int) -> None:
     rows."""
     if plan.max_tokens is None:
         return
-    block_tokens = rows_per_block * length
-    num_rows = plan.count * rows_per_block * math.ceil(plan.budget(0) / block_tokens)
+    num_rows = plan.count * rows_per_block * math.ceil(plan.budget(0) / (rows_per_block * length))
     if num_rows > MAX_ROWS:
-        most_tokens = MAX_ROWS // (plan.count * rows_per_block) * plan.count * block_tokens
-        least_length = 1 << math.ceil(math.log2(plan.max_tokens / MAX_ROWS))
+        most_tokens = MAX_ROWS // (plan.count * rows_per_block) * plan.count * rows_per_block * length
         raise ConfigError(
             f"run.max_tokens = {plan.max_tokens:,} needs at least {num_rows:,} rows of batch.length = {length} tokens, "
-            f"but a store has at most {MAX_ROWS:,}. In a new store, set batch.length to at least {least_length} if the "
-            f"model has enough positions; otherwise, set run.max_tokens to at most {most_tokens}, and divide the data "
-            "among several stores."
+            f"but a store has at most {MAX_ROWS:,}. Use longer rows in a new store, or set run.max_tokens to at most "
+            f"{most_tokens}, and divide the data among several stores."
         )
 
 

@@ -18,11 +18,11 @@ from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated
 from pipeline.config.choices import Weights
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.attention.choosing import Attention, choose_attention
-from pipeline.models.decoder import Batch, ForwardSpec, Params, forward
+from pipeline.models.decoder import Finish, Params, TokenBatch, forward
 from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
-from pipeline.step.compiler import compile_with_options, compiler_options, matmul_precision
+from pipeline.step.compiler import compiler_options, matmul_precision
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.features import StoredFeatures, encode_features
 from pipeline.step.head_outputs import StoredTokens, head_outputs
@@ -33,7 +33,6 @@ from pipeline.step.storage_dtypes import Stored, is_finite, to_stored
 log = logging.getLogger("pipeline")
 
 Captured = dict[ActivationKey, PyTree]
-Finish = Callable[[ActivationKey, Array], PyTree]
 
 
 class StepOutputs(NamedTuple):
@@ -107,8 +106,8 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     def capture(
         params: Params, finish: Finish, tokens: Array, segments: Array, positions: Array, *selected: Array
     ) -> Captured:
-        forward_spec = ForwardSpec(spec.forward_keys, chosen.attend, partition, finish)
-        return forward(model.arch, params, Batch(tokens, segments, positions, *selected), forward_spec)
+        batch = TokenBatch(tokens, segments, positions, *selected)
+        return forward(model.arch, params, batch, spec.forward_keys, chosen.attend, partition, finish)
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
         executable = _compile(capture, params, spec, mesh, model.head)
@@ -188,7 +187,7 @@ def _compile(
     log.info("compiling the step for %d rows of %d tokens", spec.rows, spec.length)
     start = time.monotonic()
     lowered, options = jitted.lower(params, *_inputs(spec, mesh)), compiler_options(mesh, spec.rows * spec.length)
-    executable = compile_with_options(lowered, options, dict(spec.compiler_options))
+    executable = lowered.compile(options)
     log.info("compiled the step in %.1f s", time.monotonic() - start)
     return executable
 

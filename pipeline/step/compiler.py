@@ -7,15 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from pipeline.core.errors import ConfigError
-from pipeline.core.json_text import shown
-from pipeline.step.spec import CompilerOption
-
 log = logging.getLogger("pipeline")
 
 
+CompilerOption = bool | str
 CompilerOptions = dict[str, CompilerOption]
-
 
 _DOTS = "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"
 _OWN_SUMS = (("xla_cpu_experimental_ynn_fusion_type", _DOTS),)
@@ -39,21 +35,6 @@ def compiler_options(mesh: Mesh, tokens: int) -> CompilerOptions:
     if mesh.devices.flat[0].platform != "cpu":
         return {}
     return _known_options(_OWN_SUMS) | (_known_options(_ONEDNN) if tokens >= _ONEDNN_TOKENS else {})
-
-
-def compile_with_options(
-    lowered: jax.stages.Lowered, options: CompilerOptions, requested: CompilerOptions
-) -> jax.stages.Compiled:
-    """Compiles with `options` and the user's `requested` ones. Raises ConfigError for options that XLA refuses."""
-    try:
-        return lowered.compile(options | requested)
-    except jax.errors.JaxRuntimeError as error:
-        if not requested or not str(error).startswith("INVALID_ARGUMENT"):
-            raise
-        raise ConfigError(
-            f"run.compiler_options is {shown(requested)}, which XLA rejects for these devices: {error}. Correct it, or "
-            f"set it to null."
-        ) from error
 
 
 @cache

@@ -13,9 +13,9 @@ from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import LayerKind
-from pipeline.models.attention.choosing import Attend
+from pipeline.models.attention.spec import Attend
 from pipeline.models.attention.xla import attend_xla
-from pipeline.models.decoder import Batch, LayerRows, LayerWeights, embed, layer_sites
+from pipeline.models.decoder import LayerRows, LayerWeights, TokenBatch, embed, layer_sites
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.layers import Rows, norm
 from pipeline.models.registry import Model
@@ -66,7 +66,7 @@ def int8_errors(
     with jax.default_matmul_precision(matmul_precision(dtype)):
         params = model.load_leaves(leaves, dtype, device)
         x = x_int8 = embed(model.arch, params, tokens, positions)
-        batch = Batch(tokens, segments, positions)
+        batch = TokenBatch(tokens, segments, positions)
         rows, rows_int8 = (LayerRows(model.arch, params, batch, keys, x, last) for _ in range(2))
         residuals, inner = [Int8Error(0.0, 0.0)], {}
         for run, layer_leaves in zip(layer_runs(single, model.arch), run_leaves, strict=True):

@@ -11,8 +11,6 @@ from pipeline.models.sae.spec import SAESpec
 from pipeline.store.format.layout import ITEM_BYTES, SELECTED, TOKENS, ArraySpec, feature_specs, scale_spec
 from pipeline.store.format.scaled import LARGEST
 
-CompilerOption = bool | int | float | str
-
 
 @dataclass(frozen=True)
 class EncoderSpec:
@@ -75,7 +73,6 @@ class StepSpec:
     scale_group: int | None = None  # scaled dtypes only: features that share a scale; None: all of a token's features
     head_outputs: tuple[ArraySpec, ...] = ()  # arrays that the model's head computes for each slot's token
     encoders: tuple[EncoderSpec, ...] = ()  # SAEs whose features are stored
-    compiler_options: tuple[tuple[str, CompilerOption], ...] = ()  # XLA options, by name
 
     @property
     def keys(self) -> tuple[ActivationKey, ...]:

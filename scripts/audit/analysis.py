@@ -69,7 +69,7 @@ class Analysis:
 def analyse(text: str) -> Analysis:
     """Analyses the text of a program. Raises ValueError if it is not an HLO module."""
     module = parse(text)
-    counts, loops = executions(module)
+    counts, loops = _executions(module)
     steps = [
         (instruction, computation, counts[name])
         for name, computation in module.computations.items()
@@ -102,20 +102,9 @@ def _unknown_loop(module: Module) -> list[Computation] | None:
     )
 
 
-def executions(module: Module) -> tuple[dict[str, float], list[Loop]]:
+def _executions(module: Module) -> tuple[dict[str, float], list[Loop]]:
     """How often each computation that is not fused into an instruction runs, and the loops. If the entry has a loop of
     unknown length, for one iteration of it."""
-    iterated = _unknown_loop(module)
-    return _executions(module, [module.entry] if iterated is None else iterated)
-
-
-def is_kernel(instruction: Instruction) -> bool:
-    """Whether an instruction is a Pallas kernel."""
-    return instruction.attribute(r'custom_call_target="(\w+)"') == _KERNEL
-
-
-def _executions(module: Module, roots: list[Computation]) -> tuple[dict[str, float], list[Loop]]:
-    """How often each computation that is not fused into an instruction runs, and the loops, if `roots` run once."""
     counts: dict[str, float] = defaultdict(float)
     loops: list[Loop] = []
 
@@ -136,7 +125,7 @@ def _executions(module: Module, roots: list[Computation]) -> tuple[dict[str, flo
             elif instruction.opcode == "call":
                 visit(module.computations[instruction.called("to_apply")], count)
 
-    for computation in roots:
+    for computation in _unknown_loop(module) or [module.entry]:
         visit(computation, 1)
     return counts, loops
 
@@ -325,7 +314,7 @@ def _float32(instruction: Instruction) -> Iterator[str]:
 def _kernels(steps: _Steps) -> dict[str, float]:
     kernels: Counter[str] = Counter()
     for instruction, _, count in steps:
-        if is_kernel(instruction):
+        if instruction.attribute(r'custom_call_target="(\w+)"') == _KERNEL:
             kernels[re.sub(r"\.\d+$", "", instruction.name)] += count
     return dict(sorted(kernels.items()))
 

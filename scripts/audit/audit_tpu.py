@@ -12,8 +12,6 @@ Memory is reported by the compiler. The other figures are counted in the program
 * `HBM`: what instructions read and write, in bytes, and in ms at the chip's published rate.
 * `ideal`: weights read once, rows in and outputs out; for decoding, weights and caches.
 * E: XLA's estimate (`estimated_cycles`), without collectives and Pallas kernels (attention).
-* B: the larger of the time for HBM and the time to issue all bundles (`bundles.py`), one per cycle, also without Pallas
-  kernels. It ignores stalls.
 
 None of these times is a measurement. Figures of decoding are for one step of all rows, which makes a token per row.
 """
@@ -21,7 +19,6 @@ None of these times is a measurement. Figures of decoding are for one step of al
 import argparse
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -34,7 +31,6 @@ from typing import Any
 
 from pipeline.planning.slice.chips import CHIPS
 from scripts.audit.analysis import Analysis, analyse
-from scripts.audit.bundles import LLO_FLAGS, Bundles, program_bundles
 from scripts.audit.cases import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,23 +51,14 @@ def audit(name: str, build: Path = BUILD) -> Records:
     """The programs of one case, by name. Raises CalledProcessError if it does not compile."""
     directory = build / re.sub(r"\W+", "_", name)
     shutil.rmtree(directory, ignore_errors=True)
-    flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {LLO_FLAGS.format(directory / 'llo')}"
-    command = [sys.executable, "-m", "scripts.audit.cases", name, str(directory)]
-    subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"LIBTPU_INIT_ARGS": flags})
-    programs = dict(records(name, directory))
-    shutil.rmtree(directory / "llo")
-    return programs
+    subprocess.run([sys.executable, "-m", "scripts.audit.cases", name, str(directory)], check=True, cwd=ROOT)
+    return {
+        f"{name}: {path.stem}": record(json.loads(path.read_text()), analyse(path.with_suffix(".txt").read_text()))
+        for path in sorted(directory.glob("*.json"))
+    }
 
 
-def records(name: str, directory: Path) -> Iterator[tuple[str, Record]]:
-    """The records of the programs that `cases` wrote to a directory, with libtpu's dump in `llo`."""
-    for path in sorted(directory.glob("*.json")):
-        text = path.with_suffix(".txt").read_text()
-        bundles = program_bundles(text, directory / "llo")
-        yield f"{name}: {path.stem}", record(json.loads(path.read_text()), analyse(text), bundles)
-
-
-def record(facts: Record, analysis: Analysis, bundles: Bundles) -> Record:
+def record(facts: Record, analysis: Analysis) -> Record:
     """A program's record in docs/audit-tpu.json. Equal loops are one entry."""
     counted = json.loads(json.dumps(asdict(analysis)))
     loops = Counter(
@@ -81,20 +68,16 @@ def record(facts: Record, analysis: Analysis, bundles: Bundles) -> Record:
         {"op_name": op_name, "number": number, "trips": trips, "runs": runs, "cycles": cycles}
         for (op_name, trips, runs, cycles), number in loops.items()
     ]
-    clock_hz, hbm_ms = CLOCK_HZ[facts["chip"]], analysis.hbm_bytes / CHIPS[facts["chip"]].hbm_bytes_per_s * 1e3
     times = {
-        "hbm_ms": round(hbm_ms, 3),
-        "estimated_ms": round(analysis.cycles / clock_hz * 1e3, 3),
-        "bundles": bundles.program,
-        "kernel_bundles": bundles.kernels,
-        "bound_ms": round(max(hbm_ms, bundles.program / clock_hz * 1e3), 3),
+        "hbm_ms": round(analysis.hbm_bytes / CHIPS[facts["chip"]].hbm_bytes_per_s * 1e3, 3),
+        "estimated_ms": round(analysis.cycles / CLOCK_HZ[facts["chip"]] * 1e3, 3),
     }
     return facts | counted | times
 
 
 HEADER = (
     *("program", "weights", "argum.", "output", "temp.", "peak GiB", "received MB", "loops", "moves MB"),
-    *("remat", "HBM MB", "ideal", "HBM ms", "E ms", "B ms"),
+    *("remat", "HBM MB", "ideal", "HBM ms", "E ms"),
 )
 
 
@@ -118,36 +101,8 @@ def _row(name: str, program: Record) -> tuple[str, ...]:
         *(f"{program[key] / GIB:.2f}" for key in memory),
         *(f"{received / MB:,.1f}", f"{loops:,.0f}", f"{moved / MB:,.0f}", str(len(program["remat"]))),
         *(f"{program['hbm_bytes'] / MB:,.0f}", f"{program['ideal_hbm_bytes'] / MB:,.0f}"),
-        *(f"{program['hbm_ms']:,.2f}", f"{program['estimated_ms']:,.2f}", f"{program['bound_ms']:,.2f}"),
+        *(f"{program['hbm_ms']:,.2f}", f"{program['estimated_ms']:,.2f}"),
     )
-
-
-def details(programs: Records) -> Iterator[str]:
-    """Details of the table: collectives, kernels, loops, copies, large arrays."""
-    for name, program in programs.items():
-        yield name
-        for kind, collectives in program["collectives"].items():
-            received = collectives["received_bytes"] / MB
-            yield f"    collectives: {collectives['count']:g} {kind}, {received:,.1f} MB received"
-        for kernel, count in program["kernels"].items():
-            yield f"    kernel, not in E and B: {count:g} x {kernel}"
-        if program["kernel_bundles"]:
-            ms = program["kernel_bundles"] / CLOCK_HZ[program["chip"]] * 1e3
-            yield f"    kernels: at most {ms:,.2f} ms of bundles, without skipped blocks"
-        for loop in program["loops"]:
-            ms = loop["cycles"] / CLOCK_HZ[program["chip"]] * 1e3
-            yield f"    loops: {loop['number']} of {loop['trips']} x {ms:.3f} ms (E), {_operation(loop)}"
-        for move in program["large_moves"]:
-            size = f"{move['count']:g} of {move['shape']}, {move['num_bytes'] / MB:,.0f} MB"
-            yield f"    copies: {size}, {_operation(move)}"
-        for title, key in (("float32 in HBM", "large_float32"), ("computed again", "remat")):
-            if program[key]:
-                yield f"    {title}: {', '.join(program[key])}"
-
-
-def _operation(part: Record) -> str:
-    """The end of the traced operation's name."""
-    return "/".join(part["op_name"].split("/")[-4:]) or "inserted by the compiler"
 
 
 def differences(before: Record, after: Record, path: str = "") -> Iterator[str]:
@@ -196,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             programs |= audit(name)
         except subprocess.CalledProcessError as error:
             sys.exit(f"{name} does not compile (exit code {error.returncode}). See the message above.")
-    print(table(programs), *details(programs), sep="\n")
+    print(table(programs))
     before = json.loads(TABLE.read_text()) if TABLE.exists() else {"versions": {}, "programs": {}}
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
     after = {"versions": versions, "programs": programs}

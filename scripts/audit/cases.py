@@ -18,11 +18,9 @@ from typing import Any
 import jax
 
 from pipeline.config import composing
-from pipeline.config.sampling import Sampling
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
-from pipeline.generation.decode import compile_programs
-from pipeline.generation.spec import GenerationSpec
+from pipeline.job.generation.decode import compile_programs
 from pipeline.models.leaves import LeafTree
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
@@ -127,16 +125,7 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     partition = make_partition(generation.tensor, generation.weights.sharding, slice_devices(tpu_slice))
     with_int8 = config.model.has_int8_weights
     leaves = model.generation.leaves()
-    spec = GenerationSpec(
-        rows=generation.rows,
-        max_prompt=generation.prompt_length,
-        max_new_tokens=generation.max_new_tokens,
-        end_tokens=(0,),
-        sampling=Sampling(),
-        dtype=dtype,
-        cache_is_int8=config.data.has_int8_cache,
-        attention=plan.step.attention,
-    )
+    spec = dataclasses.replace(generation.spec, end_tokens=(0,))
     programs = compile_programs(model, abstract_weights(config, leaves, partition), partition, spec)
     described = _described(partition, config, str(generation.weights.sharding), programs.attention.name)
     weights = model.generation.weight_bytes(dtype, with_int8).on_device(generation.tensor)

@@ -1,4 +1,4 @@
-"""Compares the job on one GPU with its forward pass and with torch: `make bench-gpu` writes build/bench-gpu.json.
+"""Compares the job on this machine's accelerators with its forward pass and, on a GPU, with torch: `make bench-gpu`.
 
     python scripts/bench/bench_gpu.py [--models GPT-2,Qwen2.5-0.5B,Llama-3-8B] [--tokens 400000] [--repetitions 3]
     python scripts/bench/bench_gpu.py --smoke     # tiny shapes, to check on a CPU that it works; ignore the results
@@ -8,7 +8,7 @@ the depth. "forward" is the compiled step alone, without statistics; "job" is fr
 transformers' model with SDPA on full rows, with a hook that stops it after the layer, and copies the layer to pinned
 memory; it stores nothing. JAX and torch have separate processes (JAX does not reserve the GPU's memory), and the three
 measurements alternate. MFU counts the operations of the layers that run. "device idle" is measured by
-scripts/bench/device_idle.py for steps in the middle of another job.
+scripts/bench/device_idle.py for steps in the middle of another job. Writes build/bench-gpu.json.
 """
 
 import argparse
@@ -28,14 +28,17 @@ GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "n_pos
 MODELS = {"GPT-2": GPT2} | {name: SHAPES[name] for name in ("Qwen2.5-0.5B", "Llama-3-8B")}
 TINY = {"n_embd": 64, "n_head": 4, "n_layer": 3, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048}
-PEAK_FLOPS = {
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "4090": 165e12,
-}  # dense bf16
+GPU_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}  # bf16
+TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+
+
+def peak_flops(kind: str) -> float | None:
+    """The peak FLOP/s of one device in bfloat16; None if it is unknown."""
+    if kind in TPU_KINDS:
+        from pipeline.planning.slice.chips import CHIPS  # torch's side imports this module without the package
+
+        return CHIPS[TPU_KINDS[kind]].flops_per_s
+    return next((peak for gpu, peak in GPU_FLOPS.items() if gpu in kind), None)
 
 
 def captured_layer(shape: dict) -> int:
@@ -82,8 +85,11 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
     from device_idle import device_idle
 
     from pipeline.config import composing
-    from pipeline.extraction.job_run import load_step
-    from pipeline.job.opening import Job, open_job
+    from pipeline.job.job import Job
+    from pipeline.job.loaded_step import load_step
+    from pipeline.job.opening import open_job
+
+    rows *= jax.device_count()
 
     def open_with(*overrides: str) -> Job:
         layer = captured_layer(json.loads((model / "config.json").read_text()))
@@ -95,14 +101,17 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
     job = open_with()
     case = case_of(model.name, job, load_step(job))
     blocks = [block for item in job.work() for block in item.blocks(lambda: False)]
+    num_tokens = sum(block.num_tokens for block in blocks)
     num_steps = sum(-(-block.num_rows // rows) for block in blocks)
+
+    flops = job.model.flops_per_token(job.plan.step.forward_keys, LENGTH)
 
     def facts() -> dict:
         shutil.rmtree(BUILD / "trace", ignore_errors=True)
-        traced = open_with(f"run.profile={BUILD / 'trace'}", f"run.profile_after={min(5, num_steps // 3)}")
+        traced = open_with(f"run.profile={BUILD / 'trace'}")
         whole_job(replace(case, job=traced))
         return {
-            "flops_per_token": case.step.compiled.flops * num_steps / sum(block.num_tokens for block in blocks),
+            "flops_per_token": flops * num_steps * rows * LENGTH / num_tokens / jax.device_count(),
             "attention": case.step.compiled.attention.describe(),
             "device_idle": device_idle(BUILD / "trace"),
         }
@@ -115,34 +124,52 @@ def serve_jax(model: Path, num_tokens: int, rows: int) -> None:
         answer(measurements[line.strip()]())
 
 
-def measure(name: str, shape: dict, options: argparse.Namespace) -> dict:
-    """Measures one model."""
+def measure(
+    name: str, shape: dict, tokens: int, rows: int = ROWS, repetitions: int = 3, torch_python: str | None = None
+) -> dict:
+    """Measures one model; with torch only if `torch_python` is its Python."""
     model = BUILD / name
+    shutil.rmtree(model, ignore_errors=True)
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(shape))
-    arguments = [str(model), str(options.tokens), str(options.rows)]
+    if not (BUILD / "text").exists():
+        subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
+    arguments = [str(model), str(tokens), str(rows)]
     jax_side = Worker([sys.executable, __file__, "--serve-jax", *arguments])
-    torch_side = Worker([options.torch_python, str(Path(__file__).with_name("gpu_torch.py")), *arguments])
-    rates: dict[str, list[float]] = {"forward": [], "job": [], "torch": []}
+    sides = {"forward": jax_side, "job": jax_side}
+    if torch_python:
+        sides["torch"] = Worker([torch_python, str(Path(__file__).with_name("gpu_torch.py")), *arguments])
+    rates: dict[str, list[float]] = {what: [] for what in sides}
     try:
-        for _ in range(options.repetitions):
-            for what, measured in rates.items():
-                measured.append((torch_side if what == "torch" else jax_side).measure(what))
+        for _ in range(repetitions):
+            for what, side in sides.items():
+                rates[what].append(side.measure(what))
             print(name, {what: round(measured[-1]) for what, measured in rates.items()}, flush=True)
         facts = jax_side.measure("facts")
     finally:
-        jax_side.close()
-        torch_side.close()
+        for side in set(sides.values()):
+            side.close()
     medians = {what: statistics.median(measured) for what, measured in rates.items()}
-    peak = next((peak for gpu, peak in PEAK_FLOPS.items() if gpu in jax_side.device), None)
-    return facts | {
-        "device": jax_side.device,
-        "tokens_per_s": medians,
-        "all": rates,
-        "job_by_forward": statistics.median(a / b for a, b in zip(rates["job"], rates["forward"], strict=True)),
-        "job_by_torch": statistics.median(a / b for a, b in zip(rates["job"], rates["torch"], strict=True)),
-        "mfu": peak and medians["job"] * facts["flops_per_token"] / peak,
+    ratios = {
+        f"job / {what}": statistics.median(a / b for a, b in zip(rates["job"], measured, strict=True))
+        for what, measured in rates.items()
+        if what != "job"
     }
+    peak = peak_flops(jax_side.device)
+    mfu = peak and medians["job"] * facts["flops_per_token"] / peak
+    return facts | {"device": jax_side.device, "tokens_per_s": medians, "all": rates, "ratios": ratios, "mfu": mfu}
+
+
+def table(results: dict[str, dict]) -> list[str]:
+    """The lines of a Markdown table."""
+    lines = ["| model | device | tokens/s | ratios | MFU | device idle |", "|---|---|---|---|---|---|"]
+    for name, result in results.items():
+        rates = ", ".join(f"{what} {rate:,.0f}" for what, rate in result["tokens_per_s"].items())
+        ratios = ", ".join(f"{what} {ratio:.2f}" for what, ratio in result["ratios"].items())
+        mfu = "" if result["mfu"] is None else f"{result['mfu']:.1%}"
+        idle = ", ".join(f"{idle:.1%}" for idle in result["device_idle"].values())
+        lines.append(f"| {name} | {result['device']} | {rates} | {ratios} | {mfu} | {idle} |")
+    return lines
 
 
 def main() -> None:
@@ -163,21 +190,14 @@ def main() -> None:
     if options.smoke:
         options.tokens, options.rows, options.repetitions = 8_000, 2, 1
     shutil.rmtree(BUILD, ignore_errors=True)
-    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
     result = {}
     for name in options.models.split(","):
         shape = MODELS[name]
         if options.smoke:
             shape = shape | {key: value for key, value in TINY.items() if key in shape}
-        result[name] = measure(name, shape, options)
-    print("| model | device | forward | job | torch | job / forward | job / torch | MFU | device idle |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, measured in result.items():
-        rates = " | ".join(f"{measured['tokens_per_s'][what]:,.0f}" for what in ("forward", "job", "torch"))
-        mfu = "" if measured["mfu"] is None else f"{measured['mfu']:.0%}"
-        idle = ", ".join(f"{idle:.1%}" for idle in measured["device_idle"].values())
-        ratios = f"{measured['job_by_forward']:.2f} | {measured['job_by_torch']:.2f}"
-        print(f"| {name} | {measured['device']} | {rates} | {ratios} | {mfu} | {idle} |")
+        arguments = (options.tokens, options.rows, options.repetitions, options.torch_python)
+        result[name] = measure(name, shape, *arguments)
+    print("\n".join(table(result)))
     Path("build/bench-gpu.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

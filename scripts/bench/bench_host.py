@@ -33,11 +33,12 @@ from tokenizers import Tokenizer
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.data.documents import Document, TokenBlock
-from pipeline.extraction.block_contents import commit_record
-from pipeline.extraction.job_run import fill
-from pipeline.extraction.loaded_step import LoadedStep, ModelWeights, step_inputs
-from pipeline.extraction.transfer import start_copies
-from pipeline.job.opening import Job, open_job
+from pipeline.job.job import Job
+from pipeline.job.loaded_step import LoadedStep, step_inputs
+from pipeline.job.loop import fill
+from pipeline.job.opening import open_job
+from pipeline.job.writing.block_writer import commit_record
+from pipeline.job.writing.transfer import start_copies
 from pipeline.models.attention.choosing import XLA
 from pipeline.step.compiled_step import CompiledStep, StepOutputs
 from pipeline.step.row_statistics import RowStatistics
@@ -48,8 +49,6 @@ from pipeline.store.write.store_writer import StoreWriter
 BUILD = Path("build/bench-host")
 TOKENIZER = composing.PACKAGE / "assets/tiny-qwen2"
 ROWS, LENGTH, LAYERS = 8, 1024, (5, 11, 17)
-# A v5e host has 112 virtual cores and 4 chips, which compute at most this many tokens of this job per second.
-HOST_CORES, NEEDED_TOKENS_PER_S, NEEDED_BYTES_PER_S = 112, 415_000, 2.2e9
 
 
 @dataclass
@@ -132,7 +131,7 @@ def run_job(job: Job, step: CompiledStep) -> None:
     """Runs the job with all its threads, into a new store."""
     store = new_store(job)
     with preemption.stop_on_signals() as stop:
-        fill(job, store, stop, LoadedStep(step, ModelWeights(None), job.plan.mesh.process_rows))
+        fill(job, store, stop, LoadedStep(step, lambda _block, _rows: None, job.plan.mesh.process_rows))
 
 
 def new_store(job: Job) -> StoreWriter:
@@ -154,7 +153,7 @@ def write_arrays(job: Job, num_blocks: int, buffers: Sequence[np.ndarray]) -> No
     directory = BUILD / "floor"
     shutil.rmtree(directory, ignore_errors=True)
     for spec, values in zip(job.layout.arrays, buffers, strict=True):
-        metadata = zarr_metadata(job.layout, spec) | {"shape": [num_blocks * len(values), *values.shape[1:]]}
+        metadata = zarr_metadata(job.layout, spec, num_blocks * len(values))
         place = f"file://{directory.resolve()}/{spec.name}/"
         array = ts.open({"driver": "zarr3", "kvstore": place, "metadata": metadata}, create=True).result()
         for block in range(num_blocks):
@@ -214,14 +213,6 @@ def stages(job: Job) -> list[Stage]:
     ]
 
 
-def cores_needed(results: dict[str, dict]) -> dict[str, float]:
-    """Cores of a v5e host that each stage needs at the highest rate of the host's four chips."""
-    stages_in_bytes = ("device to buffers", "write and commit")
-    needed = {"feed": NEEDED_TOKENS_PER_S / results["feed"]["tokens_per_core_s"]}
-    needed |= {name: NEEDED_BYTES_PER_S / 1e9 / results[name]["gb_per_core_s"] for name in stages_in_bytes}
-    return {name: round(cores, 2) for name, cores in needed.items()} | {"of": HOST_CORES}
-
-
 def prepare() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     write_shapes(BUILD / "shapes")
@@ -246,9 +237,7 @@ def main() -> None:
     for name, measured in results.items():
         share_of_floor = f"{measured['share_of_floor']:.2f} of {measured['floor']}" if measured["floor"] else ""
         print(f"| {name} | {measured['tokens_per_core_s']:,} | {measured['gb_per_core_s'] or ''} | {share_of_floor} |")
-    needed = cores_needed(results)
-    print(f"cores of a v5e host for {NEEDED_TOKENS_PER_S:,} tokens/s, {NEEDED_BYTES_PER_S / 1e9} GB/s: {needed}")
-    result = {"stages": results, "cores_needed": needed, "cores": os.cpu_count(), "jax": jax.__version__}
+    result = {"stages": results, "cores": os.cpu_count(), "jax": jax.__version__}
     Path("build/bench-host.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -3,8 +3,7 @@
 The model is Qwen2-shaped with 12 layers, d=768 and random weights in float32; it runs 8 rows of 256 tokens of the
 demo's text. The forward pass, without statistics, and the whole job (text to durable store, without start-up) alternate
 in one process over the same tokens. Ratios are medians over neighbouring pairs, because the speed of a shared machine
-drifts. The job of one layer is compared in the same way with a job that instead stores the features of an SAE, as wide
-as GPT-2's published ones. Memory is measured in separate processes.
+drifts. Memory is measured in separate processes.
 """
 
 import argparse
@@ -20,17 +19,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
-import numpy as np
-from safetensors.numpy import save_file
 
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
-from pipeline.extraction.job_run import fill, load_step
-from pipeline.extraction.loaded_step import LoadedStep, step_inputs
+from pipeline.job.job import Job
+from pipeline.job.loaded_step import LoadedStep, load_step, step_inputs
+from pipeline.job.loop import fill
 from pipeline.job.metrics import peak_rss_mib
-from pipeline.job.opening import Job, open_job
+from pipeline.job.opening import open_job
 from pipeline.step.compiled_step import CompiledStep, compile_step, make_partition
-from pipeline.store import ActivationStore
 from pipeline.store.write.store_writer import StoreWriter
 
 BUILD = Path("build/bench")
@@ -50,7 +47,6 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 ROWS, LENGTH, EARLY_LAYER, LAST_LAYER = 8, 256, 5, 11
-FEATURES, MEAN_ACTIVE = 24576, 50
 
 
 @dataclass
@@ -131,51 +127,6 @@ def whole_job(case: Case) -> float:
     return metrics.tokens / metrics.elapsed_s
 
 
-def write_sae(folder: Path) -> None:
-    """Writes a JumpReLU SAE with random weights, of which about MEAN_ACTIVE features fire per token."""
-    width, rng = MODEL["hidden_size"], np.random.default_rng(0)
-    encoder = rng.normal(size=(width, FEATURES)).astype(np.float32)
-    encoder /= np.linalg.norm(encoder, axis=0)
-    threshold = statistics.NormalDist().inv_cdf(1 - MEAN_ACTIVE / FEATURES)  # of activations scaled to length sqrt(d)
-    tensors = {
-        **{"W_enc": encoder, "W_dec": np.ascontiguousarray(encoder.T), "b_enc": np.zeros(FEATURES, np.float32)},
-        **{"b_dec": np.zeros(width, np.float32), "threshold": np.full(FEATURES, threshold, np.float32)},
-    }
-    config = {"architecture": "jumprelu", "d_in": width, "d_sae": FEATURES, "apply_b_dec_to_input": True}
-    folder.mkdir()
-    (folder / "cfg.json").write_text(json.dumps(config | {"normalize_activations": "constant_norm_rescale"}))
-    save_file(tensors, folder / "sae_weights.safetensors")
-
-
-def measure_features(case: Case, one: Case, repeats: int) -> dict[str, float]:
-    """The cost of features compared with activations of the same layer, and the matrix product's share of the FLOPs."""
-    for number in range(repeats + 1):
-        pair = whole_job(one), whole_job(case)
-        if number:  # the first one is slower
-            case.forward.append(pair[0])
-            case.whole.append(pair[1])
-            print(f"layer {EARLY_LAYER}: activations {pair[0]:7.1f} tokens/s, features {pair[1]:7.1f}", flush=True)
-    store = ActivationStore.open(case.job.config.store.path)
-    flops = case.job.plan.step.encoder_flops
-    total = flops + case.job.model.flops_per_token(case.job.plan.step.forward_keys, LENGTH)
-    return {
-        "features_ratio": round(case.ratio, 4),
-        "features_flops_share": round(flops / total, 4),
-        "features_l0": round(store.feature_statistics(f"blocks.{EARLY_LAYER}.resid_post").l0, 1),
-    }
-
-
-def reader_gib_per_s(path: Path) -> float:
-    """GiB/s of shuffled batches of 4096 tokens of one layer, from the page cache, after one warm-up pass."""
-    store = ActivationStore.open(str(path))
-    for _ in range(2):
-        began, num_bytes = time.perf_counter(), 0
-        for batch in store.batches(f"blocks.{EARLY_LAYER}.resid_post", batch_size=4096, shuffle=True, seed=0):
-            num_bytes += batch.activations.nbytes
-        seconds = time.perf_counter() - began
-    return num_bytes / seconds / (1 << 30)
-
-
 def peak_memory_mib(max_tokens: int) -> int:
     """Peak resident memory of a separate process that captures layer 0 of `max_tokens` tokens."""
     command = [sys.executable, __file__, "--memory-of", str(max_tokens)]
@@ -192,7 +143,6 @@ def prepare() -> None:
     shutil.rmtree(BUILD, ignore_errors=True)
     (BUILD / "model").mkdir(parents=True)
     (BUILD / "model" / "config.json").write_text(json.dumps(MODEL, indent=1))
-    write_sae(BUILD / "sae")
     subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
 
 
@@ -220,9 +170,6 @@ def main() -> None:
                 f"{case.name:5} forward {case.forward[-1]:7.1f} tokens/s, job {case.whole[-1]:7.1f} tokens/s",
                 flush=True,
             )
-    encode = f"capture.encode={{blocks.{EARLY_LAYER}.resid_post: {BUILD / 'sae'}}}"
-    features = open_case("features", f"[{EARLY_LAYER}]", options.tokens, encode)
-    of_features = measure_features(features, cases["one"], options.repeats)
     early = statistics.median(cases["one"].whole) / statistics.median(cases["last"].whole)
     short, long = peak_memory_mib(options.tokens), peak_memory_mib(4 * options.tokens)
     result = {
@@ -231,10 +178,8 @@ def main() -> None:
         "ratio_one_layer": round(cases["one"].ratio, 4),
         "ratio_all_layers": round(cases["all"].ratio, 4),
         "early_exit_speedup": round(early, 3),
-        **of_features,
         "peak_rss_mib": long,
         "peak_rss_mib_quarter_run": short,
-        "reader_gib_per_s": round(reader_gib_per_s(BUILD / "stores" / "all"), 3),
         "runs": {case.name: {"forward": case.forward, "job": case.whole} for case in cases.values()},
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}",
     }

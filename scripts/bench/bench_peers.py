@@ -1,14 +1,12 @@
 """Compares this project with other ways to get the same activations from the same checkpoint, text, rows and layers.
 
-    make bench-peers                     # everything; about 35 minutes on two free cores
+    make bench-peers                     # everything; about 30 minutes on two free cores
     python scripts/bench/bench_peers.py --workloads W1 --peers ours,hf_hook --repetitions 3
-    python scripts/bench/bench_peers.py --docs   # also writes the table and the plot into docs/
 
 W1: GPT-2's shape, long documents, rows of 256, block 5. W2: the same, all 12 blocks. W3: documents of 20 to 250 tokens,
 block 5. W4: Qwen2.5-0.5B's shape, rows of 1024, layer 15 of 24. All float32. Each tool has a separate process, which
-loads and compiles, runs once unmeasured, and then takes turns with the others; runs go from the text to files. If the
-hypervisor took more than 2 % of the cores during a run, it is repeated up to twice, and the least disturbed run counts.
-Peak memory is the process's peak over all its runs. Writes build/bench-peers.json.
+loads and compiles, runs once unmeasured, and then takes turns with the others; runs go from the text to files. Peak
+memory is the process's peak over all its runs. Prints a table, and writes build/bench-peers.json.
 """
 
 import argparse
@@ -20,14 +18,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
-from peers_report import write_docs, write_table
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "peers"))
@@ -35,24 +32,18 @@ from workload import BUILD, WORKLOADS, Workload  # noqa: E402
 
 PEERS_PYTHON = Path(".venv-peers/bin/python")
 REFERENCE = "hf_hook"
-PEERS = (
-    "ours",
-    REFERENCE,
-    "hf_hook_sorted",
-    "hf_hidden_states",
-    "transformer_lens_cache",
-    "saelens_cache",
-    "nnsight_trace",
-)
+PEERS = {  # module -> name
+    "ours": "this project",
+    REFERENCE: "HF hook, stops",
+    "transformer_lens_cache": "TransformerLens",
+    "saelens_cache": "SAELens",
+    "nnsight_trace": "nnsight",
+}
 RESULT = Path("build/bench-peers.json")
-ATTEMPTS = 3
-MOST_STOLEN = 0.02  # share of the cores' time taken by other guests of the host; a run that loses more is repeated
 
 
 def takes_part(peer: str, workload: Workload) -> bool:
-    """Sorting changes nothing for rows of one length, and SAELens captures one layer per run."""
-    if peer == "hf_hook_sorted":
-        return workload.short_documents
+    """SAELens captures one layer per run."""
     return peer != "saelens_cache" or len(workload.layers) == 1
 
 
@@ -77,18 +68,12 @@ class Worker:
         self.facts = self._answer()
 
     def run(self) -> None:
-        """Measures a run: the least disturbed of up to `ATTEMPTS`."""
-        attempts: list[dict] = []
-        while len(attempts) < ATTEMPTS and (not attempts or attempts[-1]["stolen"] > MOST_STOLEN):
-            os.sync()  # otherwise, a run that syncs its files would also wait for those of others
-            time.sleep(1)  # OpenMP's threads spin for a while after a run, also of another process
-            began, before = time.monotonic(), stolen_core_s()
-            self._process.stdin.write(f"{BUILD / 'out'}\n")
-            self._process.stdin.flush()
-            answer = self._answer()
-            share = (stolen_core_s() - before) / (time.monotonic() - began) / os.cpu_count()
-            attempts.append(answer | {"stolen": share})
-        self.runs.append(min(attempts, key=lambda attempt: attempt["stolen"]))
+        """Measures a run."""
+        os.sync()  # otherwise, a run that syncs its files would also wait for those of others
+        time.sleep(1)  # OpenMP's threads spin for a while after a run, also of another process
+        self._process.stdin.write(f"{BUILD / 'out'}\n")
+        self._process.stdin.flush()
+        self.runs.append(self._answer())
 
     def close(self) -> None:
         """Waits until the process has written its files for comparison."""
@@ -113,21 +98,13 @@ class Worker:
         return {
             "tokens_per_s": statistics.median(rates),
             "tokens_per_s_all": rates,
-            "stolen": [run["stolen"] for run in self.runs],
             "cpu_s_per_1000_tokens": statistics.median(run["cpu_s"] / run["tokens"] * 1000 for run in self.runs),
             "tokens": self.runs[-1]["tokens"],
             "peak_mib": self.runs[-1]["peak_mib"],
             "bytes_per_token": self.runs[-1]["bytes"] / self.runs[-1]["tokens"],
-            "alignment": self.facts["alignment"],
             "isolates": self.facts["isolates"],
             "difference": difference(self.workload, self.peer),
         }
-
-
-def stolen_core_s() -> float:
-    """Core seconds that the hypervisor gave to other guests while this system had work; 0 on real hardware."""
-    stolen = Path("/proc/stat").read_text().split(maxsplit=9)[8]
-    return int(stolen) / os.sysconf("SC_CLK_TCK")
 
 
 def difference(workload: Workload, peer: str) -> float | None:
@@ -135,7 +112,7 @@ def difference(workload: Workload, peer: str) -> float | None:
     largest = 0.0
     for layer in workload.layers:
         files = [Path(f"{workload.directory}-{name}") / f"compare-{layer}.npy" for name in (peer, REFERENCE)]
-        if peer == "hf_hook_sorted" or not all(file.exists() for file in files):
+        if not all(file.exists() for file in files):
             return None
         ours, theirs = (np.load(file, mmap_mode="r") for file in files)
         if ours.shape != theirs.shape:
@@ -152,8 +129,7 @@ def measure(workload: Workload, peers: Sequence[str], repetitions: int) -> dict[
             for worker in workers if repetition % 2 == 0 else reversed(workers):
                 worker.run()
                 rate = worker.runs[-1]["tokens"] / worker.runs[-1]["seconds"]
-                stolen = worker.runs[-1]["stolen"]
-                print(f"{workload.name} {worker.peer:22} {rate:8.1f} tokens/s, {stolen:.1%} stolen", flush=True)
+                print(f"{workload.name} {worker.peer:22} {rate:8.1f} tokens/s", flush=True)
         for worker in workers:
             worker.close()
     finally:
@@ -187,12 +163,29 @@ def machine() -> dict[str, object]:
     }
 
 
+def table(measured: dict[str, dict[str, dict]]) -> Iterator[str]:
+    """A line per workload and tool. The ratio is the median over the repetitions, whose runs are close in time."""
+    yield "| | tool | tokens/s | all runs | ours / theirs | CPU s per 1000 tokens | peak, MiB | isolated | difference |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name, peers in measured.items():
+        for peer, result in peers.items():
+            rates, ratio = result["tokens_per_s_all"], ""
+            if "ours" in peers and peer != "ours":
+                pairs = zip(peers["ours"]["tokens_per_s_all"], rates, strict=True)
+                ratio = f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
+            runs = ", ".join(f"{rate:.0f}" for rate in sorted(rates))
+            columns = [name, PEERS[peer], f"{result['tokens_per_s']:.0f}", runs, ratio]
+            columns += [f"{result['cpu_s_per_1000_tokens']:.2f}", str(result["peak_mib"])]
+            columns.append("yes" if result["isolates"] else "no")
+            columns.append("other rows" if result["difference"] is None else f"{result['difference']:.1e}")
+            yield f"| {' | '.join(columns)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--docs", action="store_true", help="write the table and the plot into docs/")
     options = parser.parse_args()
     workloads, peers = options.workloads.split(","), options.peers.split(",")
     if unknown := (set(workloads) - set(WORKLOADS)) | (set(peers) - set(PEERS)):
@@ -203,9 +196,7 @@ def main() -> None:
     measured = {name: measure(WORKLOADS[name], peers, options.repetitions) for name in workloads}
     result = {"machine": machine(), "repetitions": options.repetitions, "workloads": measured}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(write_table(result))
-    if options.docs:
-        write_docs(result)
+    print(result["machine"], *table(measured), sep="\n")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def read_remote(num_tokens: int, slowdown: float) -> None:
                 began = time.perf_counter()
                 mib = reader_bytes(store, layers, epochs=1, stack=False) / (1 << 20)
                 seconds = (time.perf_counter() - began) / slowdown
-                counters = control(url, latency_s=0, bytes_per_s=None)["counters"]
+                counters = control(url, latency_s=0)
                 peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
                 print(
                     f"{len(layers)} layers: {mib / seconds:.0f} MiB/s, {mib:.0f} MiB, {counters['get']} requests, peak "

@@ -1,103 +1,230 @@
 """Measures how the cost of a store's bookkeeping grows with its blocks: requests, seconds, CPU and memory.
 
-    python -m scripts.bench.bench_scale [--blocks 10000 100000] [--streams 100] [--paths start finish ...]
+    python -m scripts.bench.bench_scale [--blocks 1000 10000] [--streams 100] [--latency-s 0.05]
 
-Each path runs in a separate process against `gcs_standin` with 50 ms per request, on stores made by `scale_store`.
-"start of one process" is done by every process of a job; the other paths run once. A path is stopped after `--limit-s`,
-and its line then shows the requests until then. Exponents in B are of requests and of seconds, relative to the next
-smaller size. All paths take an hour; for a million blocks, making the stores alone takes minutes. Writes
-build/bench-scale.json.
+`StoreWriter` fills a store of tiny blocks in `gcs_standin`. Then each path of PATHS runs once, with 50 ms per request:
+what a job does at its start and end, and what readers do. They run in the order of a store's life, so each finds the
+store as the one before has left it. Exponents in B are of requests and seconds, relative to the next smaller size.
+Memory is the growth of the peak. Writes build/bench-scale.json.
 """
 
 import argparse
 import json
 import math
 import os
-import subprocess
-import sys
-from collections.abc import Sequence
-from itertools import pairwise, product
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-from scripts.bench.gcs_standin import environment, server
-from scripts.bench.scale_paths import PATHS, shape_and_target
-from scripts.bench.scale_store import BUILD, make_store
+import jax
+import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-RESULTS = Path("build/bench-scale.json")
-LEASE_STREAMS = 10_000
-KINDS = ("list", "get", "put", "delete")
+from pipeline.config.composing import compose
+from pipeline.data.documents import DOCUMENT_SCHEMA
+from pipeline.job.leasing import LeasedStreams
+from pipeline.job.metrics import Metrics
+from pipeline.job.opening import Job, open_job
+from pipeline.job.running import complete, has_work, open_store
+from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.statistics import token_statistics
+from pipeline.store.io.storage import Storage
+from pipeline.store.read.shard_reads import REMOTE_REQUESTS
+from pipeline.store.write.indexing import index_ids
+from pipeline.store.write.leases import Leases
+from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.gcs_standin import control, environment, server
 
-
-def measure(name: str, blocks: int, streams: int, latency_s: float = 0.05, limit_s: float = 300) -> dict[str, Any]:
-    """The results of one path on one store. Raises CalledProcessError if it fails."""
-    shape, target = shape_and_target(name, blocks, streams)
-    result = BUILD / f"result-{os.getpid()}.json"
-    with server(make_store(shape, target)) as url:
-        options = {"--blocks": blocks, "--streams": streams, "--latency-s": latency_s, "--limit-s": limit_s}
-        arguments = [str(part) for option in options.items() for part in option]
-        command = [sys.executable, "-m", "scripts.bench.scale_paths", name, url, str(result), *arguments]
-        variables = {**os.environ, **environment(url), "JAX_PLATFORMS": "cpu"}
-        subprocess.run(command, check=True, env=variables)
-    return {"path": name, "blocks": blocks, "streams": streams} | json.loads(result.read_text())
-
-
-def exponent(smaller: dict[str, Any], larger: dict[str, Any], key: str) -> float | None:
-    """x in cost ~ B ** x; None if one of the two was stopped early."""
-    if smaller["is_over_limit"] or larger["is_over_limit"]:
-        return None
-    costs = [_cost(cell, key) for cell in (smaller, larger)]
-    if min(costs) <= 0:
-        return None
-    return math.log(costs[1] / costs[0]) / math.log(larger["blocks"] / smaller["blocks"])
+BUILD = Path("build/bench-scale")
+ROWS, LENGTH, WIDTH = 4, 8, 128  # the bundled model's width; a row is a document
+BLOCK_TOKENS = ROWS * LENGTH
+DOCUMENTS = 1024  # of a stream's file: those of 256 blocks
+PROCESSES = 64  # of a job; one of them is measured
 
 
-def _cost(cell: dict[str, Any], key: str) -> float:
-    return sum(cell["requests"].get(kind, 0) for kind in KINDS) if key == "requests" else cell[key]
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one path for a store of `blocks` blocks."""
+
+    path: str
+    blocks: int
+    requests: dict[str, int]
+    seconds: float
+    cpu_s: float
+    peak_mib: float
+
+    @property
+    def num_requests(self) -> int:
+        return sum(self.requests.values())
 
 
-def markdown(cells: Sequence[dict[str, Any]]) -> str:
-    """The table, with one line per path and size, and exponents relative to the next smaller size."""
-    lines = [
-        "| path | B | S | seconds | list | get | put | delete | CPU s | peak MiB | requests ~ B^ | seconds ~ B^ |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    before = {id(later): earlier for earlier, later in pairwise(cells) if earlier["path"] == later["path"]}
-    for cell in cells:
-        earlier = before.get(id(cell))
-        exponents = [None if earlier is None else exponent(earlier, cell, key) for key in ("requests", "seconds")]
-        requests = cell["requests"]
-        seconds = f"> {cell['seconds']:.0f}" if cell["is_over_limit"] else f"{cell['seconds']:.1f}"
-        columns = [
-            PATHS[cell["path"]].title,
-            f"{cell['blocks']:,}",
-            f"{cell['streams']:,}",
-            seconds,
-            *(f"{requests.get(kind, 0):,}" for kind in KINDS),
-            f"{cell['cpu_s']:.1f}",
-            str(cell["peak_mib"]),
-            *("" if x is None else f"{x:.2f}" for x in exponents),
-        ]
-        lines.append(f"| {' | '.join(columns)} |")
+class Life:
+    """A store during its life: each of PATHS is one of its methods."""
+
+    def __init__(self, url: str, blocks: int, streams: int) -> None:
+        self.url, self.blocks, self.streams = url, blocks, streams
+        self.job = self.open_job(blocks)
+
+    def open_job(self, blocks: int) -> Job:
+        """Opens the job that fills this many blocks."""
+        folder = BUILD / f"data-{self.streams}"
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            documents = {"id": [str(i) for i in range(DOCUMENTS)], "text": ["Some text."] * DOCUMENTS}
+            for stream in range(self.streams):
+                pq.write_table(pa.table(documents), folder / _source(stream))
+        overrides = [f"data.path={folder}", f"data.num_streams={self.streams}", f"store.path={self.url}"]
+        overrides += ["store.shard_mib=0.001", "capture.layers=[0]", f"batch.rows={ROWS}", f"batch.length={LENGTH}"]
+        return open_job(compose([*overrides, f"run.max_tokens={blocks * BLOCK_TOKENS}", "run.progress=false"]))
+
+    def fill(self, first: int, end: int) -> None:
+        """Writes the blocks from `first` to `end` of each stream, all with the same activations."""
+        [spec] = self.job.layout.arrays
+        activations = (np.arange(ROWS * LENGTH * WIDTH).reshape(ROWS, LENGTH, WIDTH) % 61 - 30).astype("bfloat16")
+        statistics = {spec.name: token_statistics(activations.reshape(-1, WIDTH).astype(np.float32))}
+        position = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+        sides = {"tokens": position + 1, "segments": np.ones((ROWS, LENGTH), np.int32), "positions": position}
+        writer = StoreWriter.open(self.job.storage, self.job.metadata, self.job.layout)
+        for stream in range(self.streams):
+            for block in range(first, end):
+                index = np.arange(block * ROWS, (block + 1) * ROWS)
+                numbers = index * self.streams + stream
+                ids, source = [f"{stream}/{i}" for i in index], [_source(stream)] * ROWS
+                columns = [numbers, ids, source, index, *(np.full(ROWS, size) for size in (LENGTH, 0, 0, LENGTH))]
+                start, after = (
+                    {"shard": 0, "document": at * ROWS, "token": 0, "ordinal": at * ROWS} for at in (block, block + 1)
+                )
+                record = CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False)
+                documents = np.broadcast_to(numbers[:, None].astype(np.int64), (ROWS, LENGTH))
+                arrays = sides | {spec.name: activations, "documents": documents}
+                writer.write_block(record, arrays, pa.table(columns, schema=DOCUMENT_SCHEMA), statistics)
+
+    def share(self, job: Job) -> Job:
+        """The job of one of PROCESSES processes."""
+        streams = replace(job.plan.streams, local=tuple(range(0, job.plan.streams.count, PROCESSES)))
+        return replace(job, plan=replace(job.plan, streams=streams))
+
+    def start(self) -> None:
+        job = self.share(self.job)
+        assert has_work(job, open_store(job))
+
+    def lease(self) -> None:
+        """Until a process has its first block to compute."""
+        job = self.share(self.job)
+        metrics = Metrics(total_tokens=job.plan.streams.max_tokens, stored_tokens=0, progress=False, interval_s=1e9)
+        with closing(metrics), closing(Leases(job.storage, job.config.run.lease_s)) as leases:
+            assert next(LeasedStreams(job, open_store(job), leases, metrics).blocks(lambda: False), None) is not None
+
+    def finish(self) -> None:
+        complete(self.job, open_store(self.job))
+
+    def open(self) -> None:
+        self.store = ActivationStore.open(self.url)
+
+    def document(self) -> None:
+        self.id = self.store.document(self.blocks * ROWS // 2).id
+
+    def index(self) -> None:
+        index_ids(Storage.open(self.url).with_own_requests(REMOTE_REQUESTS))
+
+    def document_id(self) -> None:
+        """The same document by its id, in a new reader: the index's headers are read, too."""
+        assert ActivationStore.open(self.url).document(self.id).id == self.id
+
+    def first_batch(self) -> None:
+        with closing(self.store.batches(self.store.keys, 64, shuffle=True, seed=0, buffer_mib=1)) as batches:
+            next(batches)
+
+    def verify(self) -> None:
+        assert verify_store(self.url) == []
+
+    def extend(self) -> None:
+        """Starts a job that wants twice as many blocks."""
+        job = self.share(self.open_job(2 * self.blocks))
+        assert has_work(job, open_store(job))
+
+
+def _source(stream: int) -> str:
+    return f"part-{stream:05d}.parquet"
+
+
+# By title, in the order of a store's life. The last block of each stream is missing until `finish`.
+PATHS: dict[str, Callable[[Life], None]] = {
+    "start of one process": Life.start,
+    "lease a stream": Life.lease,
+    "reader: open, unfinished": Life.open,
+    "finish": Life.finish,
+    "reader: open": Life.open,
+    "reader: document(number)": Life.document,
+    "index the ids": Life.index,
+    "reader: document(id)": Life.document_id,
+    "reader: first batch": Life.first_batch,
+    "verify": Life.verify,
+    "start of one process, to extend": Life.extend,
+}
+
+
+def measure(server_url: str, blocks: int, streams: int, latency_s: float) -> list[Cost]:
+    """The costs of all paths for a new store. TensorStore must use the server."""
+    if blocks % streams:
+        raise ValueError(f"{blocks} blocks do not divide into {streams} streams")
+    life, costs = Life(f"gs://bench-scale/{blocks}-{streams}", blocks, streams), []
+    life.fill(0, blocks // streams - 1)
+    for title, run in PATHS.items():
+        if title == "finish":
+            life.fill(blocks // streams - 1, blocks // streams)
+        control(server_url, latency_s=latency_s)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
+        resident, began, cpu = _status_mib("VmRSS"), time.perf_counter(), time.process_time()
+        run(life)
+        seconds, cpu_s, peak = time.perf_counter() - began, time.process_time() - cpu, _status_mib("VmHWM") - resident
+        requests = control(server_url, latency_s=0)
+        costs.append(Cost(title, blocks, requests, round(seconds, 2), round(cpu_s, 2), round(peak, 1)))
+    return costs
+
+
+def _status_mib(name: str) -> float:
+    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) / 1024
+
+
+def markdown(costs: Sequence[Cost]) -> str:
+    """The table, with a line per path and size, and exponents relative to the next smaller size."""
+    kinds = ("list", "get", "put", "delete")
+    lines = [f"| path | B | seconds | {' | '.join(kinds)} | CPU s | MiB | requests ~ B^ | seconds ~ B^ |"]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    ordered = sorted(costs, key=lambda cost: (list(PATHS).index(cost.path), cost.blocks))
+    for smaller, cost in pairwise([None, *ordered]):
+        exponents = ["", ""]
+        if smaller is not None and smaller.path == cost.path:
+            growth = math.log(cost.blocks / smaller.blocks)
+            pairs = (cost.num_requests, smaller.num_requests), (cost.seconds, smaller.seconds)
+            exponents = [f"{math.log(a / b) / growth:.2f}" if a and b else "" for a, b in pairs]
+        requests = [f"{cost.requests.get(kind, 0):,}" for kind in kinds]
+        columns = [cost.path, f"{cost.blocks:,}", f"{cost.seconds:.1f}", *requests, f"{cost.cpu_s:.1f}"]
+        lines.append(f"| {' | '.join([*columns, f'{cost.peak_mib:.0f}', *exponents])} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[10_000, 100_000])
-    parser.add_argument("--streams", type=int, default=100, help=f"but {LEASE_STREAMS} where streams are leased")
-    parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--blocks", type=int, nargs="+", default=[1_000, 10_000])
+    parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--latency-s", type=float, default=0.05)
-    parser.add_argument("--limit-s", type=float, default=300, help="per path and store")
     options = parser.parse_args()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    cells = []
-    for name, blocks in product(options.paths, sorted(options.blocks)):
-        streams = LEASE_STREAMS if name.startswith("lease") else options.streams
-        cells.append(measure(name, blocks, streams, options.latency_s, options.limit_s))
-        print(json.dumps(cells[-1]), file=sys.stderr, flush=True)
-        RESULTS.write_text(json.dumps(cells, indent=1) + "\n")
-    print(markdown(cells))
+    jax.config.update("jax_platforms", "cpu")
+    with server() as url:
+        os.environ |= environment(url)
+        costs = [cost for blocks in options.blocks for cost in measure(url, blocks, options.streams, options.latency_s)]
+    result = json.dumps([asdict(cost) for cost in costs], indent=1)
+    BUILD.with_name("bench-scale.json").write_text(f"{result}\n")
+    print(markdown(costs))
 
 
 if __name__ == "__main__":

@@ -1,31 +1,22 @@
-"""A server of Google Cloud Storage's JSON API for benchmarks and tests: objects in memory, costs like a real bucket's.
-
-    python -m scripts.bench.gcs_standin --port 9000 [--latency-s 0.05]
+"""A server of Google Cloud Storage's JSON API for benchmarks: objects in memory, costs like a real bucket's.
 
 Every request takes `latency_s`, by a timer, so any number of them can wait at the same time. The server checks
-conditions on generations, lists pages of 1,000 objects, and answers 429 to requests beyond a rate or during an outage.
-It counts requests by kind, and can record when each arrived. It implements the part of the API that TensorStore's `gcs`
-driver and gcsfs use: set TENSORSTORE_GCS_HTTP_URL and STORAGE_EMULATOR_HOST to its URL. Objects that are computed on
-request (`Provider`) make large stores cheap.
+conditions on generations, lists pages of 1,000 objects, and counts requests by kind. It implements the part of the API
+that TensorStore's `gcs` driver uses.
 """
 
-import argparse
 import asyncio
 import base64
 import bisect
-import heapq
 import itertools
 import json
 import re
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 from urllib.request import Request, urlopen
 
@@ -36,128 +27,50 @@ _LARGE = 1 << 20  # bytes
 CONTROL = "/control"
 _OBJECT = re.compile(r"(?:/download|/upload)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
-_PROVIDED_GENERATION = 1
-
-
-_SAME_METADATA = {
-    "contentType": "application/octet-stream",
-    "storageClass": "STANDARD",
-    "md5Hash": "1B2M2Y8AsgTpgAmY7PhCfg==",
-    "crc32c": "AAAAAA==",
-    "etag": "CICAgICAgICAgICAgA==",
-    "timeCreated": "2025-01-01T00:00:00.000Z",
-    "updated": "2025-01-01T00:00:00.000Z",
-    "timeStorageClassUpdated": "2025-01-01T00:00:00.000Z",
-    "timeFinalized": "2025-01-01T00:00:00.000Z",
-}
-
-
-class Provider(Protocol):
-    """Objects that exist from the start and are computed on request. Keys are `bucket/name`."""
-
-    def content(self, key: str) -> bytes | None:
-        """The object's bytes; None if it does not exist."""
-
-    def keys_from(self, start: str) -> Iterator[str]:
-        """The keys from `start`, ascending."""
-
-
-@dataclass(frozen=True)
-class Behaviour:
-    """How the server treats requests.
-
-    latency_s: of every request. bytes_per_s: speed of a request's or an answer's body. requests_per_s: limit for all
-    clients together; the server answers 429 to more. refuse_s: it answers 429 to every request for this many seconds.
-    log_arrivals: record when requests arrive.
-    """
-
-    latency_s: float = 0.05
-    bytes_per_s: float | None = None
-    requests_per_s: float | None = None
-    refuse_s: float = 0.0
-    log_arrivals: bool = False
 
 
 class Objects:
-    """The objects by key, `bucket/name`: written ones, and a provider's, except for deleted ones."""
+    """The objects by key, `bucket/name`, with their generations."""
 
-    def __init__(self, provider: Provider | None = None) -> None:
-        self._provider = provider
-        self._written: dict[str, tuple[bytes, int]] = {}
-        self._sorted: list[str] = []  # keys of written objects
-        self._hidden: set[str] = set()  # deleted keys of the provider
+    def __init__(self) -> None:
+        self._objects: dict[str, tuple[bytes, int]] = {}
+        self._sorted: list[str] = []
         self._large: dict[bytes, bytes] = {}  # kept once, since benchmarks write the same activations repeatedly
-        self._generations = itertools.count(_PROVIDED_GENERATION + 1)
+        self._generations = itertools.count(1)
 
     def get(self, key: str) -> tuple[bytes, int] | None:
         """The object's content and generation; None if it does not exist."""
-        written = self._written.get(key)
-        if written is not None or self._provider is None or key in self._hidden:
-            return written
-        content = self._provider.content(key)
-        return None if content is None else (content, _PROVIDED_GENERATION)
+        return self._objects.get(key)
 
     def put(self, key: str, content: bytes) -> int:
         """Writes an object. Returns the new generation."""
-        if key not in self._written:
+        if key not in self._objects:
             bisect.insort(self._sorted, key)
-        generation = next(self._generations)
         if len(content) >= _LARGE:
             content = self._large.setdefault(content, content)
-        self._written[key] = (content, generation)
-        return generation
+        self._objects[key] = content, next(self._generations)
+        return self._objects[key][1]
 
     def delete(self, key: str) -> None:
-        if self._written.pop(key, None) is not None:
+        if self._objects.pop(key, None) is not None:
             del self._sorted[bisect.bisect_left(self._sorted, key)]
-        if self._provider is not None:
-            self._hidden.add(key)
-
-    def size(self, key: str) -> int | None:
-        """The object's size; None for a provider's object, which would have to be computed."""
-        written = self._written.get(key)
-        return None if written is None else len(written[0])
 
     def keys_from(self, start: str) -> Iterator[str]:
         """The keys from `start`, ascending."""
-        written = itertools.islice(self._sorted, bisect.bisect_left(self._sorted, start), None)
-        if self._provider is None:
-            yield from written
-            return
-        provided = (key for key in self._provider.keys_from(start) if key not in self._hidden)
-        yield from (key for key, _ in itertools.groupby(heapq.merge(written, provided)))
+        return itertools.islice(self._sorted, bisect.bisect_left(self._sorted, start), None)
 
 
 class StandIn:
-    """The server's state: objects, behaviour, and counters of requests since the last reset."""
+    """The server's state: objects, costs, and counters of requests since the costs were last set."""
 
-    def __init__(self, behaviour: Behaviour, provider: Provider | None = None) -> None:
-        self.objects = Objects(provider)
-        self.set_behaviour(behaviour)
+    def __init__(self) -> None:
+        self.objects = Objects()
+        self.set_costs(0)
 
-    def set_behaviour(self, behaviour: Behaviour) -> None:
-        """Sets the behaviour, and resets the counters."""
-        self.behaviour = behaviour
+    def set_costs(self, latency_s: float, bytes_per_s: float | None = None) -> None:
+        """Sets the latency of every request and the speed of its body, and resets the counters."""
+        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
         self.counters: Counter[str] = Counter()
-        self.arrivals: list[float] = []
-        self._refuse_until = time.monotonic() + behaviour.refuse_s
-        self._allowance, self._allowed_at = 1.0, time.monotonic()
-
-    def admits(self) -> bool:
-        """Whether a request is executed if it arrives now, given the rate and outages."""
-        now, rate = time.monotonic(), self.behaviour.requests_per_s
-        if self.behaviour.log_arrivals:
-            self.arrivals.append(now)
-        if now < self._refuse_until:
-            return False
-        if rate is None:
-            return True
-        self._allowance = min(max(1.0, rate / 10), self._allowance + (now - self._allowed_at) * rate)
-        self._allowed_at = now
-        if self._allowance < 1:
-            return False
-        self._allowance -= 1
-        return True
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         path, _, query_text = request.raw_path.partition("?")
@@ -170,18 +83,12 @@ class StandIn:
             return _json({"error": {"code": 404, "message": f"no such path: {path}"}}, 404)
         bucket, name = matched[1], unquote(matched[2] or "")
         kind = _kind(request.method, name)
-        is_admitted = self.admits()
         self.counters[kind] += 1
-        if self.behaviour.latency_s:
-            await asyncio.sleep(self.behaviour.latency_s)
-        if not is_admitted:
-            self.counters["refused"] += 1
-            return _json({"error": {"code": 429, "message": "rate limit"}}, 429)
+        if self.latency_s:
+            await asyncio.sleep(self.latency_s)
         response = self._answer(kind, bucket, name, query, request, body)
-        num_bytes = len(body) + (response.content_length or 0)
-        self.counters["bytes"] += num_bytes
-        if self.behaviour.bytes_per_s:
-            await asyncio.sleep(num_bytes / self.behaviour.bytes_per_s)
+        if self.bytes_per_s:
+            await asyncio.sleep((len(body) + (response.content_length or 0)) / self.bytes_per_s)
         return response
 
     def _answer(
@@ -217,7 +124,6 @@ class StandIn:
         stored = self.objects.get(key)
         if wanted == str(0 if stored is None else stored[1]):
             return None
-        self.counters["conditions failed"] += 1
         return _json({"error": {"code": 412, "message": f"{key} does not have generation {wanted}"}}, 412)
 
     def _page(self, bucket: str, query: Mapping[str, str]) -> dict[str, Any]:
@@ -240,14 +146,15 @@ class StandIn:
                 prefixes.append(prefix + rest + delimiter)
                 keys = self.objects.keys_from(root + prefix + rest + chr(ord(delimiter) + 1))
             else:
-                items.append(_resource(bucket, name, self.objects.size(key), None))
+                content, generation = self.objects.get(key)
+                items.append(_resource(bucket, name, len(content), generation))
         return _listed(items, prefixes)
 
     def _control(self, body: bytes) -> web.Response:
-        report = {"counters": dict(self.counters), "arrivals": self.arrivals}
+        counted = dict(self.counters)
         if body:
-            self.set_behaviour(replace(self.behaviour, **json.loads(body)))
-        return _json(report)
+            self.set_costs(**json.loads(body))
+        return _json(counted)
 
 
 def _kind(method: str, name: str) -> str:
@@ -289,22 +196,10 @@ def _content(content: bytes, wanted: str | None, generation: int) -> web.Respons
     return web.Response(status=206, body=content[start:stop], headers=headers)
 
 
-def _resource(bucket: str, name: str, size: int | None, generation: int | None) -> dict[str, Any]:
-    """An object's metadata, with as many fields as in the real service, where a page has about 0.8 MB."""
-    resource = {
-        "kind": "storage#object",
-        "id": f"{bucket}/{name}/1700000000000000",
-        "selfLink": f"https://www.googleapis.com/storage/v1/b/{bucket}/o/{name}",
-        "mediaLink": f"https://storage.googleapis.com/download/storage/v1/b/{bucket}/o/{name}?generation=1&alt=media",
-        "bucket": bucket,
-        "name": name,
-        **_SAME_METADATA,
-    }
-    if size is not None:
-        resource["size"] = str(size)
-    if generation is not None:
-        resource |= {"generation": str(generation), "metageneration": "1"}
-    return resource
+def _resource(bucket: str, name: str, size: int, generation: int) -> dict[str, Any]:
+    """An object's metadata."""
+    metadata = {"kind": "storage#object", "bucket": bucket, "name": name, "contentType": "application/octet-stream"}
+    return metadata | {"size": str(size), "generation": str(generation), "metageneration": "1"}
 
 
 def _listed(items: list[dict[str, Any]], prefixes: list[str]) -> dict[str, Any]:
@@ -323,36 +218,12 @@ def _json(content: Any, status: int = 200) -> web.Response:
     return web.Response(status=status, body=json.dumps(content).encode(), content_type="application/json")
 
 
-async def _start(stand_in: StandIn, port: int) -> tuple[web.ServerRunner, str]:
-    runner = web.ServerRunner(web.Server(stand_in.handle, access_log=None))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, backlog=4096)
-    await site.start()
-    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
-
-
 @contextmanager
-def serving(stand_in: StandIn) -> Iterator[str]:
-    """Runs the server in a thread of this process. Yields its URL."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="gcs-stand-in")
-    thread.start()
-    try:
-        runner, url = asyncio.run_coroutine_threadsafe(_start(stand_in, 0), loop).result()
-        yield url
-        asyncio.run_coroutine_threadsafe(runner.cleanup(), loop).result()
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-@contextmanager
-def server(provider: Provider | None = None) -> Iterator[str]:
+def server() -> Iterator[str]:
     """Runs the server in a separate process, initially without latency. Yields its URL."""
     context = get_context("spawn")
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_serve_process, args=(provider, sending), daemon=True)
+    process = context.Process(target=_serve_process, args=(sending,), daemon=True)
     process.start()
     try:
         yield receiving.recv()
@@ -361,57 +232,28 @@ def server(provider: Provider | None = None) -> Iterator[str]:
         process.join()
 
 
-def _serve_process(provider: Provider | None, ready: Connection) -> None:
+def _serve_process(ready: Connection) -> None:
     """The main function of a server process, which ends with its parent. Sends its URL through `ready`."""
 
     async def serve() -> None:
-        _, url = await _start(StandIn(Behaviour(latency_s=0), provider), 0)
+        runner = web.ServerRunner(web.Server(StandIn().handle, access_log=None))
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
         ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(parent_process().sentinel, ended.set)
-        ready.send(url)
+        ready.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
         await ended.wait()
 
     asyncio.run(serve())
 
 
-def control(url: str, **behaviour: Any) -> dict[str, Any]:
-    """The counters (and arrivals, in seconds) since the behaviour last changed. Sets `behaviour` if given."""
-    unknown = behaviour.keys() - {field.name for field in fields(Behaviour)}
-    if unknown:
-        raise ValueError(f"the stand-in has no {sorted(unknown)}")
-    body = json.dumps(behaviour).encode() if behaviour else None
+def control(url: str, **costs: float | None) -> dict[str, int]:
+    """The requests by kind since the costs were last set. Sets them if given: `StandIn.set_costs`."""
+    body = json.dumps(costs).encode() if costs else None
     with urlopen(Request(url + CONTROL, body, method="POST" if body else "GET"), timeout=60) as answer:
         return json.load(answer)
 
 
 def environment(url: str) -> dict[str, str]:
-    """Environment variables that make TensorStore and gcsfs use the server. TensorStore reads its variable once per
-    process."""
-    return {
-        "TENSORSTORE_GCS_HTTP_URL": url,
-        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
-        "STORAGE_EMULATOR_HOST": url,
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-        "FSSPEC_GCS_TOKEN": "anon",
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--port", type=int, default=9000)
-    for name, default in asdict(Behaviour()).items():
-        if name != "log_arrivals":
-            parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=default)
-    options = vars(parser.parse_args())
-    port = options.pop("port")
-
-    async def serve() -> None:
-        _, url = await _start(StandIn(Behaviour(**options)), port)
-        print(" ".join(f"{name}={value}" for name, value in environment(url).items()), flush=True)
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
-
-
-if __name__ == "__main__":
-    main()
+    """Environment variables that make TensorStore use the server. It reads them once per process."""
+    return {"TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token"}

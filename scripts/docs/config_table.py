@@ -1,10 +1,9 @@
-"""Writes the README's table of configuration keys from pipeline/config/schema.py: `make readme`.
+"""Writes docs/configuration.md, the table of configuration keys, from pipeline/config/schema.py: `make config-table`.
 
-`--check` writes nothing, and exits with 1 if the README's table does not match the schema.
+`--check` writes nothing, and exits with 1 if the file does not match the schema.
 """
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
@@ -18,8 +17,14 @@ from pipeline.config import composing
 from pipeline.config.effects import condition
 from pipeline.config.schema import REQUIRED, ArcData, DataConfig, GenerateData, HfData, ParquetData, RunConfig
 
-README = Path(__file__).resolve().parents[2] / "README.md"
-TABLE = re.compile(r"(?<=<!-- written by make readme -->\n).*?(?=<!-- end -->)", re.DOTALL)
+FILE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
+HEAD = """# Configuration
+
+Every key of the configuration, for the command line (`python -m pipeline.run key=value ...`) and YAML files. `configs/`
+has models, data sources and experiments to start from. `make config-table` writes this file from
+`pipeline/config/schema.py`.
+
+"""
 SOURCES = {  # by choices of `data`; the table has the defaults of the first choice
     ("fineweb", "fineweb_edu", "demo"): ParquetData,
     ("arc",): ArcData,
@@ -56,7 +61,7 @@ def _rows(cls: type, prefix: str, composed: Mapping[str, Any]) -> Iterator[str]:
 def _data_rows() -> Iterator[str]:
     """The keys that all sources have, then the other keys of each source."""
     common = fields(DataConfig)
-    for f in common:
+    for f in common[1:]:  # without `source`, which the choice of `data` sets
         yield _row("data.", f, f.default)
     for choices, cls in SOURCES.items():
         yield f"| **data={', '.join(choices)}** | **{_summary(cls)}** | |"
@@ -79,21 +84,19 @@ def _row(prefix: str, key: Field, default: Any) -> str:
 
 
 def _summary(cls: type) -> str:
-    return (cls.__doc__ or "").partition("\n")[0].rstrip(".")
+    return " ".join((cls.__doc__ or "").split()).rstrip(".")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = README.read_text()
-    written, tables = TABLE.subn(lambda _: table(), text)
-    if tables != 1:
-        sys.exit(f"{README} has {tables} matches for the table, expected 1: {TABLE.pattern}")
-    if args.check and written != text:
-        print("The README's table of keys does not match pipeline/config/schema.py. Run make readme.", file=sys.stderr)
+    text = HEAD + table()
+    if not args.check:
+        FILE.write_text(text)
+    elif text != FILE.read_text():
+        print(f"{FILE} does not match pipeline/config/schema.py. Run make config-table.", file=sys.stderr)
         return 1
-    README.write_text(written)
     return 0
 
 

@@ -1,15 +1,18 @@
-"""Checks the sizes of the package's parts: python scripts/lint/check_shape.py. Exits with 1 if a limit is exceeded.
+"""Checks the sizes of the repository's parts: python scripts/lint/check_shape.py. Exits with 1 if a limit is exceeded.
 
-Limits: modules in a package, lines and parameters of a function, public methods of a class. Circular imports are not
-allowed either, including imports inside functions.
+Limits: lines of a room (pyproject.toml, [tool.house.lines]), modules in a package, lines and parameters of a function,
+public methods of a class. Circular imports are not allowed either, including imports inside functions.
 """
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "pipeline"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "pipeline"
 MAX_COMMANDS = 10  # files directly in `pipeline`
 MAX_MODULES = 15  # per package
 MAX_LINES = 60  # per function
@@ -31,9 +34,28 @@ def main() -> int:
     }
     lines = [f"{name} {what}" for name, what in problems.items() if name not in EXCEPTIONS]
     lines += [f"{name} does not need an exception" for name in EXCEPTIONS.keys() - problems.keys()]
-    lines += [f"these modules import each other: {', '.join(cycle)}" for cycle in cycles(import_graph(trees))]
+    if circle := cycle(import_graph(trees)):
+        lines.append(f"these modules import each other: {', '.join(circle)}")
+    lines += large_rooms(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["house"]["lines"])
     print("\n".join(lines) or f"{len(files)} modules: all within the limits")
     return bool(lines)
+
+
+def large_rooms(budgets: Mapping[str, int]) -> Iterator[str]:
+    """Rooms with more lines than their budget, and rooms without one. A room is a folder with all that is below it;
+    `pipeline` has only the files directly in it, since its packages are rooms."""
+    folders = [PACKAGE, *(path.parent for path in PACKAGE.glob("*/__init__.py")), ROOT / "scripts", ROOT / "tests"]
+    rooms = {str(folder.relative_to(ROOT)): folder for folder in folders}
+    for name in sorted(rooms.keys() ^ budgets.keys()):
+        yield f"pyproject.toml, [tool.house.lines]: {name} has no budget, or is no room. Add or remove its line."
+    for name in sorted(rooms.keys() & budgets.keys()):
+        files = rooms[name].glob("*.py") if rooms[name] == PACKAGE else rooms[name].rglob("*.py")
+        num_lines = sum(len(file.read_text().splitlines()) for file in files)
+        if num_lines > budgets[name]:
+            yield (
+                f"{name} has {num_lines:,} lines, its budget is {budgets[name]:,}. Remove as much as you add, or raise "
+                "its line in pyproject.toml, [tool.house.lines]: growth is a decision that the commit names."
+            )
 
 
 def module_name(path: Path) -> str:
@@ -89,31 +111,13 @@ def import_graph(trees: Mapping[str, ast.Module]) -> dict[str, set[str]]:
     return graph
 
 
-def cycles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
-    """The strongly connected components with more than one module, by Tarjan's algorithm."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-
-    def visit(name: str) -> Iterator[list[str]]:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for other in sorted(graph[name]):
-            if other not in index:
-                yield from visit(other)
-                low[name] = min(low[name], low[other])
-            elif other in stack:
-                low[name] = min(low[name], index[other])
-        if low[name] == index[name]:
-            start = stack.index(name)
-            component = stack[start:]
-            del stack[start:]
-            if len(component) > 1:
-                yield sorted(component)
-
-    for name in graph:
-        if name not in index:
-            yield from visit(name)
+def cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty if there are none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
 
 
 if __name__ == "__main__":

@@ -25,15 +25,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int32
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from pipeline.config.composing import compose
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.extraction import job_run
+from pipeline.job import running
 from pipeline.store import ActivationStore
 from pipeline.store.format.normalisation import Normalisation
 from scripts.demo.make_demo_text import documents, write_shards
-from scripts.train.held_out import is_held_out
+from scripts.train.train_demo_model import is_held_out
 
 SEED = 0
 KEY = ActivationKey(4, Site.resid_post)
@@ -44,7 +44,6 @@ PEAK_RATE = 3e-3
 # reconstruct the residual error.
 DEAD_TOKENS, DEAD_K, DEAD_WEIGHT = 100_000, 32, 1 / 32
 REPORTED_STEPS = 250
-HELD_OUT_BATCH = 8192
 
 README = """# tiny-sae
 
@@ -68,7 +67,7 @@ def make_store(work: Path, name: str, *overrides: str) -> ActivationStore:
     path = work / f"{name}-store"
     capture = [f"capture.layers=[{KEY.layer}]", f"capture.sites=[{KEY.site}]", "capture.dtype=float32"]
     texts = ["data=demo", f"data.path={work / name}", "model=tiny", "run.progress=false"]
-    job_run.run(compose([*texts, *capture, f"store.path={path}", *overrides]))
+    running.run(compose([*texts, *capture, f"store.path={path}", *overrides]))
     return ActivationStore.open(path)
 
 
@@ -167,25 +166,14 @@ def write_config(out: Path, width: int, measured: Mapping[str, float]) -> None:
     (out / "cfg.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def measure(store: ActivationStore, out: Path) -> dict[str, float]:
-    """How much of the activations in a store of held-out documents its features explain, decoded with `out`."""
-    tensors = load_file(out / "sae_weights.safetensors")
-    mean = store.statistics(KEY.layer, KEY.site).mean
-    unexplained = total = num_active = num_tokens = 0.0
-    fired = np.zeros(WIDTH, bool)
-    for batch in store.batches([KEY], HELD_OUT_BATCH, features=True):
-        x, features = batch.activations[KEY.name], batch.features[KEY.name]
-        error = x - features.dense() @ tensors["W_dec"] - tensors["b_dec"]
-        unexplained += float(np.square(error, dtype=np.float64).sum())
-        total += float(np.square(x - mean).sum())
-        num_active += float(features.n_active.sum())
-        num_tokens += len(x)
-        fired[np.unique(features.index[features.index >= 0])] = True
+def measure(store: ActivationStore) -> dict[str, float]:
+    """What the features in a store of held-out documents explain."""
+    statistics = store.feature_statistics(KEY.name)
     return {
-        "held_out_tokens": int(num_tokens),
-        "explained_variance": round(1 - unexplained / total, 4),
-        "l0": round(num_active / num_tokens, 2),
-        "features_that_fire": int(fired.sum()),
+        "held_out_tokens": store.num_tokens,
+        "explained_variance": round(statistics.explained_variance, 4),
+        "l0": round(statistics.l0, 2),
+        "features_that_fire": int((statistics.count > 0).sum()),
     }
 
 
@@ -210,7 +198,7 @@ def main() -> None:
         width = len(tensors["b_dec"])
         write_config(args.out, width, {})
         encoding = [f'capture.encode={{{KEY.name}: "{args.out}"}}', f"capture.encode_top={K}", "capture.keep=both"]
-        measured = measure(make_store(work, "held_out", *encoding, "capture.encode_dtype=float32"), args.out)
+        measured = measure(make_store(work, "held_out", *encoding, "capture.dtype=float32"), args.out)
     write_config(args.out, width, measured)
     result = (
         f"It explains {measured['explained_variance']:.1%} of the variance of {measured['held_out_tokens']:,} held-out "

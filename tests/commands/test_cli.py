@@ -17,6 +17,7 @@ from pipeline.core.errors import StoreMismatch
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import assert_same_store, committed, objects, run, run_here, run_program, write_text
 
+pytestmark = pytest.mark.heavy
 TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 
 
@@ -62,8 +63,8 @@ WRONG_VALUES = {
     "capture.dtype=float99": "float99",
     "model.path=no/such/model": "no/such/model",
     "nonsense=1": "nonsense",
-    "batch.rows=three": "Set batch.rows to a whole number of at least 1",
-    "data=3": "data=3 is not a choice",
+    "batch.rows=three": "batch.rows is 'three'. Set it to a whole number of at least 1",
+    "data=3": "Correct the command line",
     "+run.foo=1": "run.foo is not a key of the configuration",
     "data.path=/no/such/place": "/no/such/place",
     "store.path=/dev/null/store": "store.path is '/dev/null/store",
@@ -76,7 +77,7 @@ COMMAND_LINES = """
 import json, os, sys
 import jax
 from pipeline.cli.main import main
-from pipeline.extraction.job_run import join_and_run
+from pipeline.job.running import join_and_run
 
 for platforms, overrides in json.loads(sys.argv[1]):
     jax.config.update("jax_platforms", platforms)

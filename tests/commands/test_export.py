@@ -2,7 +2,6 @@
 scripts/examples/train_with_libraries.py."""
 
 import re
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,11 @@ from datasets import load_from_disk
 from pipeline.export import main
 from pipeline.inspect import main as inspect
 from pipeline.store import ActivationStore
-from pipeline.store.read.exports.saelens import FILE, UNFINISHED
+from pipeline.store.read.exports.saelens import FILE
 from tests.store.example_store import WIDTHS, copy_store, edit_root, stored_tokens
-from tests.store.test_shards import largest_file
+from tests.store.test_storage import largest_file
 
+pytestmark = pytest.mark.heavy
 HOOKS = {"blocks.1.resid_post": "blocks.1.hook_resid_post", "blocks.3.resid_post": "blocks.3.hook_resid_post"}
 HOOKS |= {"embed": "hook_embed"}
 
@@ -53,31 +53,19 @@ def test_chosen_arrays_are_exported_in_half_precision(store, tmp_path, capsys):
     found = load_from_disk(tmp_path / "cache")
     assert found.column_names == ["hook_embed", "token_ids"]
     assert found.features["hook_embed"].dtype == "float16"
-    assert main([*arguments, "export.dtype=float16"]) == 2
+
+
+def test_a_folder_with_files_is_refused_and_what_a_killed_export_left_is_replaced(store, tmp_path, capsys):
+    cache, remains = tmp_path / "cache", tmp_path / "cache.unfinished-export"
+    cache.mkdir()
+    (remains / "old").mkdir(parents=True)
+    assert main([f"store.path={store}", f"export.path={cache}", "export.arrays=embed"]) == 0
+    assert not remains.exists()
+    before = {file: file.read_bytes() for file in cache.iterdir()}
+    assert sorted(file.name for file in before) == [FILE, "dataset_info.json", "state.json"]
+    assert main([f"store.path={store}", f"export.path={cache}"]) == 2
     assert "is not empty" in capsys.readouterr().err
-
-
-def test_remains_of_a_killed_export_are_replaced(store, tmp_path, capsys):
-    arguments = [f"store.path={store}", f"export.path={tmp_path / 'cache'}", "export.arrays=embed"]
-    assert main(arguments) == 0
-    expected = {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()}
-    for names in ([], [UNFINISHED], [UNFINISHED, "dataset_info.json"], [UNFINISHED, "dataset_info.json", "state.json"]):
-        shutil.rmtree(tmp_path / "cache")
-        (tmp_path / "cache").mkdir()
-        for name in names:
-            (tmp_path / "cache" / name).write_bytes(b"half" * 10_000)
-        assert main(arguments) == 0
-        assert {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == expected
-    for names in (["notes"], [UNFINISHED, "notes"], [FILE], ["state.json"], ["dataset_info.json"]):
-        shutil.rmtree(tmp_path / "cache")
-        (tmp_path / "cache").mkdir()
-        for name in names:
-            (tmp_path / "cache" / name).write_bytes(b"mine")
-        assert main(arguments) == 2
-        assert "is not empty" in capsys.readouterr().err
-        assert {file.name: file.read_bytes() for file in (tmp_path / "cache").iterdir()} == dict.fromkeys(
-            names, b"mine"
-        )
+    assert {file: file.read_bytes() for file in cache.iterdir()} == before
 
 
 def test_a_full_disk_is_reported_and_the_export_can_be_repeated(store, tmp_path, capsys):
@@ -88,6 +76,7 @@ def test_a_full_disk_is_reported_and_the_export_can_be_repeated(store, tmp_path,
     assert f"export.path={tmp_path / 'cache'} cannot be written: " in error
     assert "File too large" in error
     assert "Traceback" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
     assert main(arguments) == 0
 
 

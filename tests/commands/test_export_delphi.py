@@ -10,10 +10,8 @@ from safetensors.numpy import load_file
 
 from pipeline.export import main
 from pipeline.store import ActivationStore
-from pipeline.store.read.exports.delphi import UNFINISHED
 from tests.store.example_store import stored_tokens
 from tests.store.test_feature_batches import ENCODERS, WIDTH, write
-from tests.store.test_shards import largest_file
 
 NAMES = [name for name, *_ in ENCODERS]
 
@@ -93,33 +91,6 @@ def test_locations_beyond_16_bits_get_32(store, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("pipeline.store.read.exports.delphi._UINT16_VALUES", 4)
     folder = exported(store, tmp_path / "latents") / NAMES[0]
     assert {load_file(file)["locations"].dtype for file in folder.glob("*.safetensors")} == {np.dtype(np.uint32)}
-
-
-def test_remains_of_a_killed_export_are_replaced(store, tmp_path, capsys):
-    path = exported(store, tmp_path / "latents")
-    expected = {file: file.read_bytes() for file in path.rglob("*.safetensors")}
-    (path / NAMES[0]).rename(tmp_path / "aside")  # killed while moving the folders
-    (path / UNFINISHED).mkdir()
-    (tmp_path / "aside").rename(path / UNFINISHED / NAMES[0])
-    exported(store, path)
-    assert {file: file.read_bytes() for file in path.rglob("*.safetensors")} == expected
-    (path / "notes").write_text("mine")
-    for names in ([], [UNFINISHED]):
-        for name in names:
-            (path / name).mkdir()
-        assert main([f"store.path={store}", f"export.path={path}", "export.format=delphi"]) == 2
-        assert "is not empty" in capsys.readouterr().err
-    assert (path / "notes").read_text() == "mine"
-    assert all(file.exists() for file in expected)
-
-
-def test_a_full_disk_is_reported_and_the_export_can_be_repeated(store, tmp_path, capsys):
-    with largest_file(600):
-        arguments = [f"store.path={store}", f"export.path={tmp_path / 'latents'}", "export.format=delphi"]
-        assert main(arguments) == 1
-    assert "cannot be written: " in capsys.readouterr().err
-    assert list((tmp_path / "latents").iterdir()) == []
-    assert main(arguments) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,26 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.cli.settings import parse
-from pipeline.core.errors import ConfigError
 from pipeline.data.text.tokenizer import load_tokenizer
-from pipeline.inspect import Settings, main
-from pipeline.inspection.feature_page import render
-from pipeline.inspection.features import (
-    TOKENS_AFTER,
-    TOKENS_BEFORE,
-    FeatureChoice,
-    most_and_least_frequent,
-    view_features,
-)
-from pipeline.inspection.summary import summarise
+from pipeline.inspect import main
 from pipeline.store import ActivationStore
 from pipeline.store.format.metadata import change_root
+from pipeline.store.inspection.features import TOKENS_AFTER, TOKENS_BEFORE, most_and_least_frequent, view_features
+from pipeline.store.inspection.page import features_page
 from pipeline.store.io.storage import Storage
-from tests.browser import CHROMIUM, DRIVER, browser
 from tests.commands.test_inspect import Page
 from tests.store.test_feature_batches import ENCODERS, write
 
+pytestmark = pytest.mark.heavy
 KEY = "blocks.4.resid_post"
 
 
@@ -52,7 +43,7 @@ def test_the_most_and_the_least_frequent_features_are_chosen():
 
 
 def test_a_features_numbers_agree_with_the_arrays(store, dense):
-    sae = view_features(store, FeatureChoice(extremes=3))
+    sae = view_features(store, extremes=3)
     counts = (dense > 0).sum(axis=(0, 1))
     assert [view.feature for view in sae.features] == list(most_and_least_frequent(counts, 3))
     np.testing.assert_allclose(sae.frequencies, counts / store.num_tokens)
@@ -66,10 +57,10 @@ def test_a_features_numbers_agree_with_the_arrays(store, dense):
 @pytest.mark.parametrize("most", [None, 0], ids=["all firings", "the strongest"])
 def test_contexts_come_from_the_rows_with_the_strongest_firings(store, dense, monkeypatch, most):
     if most is not None:
-        monkeypatch.setattr("pipeline.inspection.features.MAX_FIRINGS", most)
+        monkeypatch.setattr("pipeline.store.inspection.features.MAX_FIRINGS", most)
     text = store.read_tokens(slice(None))
     cut = 0
-    for view in view_features(store, FeatureChoice(features=(12, 99, 500), contexts=5)).features:
+    for view in view_features(store, features=(12, 99, 500), contexts=5).features:
         values = dense[..., view.feature]
         assert (view.values is None) == (most == 0)
         strongest = values.max(axis=1)
@@ -105,7 +96,7 @@ def test_the_page_is_complete_and_loads_nothing(encoded_store, store, tmp_path, 
     assert text.count('class="context"') == 6
     assert f"explains{store.feature_statistics(KEY).explained_variance:.1%} of the activations' variance" in page.text
     tokenizer = load_tokenizer("pipeline/assets/tiny-qwen2")
-    for view in view_features(store, FeatureChoice(features=(12, 99), contexts=3)).features:
+    for view in view_features(store, features=(12, 99), contexts=3).features:
         assert f"({view.count:,}); mean {view.mean:.4g}, maximum {view.maximum:.4g}." in page.text
         for context in view.contexts:
             shown = "".join(tokenizer.decode([token]) for token in context.tokens)
@@ -121,12 +112,12 @@ def test_the_numbers_of_firing_features_are_printed(encoded_store, store, dense,
 
 
 def test_the_page_shows_a_feature_that_never_fires(store):
-    sae = view_features(store, FeatureChoice(features=(12, 99)))
+    sae = view_features(store, features=(12, 99))
     count = sae.statistics.count.copy()
     count[12] = 0
     silent = replace(sae.features[0], count=0, frequency=0.0, values=np.empty(0, np.float32), contexts=())
     statistics = replace(sae.statistics, count=count)
-    page = Page(render(summarise(store), replace(sae, statistics=statistics, features=(silent, sae.features[1])), None))
+    page = Page(features_page(store, replace(sae, statistics=statistics, features=(silent, sae.features[1])), None))
     assert page.text.count("This feature is not stored for any token.") == 1
     never = int((count == 0).sum())
     assert f"{never:,} features ({never / 768:.1%})" in page.text
@@ -134,7 +125,7 @@ def test_the_page_shows_a_feature_that_never_fires(store):
 
 
 def test_a_feature_with_too_many_firings_has_no_histogram(encoded_store, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.inspection.features.MAX_FIRINGS", 0)
+    monkeypatch.setattr("pipeline.store.inspection.features.MAX_FIRINGS", 0)
     file = tmp_path / "features.html"
     assert main([f"store.path={encoded_store}", f"inspect.features_html={file}", "inspect.features=12"]) == 0
     page = Page(file.read_text())
@@ -151,41 +142,20 @@ def test_both_pages_report_a_missing_tokenizer_once(encoded_store, tmp_path, cap
     assert capsys.readouterr().err.count("tokens are shown as ids") == 1
 
 
-def test_settings_are_parsed():
-    given = ["store.path=s", "inspect.features_html=p", "inspect.sae=a.b", "inspect.features=[3, 4]"]
-    settings = parse(Settings, [*given, "inspect.extremes=2", "inspect.contexts=5"])
-    assert (settings.sae, settings.features, settings.extremes, settings.contexts) == ("a.b", (3, 4), 2, 5)
-    for wrong in ("inspect.features=a", "inspect.features=[1,,2]", "inspect.features=[-1]", "inspect.extremes=0"):
-        with pytest.raises(ConfigError, match=re.escape(wrong)):
-            parse(Settings, ["store.path=s", wrong])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["inspect.features=[768]"], "inspect.features contains 768, but"),
-        (["inspect.sae=blocks.2.resid_post"], "inspect.sae=blocks.2.resid_post: the store has features of blocks.4"),
-    ],
-)
-def test_features_that_the_store_lacks_are_refused(encoded_store, tmp_path, arguments, message, capsys):
-    page = f"inspect.features_html={tmp_path / 'p'}"
-    assert main([f"store.path={encoded_store}", page, "inspect.tokens=512", *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "p").exists()
-
-
-def test_stores_without_an_index_by_feature_are_refused(real_store, encoded_store, tmp_path, capsys):
-    page = f"inspect.features_html={tmp_path / 'p'}"
-    two = write(str(tmp_path / "two"), keeps_activations=True)
-    cases = [
-        ([f"store.path={real_store}", page], "has no features"),
-        ([f"store.path={two}", page], "inspect.sae is missing"),
-        ([f"store.path={two}", page, f"inspect.sae={ENCODERS[0][0]}"], "has no index by feature"),
-        ([f"store.path={encoded_store}", "inspect.features=[1]"], "inspect.features is only for the page of features"),
-    ]
-    for arguments, message in cases:
-        assert main(arguments) == 2
+def test_features_that_cannot_be_shown_are_refused(real_store, encoded_store, tmp_path, capsys):
+    two, page = write(str(tmp_path / "two"), keeps_activations=True), f"inspect.features_html={tmp_path / 'p'}"
+    for store, *arguments, message in (
+        (encoded_store, page, "inspect.features=[768]", "inspect.features contains 768, but"),
+        (encoded_store, page, "inspect.features=[1,,2]", "inspect.features=[1,,2]: expected whole numbers"),
+        (encoded_store, page, "inspect.sae=blocks.2.resid_post", "the store has features of blocks.4"),
+        (encoded_store, "inspect.features=[1]", "inspect.features is only for the page of features"),
+        (real_store, page, "has no features"),
+        (two, page, "inspect.sae is missing"),
+        (two, page, f"inspect.sae={ENCODERS[0][0]}", "has no index by feature"),
+    ):
+        assert main([f"store.path={store}", "inspect.tokens=512", *arguments]) == 2
         assert message in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
 
 
 def test_an_index_that_contradicts_the_arrays_is_reported(encoded_store, tmp_path, capsys):
@@ -194,21 +164,3 @@ def test_an_index_that_contradicts_the_arrays_is_reported(encoded_store, tmp_pat
     array.write(np.zeros(array.shape, np.int32)).result()
     assert main([f"store.path={copy}", f"inspect.features_html={tmp_path / 'p'}", "inspect.features=12"]) == 2
     assert "the index by feature has a firing of feature 12" in capsys.readouterr().err
-
-
-@pytest.mark.slow  # starts a browser
-@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver")
-def test_a_browser_shows_the_page(encoded_store, tmp_path, capsys):
-    file = tmp_path / "features.html"
-    assert main([f"store.path={encoded_store}", f"inspect.features_html={file}"]) == 0
-    with browser() as tab:
-        for width in (375, 1200):
-            tab.open(file, width)
-            assert tab.complaints() == []
-            assert tab.requests() == [file.as_uri()]
-            shown, needed = tab.evaluate("[innerWidth, document.documentElement.scrollWidth]")
-            assert shown == width
-            assert needed <= width  # no horizontal scrolling
-            assert tab.evaluate("document.querySelectorAll('.context').length") > 50
-            tab.screenshot(tmp_path / f"{width}.png")
-            assert (tmp_path / f"{width}.png").stat().st_size > 50_000

@@ -6,14 +6,12 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from pipeline.finalize import main
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.generated.group_keys import GENERATED_PREFIX
-from pipeline.store.generated.kept_activations import KeptGroup, put_kept
+from pipeline.store.generated.group_files import group_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import without_writer
@@ -60,16 +58,18 @@ def test_an_unfinished_store_is_completed_as_by_a_run(tmp_path):
     assert outputs[0].endswith(f"{tmp_path / 'left'}: complete\n")
 
 
-def test_activations_kept_while_decoding_are_deleted(tmp_path):
+def test_groups_with_activations_are_deleted_once_all_their_documents_are_in_blocks(tmp_path):
     storage = Storage.open(tmp_path)
-    capture = metadata().capture | {"when": "decode"}
-    writer = StoreWriter.open(str(tmp_path), metadata(capture=capture), layout())
+    changed = {"capture": metadata().capture | {"when": "decode"}, "data": {"source": "generate", "group": 2}}
+    writer = StoreWriter.open(str(tmp_path), metadata(**changed), layout())
     for stream in range(NUM_STREAMS):
         write_blocks(writer, stream)
-    put_kept(storage, KeptGroup(0, 0, "0123456789abcdef"), {"embed": np.zeros((2, 4))})
-    assert storage.list_keys(GENERATED_PREFIX)
+    used = writer.streams[1].last.next["ordinal"] // 2
+    for index in range(used + 2):
+        storage.write(group_key(1, index), b"a group")
+    assert used > 0
     assert main([f"store.path={tmp_path}"]) == 0
-    assert storage.list_keys(GENERATED_PREFIX) == []
+    assert storage.list_keys("_generated/") == [group_key(1, used), group_key(1, used + 1)]
 
 
 def test_several_commands_may_run_at_once(tmp_path):
@@ -113,19 +113,3 @@ def test_a_share_of_max_tokens_that_ends_with_a_block_ends_its_stream(tmp_path, 
     write_blocks(writer, 1)
     assert writer.streams[0].last.tokens == stored
     assert main([f"store.path={tmp_path}"]) == code
-
-
-def test_a_missing_store_is_refused(tmp_path, capsys):
-    assert main([f"store.path={tmp_path}/nothing"]) == 2
-    assert "there is no activation store" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("arguments", [[], ["store.path="], ["store.path=/a", "x=1"]])
-def test_wrong_arguments_print_the_usage(arguments, capsys):
-    assert main(arguments) == 2
-    assert capsys.readouterr().err.startswith("usage: python -m pipeline.finalize store.path=...")
-
-
-def test_settings_must_be_true_or_false(capsys):
-    assert main(["store.path=/a", "force=yes"]) == 2
-    assert capsys.readouterr().err == "force=yes: expected true or false.\n"

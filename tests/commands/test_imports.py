@@ -3,8 +3,11 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.jobs import ROOT, write_text
 
+pytestmark = pytest.mark.heavy
 HEAVY = ("torch", "transformers", "datasets", "gcsfs", "flax", "scipy", "aiohttp", "matplotlib")
 HEAVY += ("jax.experimental.pallas",)
 
@@ -17,7 +20,7 @@ import sys
 import jax, tensorstore, pyarrow.parquet, hydra, tokenizers
 needed = len(sys.modules)
 from pipeline.config import composing
-from pipeline.extraction.job_run import run
+from pipeline.job.running import run
 run(composing.compose({[*overrides, "data=fineweb", "run.progress=false"]}))
 print([name for name in {HEAVY} if name in sys.modules])
 print(needed, len(sys.modules))"""

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import delete, export, finalize, index, inspect, push, verify
+from pipeline import delete, export, finalize, inspect, push, verify
 from pipeline.core.errors import EXIT_OK, PipelineError
 from tests.hub import hub_for_this_process
 from tests.jobs import run_here
 from tests.store.damage_stores import Specimen, make_specimen
 from tests.store.example_store import edit_root, write_image
 
+pytestmark = pytest.mark.heavy
 ARRAY = "blocks.1.resid_post"
 LINKED = (  # patterns of objects and folders
     *("zarr.json", f"{ARRAY}/zarr.json", f"{ARRAY}/c.0.0.0", "tokens/c.0.0", "_commits/stream-00000/block-000000.json"),
@@ -46,7 +47,7 @@ def run(store: Path, command: tuple[str, ...]) -> int:
 
 COMMANDS: dict[str, Callable[[Path], int]] = {
     "finalize": lambda store: finalize.main([f"store.path={store}", "force=true"]),
-    "index": lambda store: index.main([f"store.path={store}"]),
+    "index": lambda store: finalize.main([f"store.path={store}", "index=true"]),
     "verify": lambda store: verify.main([f"store.path={store}"]),
     "repair": lambda store: verify.main([f"store.path={store}", "verify.repair=true"]),
     "delete": lambda store: delete.main([f"store.path={store}", "confirm=true"]),

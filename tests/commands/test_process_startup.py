@@ -20,9 +20,9 @@ from pipeline.cluster import devices, joining
 from pipeline.config.schema import DistributedConfig, RunOptions
 from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.library.extractor import Extractor
-from tests.forking import Forked
 from tests.jobs import ROOT, command, committed, free_port, has_loaded, run, run_program, wait_until, write_text
 
+pytestmark = pytest.mark.heavy
 COMMANDS = ["run", "plan", "verify", "finalize", "inspect", "export", "delete"]
 # The process sends itself a signal before its first import outside this package and the standard library.
 SIGNAL_AT_FIRST_IMPORT = """
@@ -287,7 +287,8 @@ def test_a_job_runs_without_standard_streams(overrides, tmp_path, redirection):
 
 
 def test_a_job_continues_without_the_reader_of_its_messages(overrides, tmp_path):
-    process = Forked(command(*overrides, f"store.path={tmp_path / 'store'}"), stderr=subprocess.PIPE)
+    job = command(*overrides, f"store.path={tmp_path / 'store'}")
+    process = subprocess.Popen(job, cwd=ROOT, stderr=subprocess.PIPE)
     process.stderr.close()
     assert process.wait(timeout=60) == 0
     assert committed(tmp_path / "store") > 0

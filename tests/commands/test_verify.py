@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from pipeline.store.write.store_writer import StoreWriter
 from pipeline.verify import main
@@ -58,45 +57,6 @@ def test_a_damaged_root_is_reported(tmp_path, capsys):
     (tmp_path / "zarr.json").write_text("{")
     assert main([f"store.path={tmp_path}"]) == 1
     assert "zarr.json" in capsys.readouterr().out
-
-
-def test_a_missing_store_is_refused(tmp_path, capsys):
-    assert main([f"store.path={tmp_path}/nothing"]) == 2
-    assert "there is no activation store" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        ([], "store.path is missing."),
-        (["store.path="], "store.path has no value. Give it as store.path=..."),
-        (["path=/x"], "'path=/x' is not a setting of this command. Did you mean store.path=/x?"),
-        (["store_path=/x"], "'store_path=/x' is not a setting of this command. Did you mean store.path=/x?"),
-        (["/x"], "'/x' is not a setting of this command. Did you mean store.path=/x?"),
-        (["store.path=/a", "store.path=/b"], "store.path is given 2 times, expected once."),
-        (["-v"], "'-v' is not a setting of this command."),
-    ],
-)
-def test_wrong_arguments_print_the_usage(arguments, problem, capsys):
-    assert main(arguments) == 2
-    settings = "store.path=... [verify.rank=0] [verify.world=1] [verify.sample=1.0] [verify.seed=0] "
-    settings += "[verify.level=checksums] [verify.repair=true]"
-    assert capsys.readouterr().err == f"usage: python -m pipeline.verify {settings}\n{problem}\n"
-
-
-@pytest.mark.parametrize(
-    ("argument", "problem"),
-    [
-        ("verify.rank=1", "verify.rank=1: expected a number below verify.world=1. Ranks count from 0."),
-        ("verify.world=0", "verify.world=0: expected a whole number, at least 1."),
-        ("verify.sample=0", "verify.sample=0: expected a number above 0, at most 1."),
-        ("verify.sample=nan", "verify.sample=nan: expected a number above 0, at most 1."),
-        ("verify.level=some", "verify.level=some: expected records or objects or checksums."),
-    ],
-)
-def test_wrong_settings_are_refused(argument, problem, capsys):
-    assert main(["store.path=/x", argument]) == 2
-    assert capsys.readouterr().err == f"{problem}\n"
 
 
 def test_a_partial_check_prints_what_it_left_out(tmp_path, capsys):

@@ -30,9 +30,9 @@ from pipeline.config import composing
 from pipeline.config.limits import shortened
 from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, RunConfig
 from pipeline.core.errors import EXIT_INVALID, PipelineError
-from pipeline.extraction.job_run import run
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import open_job
+from pipeline.job.running import run
 from pipeline.models.registry import open_model
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.slice_plan import plan_job
@@ -83,18 +83,17 @@ class Outcome:
 
 def schema_keys() -> list[Key]:
     """Every key and group of keys, of every choice of data."""
-    found = {key.name: key for group, cls in GROUPS.items() for key in _keys(RunConfig, "", group, cls)}
+    found = {name: Key(name, group, kind) for group, cls in GROUPS.items() for name, kind in _keys(RunConfig, "", cls)}
     return list(found.values())
 
 
-def _keys(cls: type, prefix: str, group: str, data: type) -> Iterator[Key]:
+def _keys(cls: type, prefix: str, data: type) -> Iterator[tuple[str, Any]]:
     for field in fields(cls):
-        name, kind = prefix + field.name, data if prefix + field.name == "data" else field.type
-        yield Key(name, group, kind)
+        name = prefix + field.name
+        kind = {"data": data, "data.prompts": ArcData}.get(name, field.type)
+        yield name, kind
         if is_dataclass(kind):
-            yield from _keys(kind, f"{name}.", group, data)
-        elif name == "data.prompts":
-            yield from _keys(ArcData, f"{name}.", group, data)
+            yield from _keys(kind, f"{name}.", data)
 
 
 def make_cases(rng: random.Random, number: int) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -1,20 +1,70 @@
+"""Composing a configuration: defaults, texts as they were typed, and a message for every wrong value."""
+
 import re
 import string
-from dataclasses import fields, replace
+import sys
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
 
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from pipeline.config import limits
-from pipeline.config import schema as config
+from pipeline.cli import main
+from pipeline.config import schema
 from pipeline.config.choices import ComputeDtype
-from pipeline.config.composing import PACKAGE, compose
+from pipeline.config.composing import PACKAGE, compose, from_values
+from pipeline.config.schema import ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
+from scripts.docs import config_table
 from tests.jobs import ROOT
 
 SECRET = "hunter2"
+
+
+def jobs_of(monkeypatch, *arguments: str) -> list[RunConfig]:
+    """The configurations that a command gets from the command line."""
+    jobs: list[RunConfig] = []
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it for the process, which other tests share
+    monkeypatch.setattr(sys, "argv", ["run", *arguments])
+    main.main(jobs.append, "")
+    return jobs
+
+
+def test_the_document_of_keys_is_up_to_date(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["config_table.py", "--check"])
+    assert config_table.main() == 0, capsys.readouterr().err
+
+
+def test_every_key_has_a_doc_with_its_choices():
+    for key, field in schema.all_fields():
+        doc = field.metadata["doc"]
+        assert doc, key
+        if isinstance(field.type, type) and issubclass(field.type, Enum):
+            assert [str(choice) for choice in field.type if f"`{choice}`" not in doc] == [], key
+
+
+def test_the_default_job_is_the_schemas_with_the_files_changes():
+    text = ParquetData(path="build/demo/text")
+    assert compose([]) == RunConfig(
+        model=schema.ModelConfig(path=str(PACKAGE / "assets" / "tiny-qwen2"), dtype=ComputeDtype.float32),
+        data=text,
+        capture=schema.CaptureConfig(layers=[2, 4]),
+        store=schema.StoreConfig(path="build/demo/stores/default"),
+    )
+    edu = compose(["data=fineweb_edu"]).data
+    assert edu == replace(text, path="hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT")
+
+
+def test_the_configuration_file_repeats_no_default_of_the_schema():
+    stated = yaml.safe_load((ROOT / "configs" / "config.yaml").read_text())
+    groups = {name: values for name, values in stated.items() if name not in ("defaults", "hydra")}
+    defaults = {field.name: field.default_factory() for field in fields(RunConfig) if is_dataclass(field.type)}
+    assert groups.keys() <= defaults.keys()
+    for name, values in groups.items():
+        assert all(getattr(defaults[name], key) != value for key, value in values.items())
 
 
 @pytest.mark.parametrize(
@@ -23,7 +73,6 @@ SECRET = "hunter2"
         ("data.path", f"https://somebody:{SECRET}@example.org/texts"),
         ("data.path", f"https://example.org/a.parquet?X-Amz-Date=1&X-Amz-Signature={SECRET}"),
         ("model.path", f"https://example.org/model?sv=1&sig={SECRET}"),
-        ("data.path", f"https://example.org/a.parquet?v=1&pwd={SECRET}"),
         ("store.path", f"gs://bucket/store?auth={SECRET}"),
         ("store.path", f"s3://somebody:{SECRET}@bucket/store"),
     ],
@@ -56,123 +105,120 @@ def test_the_readme_names_every_character_that_needs_quotes():
     assert all(survives(f"/a{character}b", "'" if character == '"' else '"') for character in needs_quotes)
 
 
-def test_the_default_job_is_the_schemas_with_the_files_changes():
-    text = config.ParquetData(
-        source="parquet", path="build/demo/text", repo="HuggingFaceFW/fineweb", subset="sample/10BT"
-    )
-    assert compose([]) == config.RunConfig(
-        model=config.ModelConfig(path=str(PACKAGE / "assets" / "tiny-qwen2"), dtype=ComputeDtype.float32),
-        data=text,
-        capture=config.CaptureConfig(layers=[2, 4]),
-        store=config.StoreConfig(path="build/demo/stores/default"),
-    )
-    edu = compose(["data=fineweb_edu"]).data
-    assert edu == replace(text, path=None, repo="HuggingFaceFW/fineweb-edu")
+TEXTS = [
+    *("2026_11_25", "2024_10", "007", "0x10", "12e4567", "1E5", "1.50", "1.", ".5", "-5", "+5", "1_0.5", "inf", "NaN"),
+    *("true", "FALSE", "on", "yes", "v1.0", "2024-10-01", "1:30:00", "1e", "nullable", "5/6", "a b", "9" * 100, "1 2"),
+]
 
 
-def test_the_configuration_file_repeats_no_default_of_the_schema():
-    stated = yaml.safe_load((ROOT / "configs" / "config.yaml").read_text())
-    groups = {name: values for name, values in stated.items() if name not in ("defaults", "hydra")}
-    defaults = {field.name: field.default_factory() for field in fields(config.RunConfig) if field.name in groups}
-    assert groups.keys() == defaults.keys()
-    for name, values in groups.items():
-        assert all(getattr(defaults[name], key) != value for key, value in values.items())
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_is_what_was_typed(text):
+    hub = compose([f"store.path={text}", "model.path=owner/name", f"model.revision= {text} ", f"++data.path={text}"])
+    assert (hub.store.path, hub.model.revision, hub.data.path) == (text, text, text)
+    files = [f"data.data_files=[{text}, {text}]", f"data.info_columns=[a,'{text},1',{text}]"]
+    hf = compose(["data=hf", "data.path=x", *files]).data
+    assert (hf.info_columns, hf.data_files) == (["a", f"{text},1", text], [text, text])
+    assert compose([f"capture.encode={{a: {text}/b, b: [{text}]}}"]).capture.encode == {"a": f"{text}/b", "b": [text]}
+    generate = ["data=generate", "data.path=x", f"data.end_tokens=[{text}]", f"data.prompts.encoder={text}"]
+    prompts = compose(generate).data
+    assert (prompts.end_tokens, prompts.prompts.encoder) == ([text], text)
 
 
-NUMBERS = (int, float, int | None, float | None)
+def test_null_is_no_text():
+    assert compose(["model.tokenizer=null"]).model.tokenizer is None
+    assert compose(["model.tokenizer='null'"]).model.tokenizer == "null"
 
 
-def test_every_number_has_limits():
-    """Without limits, a number would be used as typed: negative, huge, NaN."""
-    classes = {name: getattr(config, name) for name in limits.LIMITS}
-    for name, cls in classes.items():
-        types = {field.name: field.type for field in fields(cls)}
-        assert limits.LIMITS[name].keys() <= types.keys()
-        assert {key for key, kind in types.items() if kind in NUMBERS} <= limits.LIMITS[name].keys()
-        for key, limit in limits.LIMITS[name].items():
-            assert isinstance(limit, limits.Between) == (types[key] in NUMBERS), (name, key)
-    schema = [cls for cls in vars(config).values() if isinstance(cls, type) and hasattr(cls, "__dataclass_fields__")]
-    assert {cls.__name__ for cls in schema} == limits.LIMITS.keys()
+def test_a_sweep_keeps_text(monkeypatch, tmp_path):
+    jobs = jobs_of(monkeypatch, "-m", "store.path=2024_10,1e5 , true", f"hydra.sweep.dir={tmp_path}")
+    assert [job.store.path for job in jobs] == ["2024_10", "1e5", "true"]
 
 
+def test_a_number_in_a_file_or_in_python_is_refused_where_text_is_expected(monkeypatch, tmp_path: Path, caplog):
+    file = tmp_path / "experiment" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("# @package _global_\nstore:\n  path: 2026_11_25\n")
+    with pytest.raises(SystemExit, match="2"):
+        jobs_of(monkeypatch, "--config-dir", str(tmp_path), "+experiment=mine")
+    assert re.search("store.path is .* looks like a number needs quotes", caplog.text)
+    file.write_text("# @package _global_\nstore:\n  path: '2026_11_25'\n")
+    [job] = jobs_of(monkeypatch, "--config-dir", str(tmp_path), "+experiment=mine")
+    assert job.store.path == "2026_11_25"
+    required = {"data.path": "a", "model.path": "a/b", "capture.layers": [0], "store.path": str(tmp_path)}
+    for value in (2024_10, 1.5, True, [1]):
+        with pytest.raises(ConfigError, match="model.revision is .*quotes"):
+            from_values(ParquetData, required | {"model.revision": value})
+
+
+@pytest.mark.parametrize(
+    ("typed", "tokens"),
+    [
+        *(("1e9", 10**9), ("1.5e3", 1500), ("1_000_000", 10**6), ("1e18", 10**18), ("2.0", 2), ("1B", 10**9)),
+        *(("500M", 5 * 10**8), ("10k", 10_000), ("1.5b", 15 * 10**8), ("0.3M", 300_000), ("2T", 2 * 10**12)),
+    ],
+)
+def test_tokens_may_be_counted_in_thousands(typed, tokens):
+    assert compose([f"run.max_tokens={typed}"]).run.max_tokens == tokens
+
+
+NUMBER = "Set it to a whole number of at least 1 and at most 1,000,"
+PATH = "Set it to a folder that exists or can be created"
+UNKNOWN = "is not a key of the configuration"
 REFUSED = {
-    "run.max_tokens=0": "run.max_tokens is 0. Set it to a whole number of at least 1 and at most 1,000,.*or to null",
-    "run.max_tokens=99999999999999999999": "run.max_tokens is 99999999999999999999. Set it to",
+    # limits of numbers
+    "run.max_tokens=0": f"run.max_tokens is 0. {NUMBER}.*, or to null",
+    "run.max_tokens=1e20": f"run.max_tokens is 100000000000000000000. {NUMBER}",
+    "run.max_tokens=1.5": f"run.max_tokens is 1.5. {NUMBER}",
+    "run.max_tokens=1X": f"run.max_tokens is '1X'. {NUMBER}",
+    "batch.rows=10k": f"batch.rows is '10k'. {NUMBER}",
+    "batch.rows=true": f"batch.rows is True. {NUMBER}",
     "run.stall_timeout_s=0": "run.stall_timeout_s is 0.0. Set it to a number of at least 1",
-    "run.stall_timeout_s=-1": "run.stall_timeout_s is -1.0",
-    "run.stall_timeout_s=nan": "run.stall_timeout_s is nan",
-    "run.stall_timeout_s=inf": "run.stall_timeout_s is inf",
-    "run.metrics_interval_s=-1": "run.metrics_interval_s is -1.0. Set it to a number of at least 0",
-    "run.metrics_interval_s=nan": "run.metrics_interval_s is nan",
-    "run.lease_s=0": "run.lease_s is 0.0",
-    "run.max_inflight_mib=inf": "run.max_inflight_mib is inf",
-    "run.profile_after=-1": "run.profile_after is -1",
-    "run.profile_steps=0": "run.profile_steps is 0",
+    "run.stall_timeout_s=nan": "run.stall_timeout_s is nan. Set it to a number",
+    "run.max_inflight_mib=inf": "run.max_inflight_mib is inf. Set it to a number of more than 0",
+    "capture.rate=1": "capture.rate is 1.0. Set it to a number of more than 0 and less than 1",
+    # paths, addresses and texts
     "run.profile=gs://bucket/trace": "run.profile is 'gs://bucket/trace'. Set it to a local folder",
-    "run.compilation_cache=FILE": "run.compilation_cache is '.*. Set it to a folder that exists or can be created",
-    "run.compilation_cache=FILE/below": "run.compilation_cache",
-    "run.profile=FILE": "run.profile is",
-    "store.path=FILE/below": "store.path is",
-    "store.path=''": "store.path is ''. Set it to a folder",
-    "store.path=' '": "store.path is ' '",
+    "run.compilation_cache=FILE": f"run.compilation_cache is '.*. {PATH}",
+    "store.path=FILE/below": f"store.path is .*{PATH}",
+    "store.path=''": f"store.path is ''. {PATH}",
     "store.path='~nosuchuser/x'": "store.path is '~nosuchuser/x'.*home directory",
     "store.path=LONG": r"store.path is 'a{79}... \(302 characters\). Set it to",
-    "data.path=LONG": "data.path is 'aaa",
-    "store.path=DEEP": "store.path is 'a/a/",
-    "model.path=''": "model.path is ''",
-    "store.shard_mib=0": "store.shard_mib is 0.0. Set it to a number of more than 0",
-    "store.shard_mib=nan": "store.shard_mib is nan",
-    "store.rows_per_block=0": "store.rows_per_block is 0",
-    "store.retry_delay_s=1e20": r"store.retry_delay_s is 1e\+20",
-    "store.retries=-1": "store.retries is -1",
-    "store.concurrency=0": "store.concurrency is 0",
-    "store.copy_threads=1000000000": "store.copy_threads is 1000000000. Set it to .* at most 10,000, or to null",
-    "capture.rate=0": "capture.rate is 0.0. Set it to a number of more than 0 and less than 1",
-    "capture.seed=-1": "capture.seed is -1",
-    "distributed.coordinator=nowhere": "distributed.coordinator is 'nowhere'. Set it to host:port",
-    "distributed.coordinator='host:99999'": "distributed.coordinator is 'host:99999'",
-    "distributed.coordinator='a b:1'": "distributed.coordinator is 'a b:1'",
-    "distributed.coordinator='http://host:1'": "distributed.coordinator is 'http://host:1'",
-    "distributed.num_processes=0": "distributed.num_processes is 0",
-    "distributed.process_id=-1": "distributed.process_id is -1",
-    "distributed.heartbeat_timeout_s=99999999999": "distributed.heartbeat_timeout_s is 99999999999",
-    "plan.mfu=nan": "plan.mfu is nan. Set it to a number of more than 0 and at most 1",
-    "plan.usd_per_tb_month=-1": "plan.usd_per_tb_month is -1.0",
-    "batch.rows=0": "batch.rows is 0",
-    "mesh.tensor=0": "mesh.tensor is 0",
+    "data.path=DEEP": "data.path is 'a/a/.*Set it to a non-empty path or URL",
+    "distributed.coordinator='host:99999'": "coordinator is 'host:99999'. Set it to host:port, with a port from 1 to",
+    "distributed.coordinator='http://host:1'": "distributed.coordinator is 'http://host:1'. Set it to host:port",
     "topology=''": "topology is ''. Set it to a non-empty string, or to null",
-    "+run.foo=1": "run.foo is not a key of the configuration",
-    "++run.max_token=1": "run.max_token is not a key of the configuration. Did you mean run.max_tokens",
-    "+foo={a: 1}": "foo is not a key of the configuration",
+    "data=arc data.path=x data.date=2026-7-1": "data.date is '2026-7-1'. Set it to a date, as in 2026-07-01, or to",
     "data=hf data.path=json data.data_files={a:true}": "data.data_files is .*. Set it to a non-empty string, or a",
-    "capture.sites=resid_post": r"Set capture.sites to a list of strings, as in \[a,b\]",
+    "capture.sites=resid_post": r"capture.sites is 'resid_post'. Set it to a list of strings, as in \[a,b\]",
     "data=hf data.path=x data.info_columns=${batch.rows}": "data.info_columns is 8. Set it to a list of strings",
-    "data=hf data.path=x data.text=${data.info_columns}": "data.text",
+    "capture.dtype=float99": "capture.dtype is 'float99'. Set it to one of float32, bfloat16",
     "capture=${batch.rows}": "capture is 8. Set it to a group of keys",
-    "data=[1]": r"data=\[1\] is not a choice",
-    "++capture.sites.x=1": "capture.sites",
-    "data=3": "data=3 is not a choice.*e.g. data=fineweb",
+    "run=3": "run is 3. Set it to a group of keys",
+    "run.max_tokens=${nothing.here}": "run.max_tokens has no value: Interpolation key 'nothing.here' not found",
+    "run.lease_s=${run.lease_s}": "run.lease_s has no value: Recursive interpolation",
+    # keys and choices
+    "+run.foo=1": f"run.foo {UNKNOWN}",
+    "++run.max_token=1": f"run.max_token {UNKNOWN}. Did you mean run.max_tokens",
+    "+foo={a: 1}": f"foo {UNKNOWN}",
+    "data.prompts=3": f"data.prompts {UNKNOWN}. It belongs to another choice of data",
+    "++run.token_budget=1": f"run.token_budget {UNKNOWN}. --cfg job prints all keys",
+    "~run.exclusive": "no value for run.exclusive, which was deleted. Set it to its default",
+    "++data.source=none": "data is .*, expected a source of documents. Choose one, e.g. data=fineweb",
+    "data=generate": r"no value for data.path. Set it on the command line, e.g. data.path=\.\.\.$",
+    "data=[1]": r"data=\[1\].* Correct the command line",
+    "data=3": "data=3.* Correct the command line",
     "data=nothing": "data=nothing is not one of ai2_arc, arc, demo, fineweb, fineweb_edu, generate, hf. "
     "For json files: data=hf data.path=json data.data_files=FILE.$",
     "data=csv": "For csv files: data=hf data.path=csv data.data_files=FILE.$",
     "model=gpt3": r"model=gpt3 is not one of bert_base, .*tiny. For any checkpoint.*: model.path=owner/name.$",
     "+experiment=nope": r"experiment=nope is not one of demo_arc, [a-z_, ]*\.$",
+    # what Hydra cannot parse
     "capture.layers=[2,": r"A list with spaces needs quotes for the shell: 'capture.layers=\[2, 3\]'.",
     "data.text={{ body }}": """needs quotes within quotes: 'data.text="{{ body }}"'. Correct the command line""",
     "data.path=/a, b": """'data.path="/a, b"'""",
     """data.path=it's "x\"""": r"x\" \^\. Correct",
     "mine.jsonl": "missing EQUAL at '<EOF>'. Correct the command line",
     "run.max_tokens=10,000": "A string with special characters needs quotes",
-    "data=generate": r"no value for data.path. Set it on the command line, e.g. data.path=\.\.\.$",
-    "++run.token_budget=1": "run.token_budget is not a key of the configuration. --cfg job prints all keys",
-    "data.prompts=3": "data.prompts is not a key of the configuration. It belongs to another choice of data",
-    "capture.layers={a: 1}": "capture.layers",
-    "run=3": "run=3.*Set run to a group of keys",
-    "~run.exclusive": "~run.exclusive.*does not support deletion",
-    "run.max_tokens=1e20": "run.max_tokens is 100000000000000000000. Set it to a whole number of at least 1",
-    "capture.dtype=float99": "Set capture.dtype to one of float32, bfloat16",
-    "run.max_tokens=${nothing.here}": "run.max_tokens has no value: Interpolation key 'nothing.here' not found",
-    "run.lease_s=${run.lease_s}": "run.lease_s has no value: Recursive interpolation",
 }
 
 
@@ -183,20 +229,15 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path, override, mess
     for name, value in {"FILE": file, "LONG": "a" * 300, "DEEP": "a/" * 2000}.items():
         override = override.replace(name, str(value))
     with pytest.raises(ConfigError, match=message):
-        compose(override.split(" ") if override.startswith("data=hf") else [override])
+        compose(override.split(" ") if override.startswith(("data=hf", "data=arc")) else [override])
 
 
 @pytest.mark.parametrize(
     "override",
     [
-        *(
-            "run.max_tokens=1",
-            "run.metrics_interval_s=0",
-            "run.exclusive=1 store.path=gs://a/b",
-            "model.init=random model.seed=-5",
-        ),
+        *("run.max_tokens=1", "run.metrics_interval_s=0", "model.init=random model.seed=-5", "batch.rows=1e1"),
         *("distributed.coordinator='[::1]:1234'", "distributed.coordinator=host-1.example.org:8476"),
-        "store.path=gs://bucket/store store.retries=0 store.retry_delay_s=0",
+        "store.path=gs://bucket/store store.retry_delay_s=0 run.exclusive=1",
         *("run.compilation_cache=gs://bucket/cache", "topology=v5e-4 plan.mfu=1", "data.path=a/*.x"),
     ],
 )
@@ -204,8 +245,7 @@ def test_values_at_their_limits_are_accepted(override):
     compose(override.split(" "))
 
 
-@pytest.mark.parametrize("value", ["2", "-1", "2.5", "maybe", "nan", "inf"])
+@pytest.mark.parametrize("value", ["2", "-1", "2.5", "maybe", "nan"])
 def test_a_bool_must_be_true_or_false(value):
-    """OmegaConf converts every number except 0 to true."""
-    with pytest.raises(ConfigError, match="run.exclusive to true or false"):
+    with pytest.raises(ConfigError, match=rf"run.exclusive is '?{value}'?. Set it to true or false"):
         compose([f"run.exclusive={value}"])

@@ -9,10 +9,11 @@ from pipeline.cli import main
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
-from pipeline.extraction import job_run
+from pipeline.job import running
 from pipeline.store.read.reader import ActivationStore
 from tests.jobs import write_text
 
+pytestmark = pytest.mark.heavy
 VALUES = {  # for keys without default
     "qwen_arc": ["data.path=/tasks", "store.path=/stores/a"],
     "qwen_fineweb_edu": ["store.path=/stores/a"],
@@ -58,7 +59,7 @@ def test_a_sweep_fills_one_store_per_layer_and_site(tmp_path: Path, monkeypatch)
     job += ["capture.layers=[1],[3]", "capture.sites=[mlp_out]", f"hydra.sweep.dir={tmp_path / 'multirun'}"]
     job += ["batch.rows=4", "batch.length=128", "run.max_tokens=500", "run.progress=false"]
     monkeypatch.setattr(sys, "argv", ["run", *job])
-    main.main(job_run.run, "")
+    main.main(running.run, "")
     for layer in (1, 3):
         store = ActivationStore.open(tmp_path / f"stores/gpt2/blocks.{layer}.mlp_out")
         assert (store.layers, store.sites) == ((layer,), ("mlp_out",))

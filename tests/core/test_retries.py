@@ -44,7 +44,6 @@ def not_found(cause: Exception | None) -> FileNotFoundError:
     [
         *((answered(status), True) for status in (408, 429, 500, 502, 503, 504)),
         *((answered(status), False) for status in (400, 401, 403, 404, 416)),
-        (aiohttp.ServerDisconnectedError(), True),
         (aiohttp.ClientPayloadError("cut"), True),
         (aiohttp.InvalidURL("http://["), False),
         (requests.ConnectionError("cut"), True),
@@ -58,7 +57,6 @@ def not_found(cause: Exception | None) -> FileNotFoundError:
         (OSError(errno.EIO, "input/output error"), True),
         (OSError(errno.EBUSY, "SlowDown"), True),
         (OSError(errno.ENOSPC, "disk full"), False),
-        (ConnectionResetError(), True),
         (TimeoutError(), True),
         (OfflineModeIsEnabled("offline"), False),
         (InputError("damaged"), False),

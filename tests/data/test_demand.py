@@ -80,23 +80,14 @@ def test_blocks_read_no_more_than_their_demand(sizes, wanted, rows, length, pack
 
 
 @pytest.mark.parametrize(
-    ("stored", "budgets", "message"),
+    ("stored", "budget", "message"),
     [
-        ([100, 120], [100, 100], None),
-        ([], [], None),
-        ([100, 60], [100, 100], "the data ended 40 tokens short of run.max_tokens=200: stream 1 by 40. Use more data"),
-        (
-            [0, 190, 30],
-            [100, 100, 100],
-            "170 tokens short of run.max_tokens=300: stream 0 by 100, stream 2 by 70. Use",
-        ),
-        (
-            [0] * 9 + [1],
-            [1000] * 10,
-            "9,999 tokens short of run.max_tokens=10,000: stream 0 by 1,000, .* and 2 others",
-        ),
+        ([100, 120], 100, None),
+        ([], 0, None),
+        ([0, 190, 30], 100, "170 tokens short of run.max_tokens=300: stream 0 by 100, stream 2 by 70. Use"),
+        ([0] * 9 + [1], 1000, "9,999 tokens short of run.max_tokens=10,000: stream 0 by 1,000, .* and 2 others"),
     ],
 )
-def test_a_shortfall_is_reported_by_stream(stored, budgets, message):
-    said = shortfall(stored, budgets)
+def test_a_shortfall_is_reported_by_stream(stored, budget, message):
+    said = shortfall(stored, [budget] * len(stored))
     assert (said is None) if message is None else re.search(message, said)

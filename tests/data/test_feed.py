@@ -40,16 +40,13 @@ def test_streams_take_turns_block_by_block():
         assert feed.get() is None
 
 
-def test_a_feed_starts_at_the_works_cursor():
+def test_a_feed_starts_at_the_works_cursor_and_ends_with_it():
     _, one, _ = three_streams()
     first, second, third = one.blocks()
     with closing(Feed(StreamWork(one, first.next, 1, wanted=4))) as feed:
         assert_same_block(feed.get(), second)
         assert feed.get() is None
     assert third.index == 2
-
-
-def test_a_feed_without_work_ends_at_once():
     with closing(Feed(InTurn([]))) as feed:
         assert feed.get() is None
 
@@ -77,14 +74,6 @@ def test_at_most_depth_blocks_are_read_ahead_and_waits_are_measured():
         assert len(feed._ready) == 1
         assert [block.index for block in iter(feed.get, None)] == [0, 1, 2]
         assert feed.producer_wait_s >= 0.1
-
-
-def test_close_ends_a_waiting_thread():
-    feed = Feed(StreamWork(three_streams()[1]), depth=1)
-    feed.close()
-    assert feed.get() is None
-    feed._thread.join(LIMIT_S)
-    assert not feed._thread.is_alive()
 
 
 class SlowSource:

@@ -1,5 +1,4 @@
 import sys
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -32,29 +31,21 @@ def test_pack_places_pieces_by_best_fit():
     assert placement.row.tolist() == [1, 1, 1, 0]
     assert placement.column.tolist() == [0, 3, 7, 0]
     assert placement.segment.tolist() == [1, 2, 3, 1]
-
-
-def test_pad_places_one_piece_per_row():
-    placement = pad(np.array([3, 4, 3]), rows=2)
+    placement = pad(np.array([3, 4, 3]), rows=2)  # one piece per row
     assert placement.num_rows == 2
-    assert placement.row.tolist() == [0, 1]
-    assert placement.column.tolist() == [0, 0]
-    assert placement.segment.tolist() == [1, 1]
+    assert (placement.row.tolist(), placement.column.tolist(), placement.segment.tolist()) == ([0, 1], [0, 0], [1, 1])
 
 
 def test_fill_writes_tokens_segments_positions_and_documents():
     sizes = [2, 1, 4]
     tokens = [np.array([5, 6], np.int32), np.array([7], np.int32), np.array([1, 2, 3, 4], np.int32)]
+    assert pack(np.array([6, 5, 5, 4, 10]), rows=3, length=10).num_pieces == 5  # a block is not closed early
+    assert fill(pack(np.array([], np.int64), 4, 8), [], np.array([], np.int64), 8).tokens.shape == (0, 8)
     rows = fill(pack(np.array(sizes), 2, 4), tokens, np.array([10, 11, 12]), 4)
     assert rows.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
     assert rows.segments.tolist() == [[1, 1, 1, 1], [1, 1, 2, 0]]
     assert rows.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert rows.documents.tolist() == [[12, 12, 12, 12], [10, 10, 11, -1]]
-
-
-def test_no_pieces_make_no_rows():
-    rows = fill(pack(np.array([], np.int64), 4, 8), [], np.array([], np.int64), 8)
-    assert rows.tokens.shape == (0, 8)
 
 
 @given(data=st.data(), rows=st.integers(1, 9), length=st.integers(1, 30))
@@ -74,12 +65,6 @@ def test_pack_places_a_prefix_without_overlap_and_in_order(data, rows, length):
     assert sorted(zip(is_mixed, first, strict=True)) == list(zip(is_mixed, first, strict=True))
 
 
-def test_pieces_that_fit_a_block_exactly_are_all_placed():
-    """A block is not closed early."""
-    sizes = np.array([6, 5, 5, 4, 10], np.int64)
-    assert pack(sizes, rows=3, length=10).num_pieces == 5
-
-
 def fills(rng: np.random.Generator, low: int, high: int, rows: int, length: int, blocks: int) -> list[float]:
     pieces = np.array([], np.int64)
     result = []
@@ -97,33 +82,21 @@ def test_rows_are_well_filled(low, high, length, least):
     assert np.mean(fills(np.random.default_rng(0), low, high, 64, length, 40)) >= least
 
 
-def num_lines(function: Callable[[], object]) -> int:
-    """How many lines of Python the function executes, those of functions that it calls included."""
-    lines = 0
+@pytest.mark.parametrize("rows", [64, 640])
+def test_packing_takes_few_lines_of_python_per_piece(rows):
+    """100 lines take some 5 us, and a piece has 135 tokens: so packing keeps up with a million tokens per second."""
+    sizes = np.random.default_rng(0).integers(20, 250, 6 * rows)
+    num_lines = 0
 
     def trace(_frame, event: str, _argument):
-        nonlocal lines
-        lines += event == "line"
+        nonlocal num_lines
+        num_lines += event == "line"
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
-        function()
+        placement = pack(sizes, rows, 256)
     finally:
         sys.settrace(before)
-    return lines
-
-
-@pytest.mark.parametrize("rows", [64, 640])
-def test_packing_takes_few_lines_of_python_per_piece(rows):
-    """100 lines take some 5 us, and a piece has 135 tokens: so packing keeps up with a million tokens per second."""
-    sizes = np.random.default_rng(0).integers(20, 250, 6 * rows)
-    tokens = [np.zeros(size, np.int32) for size in sizes]
-    num_pieces = pack(sizes, rows, 256).num_pieces
-
-    def pack_and_fill() -> None:
-        placement = pack(sizes, rows, 256)
-        fill(placement, tokens[:num_pieces], np.arange(num_pieces), 256)
-
-    assert num_lines(pack_and_fill) < 120 * num_pieces
+    assert num_lines < 120 * placement.num_pieces

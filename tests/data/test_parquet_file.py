@@ -67,13 +67,6 @@ def test_the_next_row_group_is_read_while_one_is_used(source: ParquetSource) -> 
         assert not any(event.is_set() for event in WatchedFile.seen[group + 2 :])
 
 
-def test_a_large_row_group_is_not_read_ahead(source: ParquetSource, monkeypatch) -> None:
-    monkeypatch.setattr("pipeline.data.parquet_file._MAX_BYTES_AHEAD", 1)
-    for row, document in enumerate(source.read(0, 0)):
-        assert document.text == f"text {row}"
-        assert not any(event.is_set() for event in WatchedFile.seen[row // ROWS + 1 :])
-
-
 @pytest.mark.parametrize("start", range(0, GROUPS * ROWS, 2))
 def test_reading_begins_with_the_row_group_of_its_first_row(start: int, source: ParquetSource) -> None:
     rows = [document.index for document in source.read(0, start)]

@@ -23,7 +23,7 @@ def tokenizer(shared):
     "settings",
     [
         {},
-        {"encoder": "separated", "row_numbers": True, "shape_header": True, "code_block": True},
+        {"encoder": "separated"},
         {"encoder": "repeated", "template": Template.chat, "include_solution": True},
         {"encoder": "symbols", "symbols": "abcdefghij", "template": Template.chat},
     ],
@@ -50,9 +50,7 @@ def test_every_grid_of_every_task_is_recovered_from_its_prompt(shared, tokenizer
 
 
 def test_prompts_are_recovered_from_their_tokens(shared, tokenizer):
-    source = open_source(
-        ArcData(source="arc", path=str(shared / "data" / "arc_agi" / "training"), tasks_per_shard=8), tokenizer
-    )
+    source = open_source(ArcData(source="arc", path=str(shared / "data" / "arc_agi" / "training")), tokenizer)
     settings = {"rows_per_block": 4, "length": 8192, "long_documents": LongDocuments.cut}
     stream = text_stream(source, tokenizer, num_streams=25, **settings)
     texts = {document.id: document.text for shard in (0, 25) for document in source.read(shard, 0)}

@@ -11,8 +11,7 @@ from material import memory_source, text_stream, word_tokenizer
 from pipeline.config.choices import LongDocuments, Packing, Positions
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
-from pipeline.data.selection import SampledTokens, open_selection, slots_per_row
-from pipeline.store.read.rows import at_selected
+from pipeline.data.selection import open_selection, slots_per_row
 
 LENGTH = 12
 TOKENIZER = word_tokenizer()
@@ -116,7 +115,7 @@ def test_a_full_row_keeps_the_sampled_tokens_with_the_lowest_numbers(monkeypatch
     assert slots_per_row(capture, LENGTH) == 3
     found, counts = selected(blocks([shard], capture)), []
     for document, ids in enumerate(shard):
-        places, numbers = SampledTokens(0.25, 0, 3).choose(np.array(ids, np.int32), document, 0, True)
+        places, numbers = open_selection(capture, LENGTH, TOKENIZER).choose(np.array(ids, np.int32), document, 0, True)
         assert found.get(document, []) == sorted(places[np.argsort(numbers)[:3]].tolist())
         counts.append(len(places))
     assert max(counts) > 3
@@ -127,12 +126,6 @@ def test_a_full_row_keeps_the_sampled_tokens_with_the_lowest_numbers(monkeypatch
 def test_the_last_token_of_a_cut_document_is_the_last_kept_one():
     made = blocks([[[2] * 30, [3] * 5]], SELECTIONS["last"], long_documents=LongDocuments.cut)
     assert selected(made) == {0: [LENGTH - 1], 1: [4]}
-
-
-def test_values_are_gathered_at_selected_slots():
-    values = np.array([[5, 6, 7], [8, 9, 1]])
-    chosen = np.array([[0, 2], [1, -1]], np.int32)
-    assert at_selected(values, chosen, -3).tolist() == [[5, 7], [9, -3]]
 
 
 @pytest.mark.parametrize(

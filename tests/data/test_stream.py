@@ -146,16 +146,6 @@ def test_wanted_tokens_decide_how_many_blocks_there_are_and_nothing_else(case, w
             assert_same_block(at_once, expected)
 
 
-def test_batches_of_the_tokenizer_do_not_change_blocks(monkeypatch):
-    shards = [[[2 + (7 * row + i) % 900 for i in range(1 + row % 37)] for row in range(60)]]
-    settings = {"num_streams": 1, "rows_per_block": 4, "length": 32}
-    (stream,) = streams(shards, settings)
-    expected = list(stream.blocks())
-    monkeypatch.setattr("pipeline.data.tokenised._BATCH_DOCUMENTS", 3)
-    for left, right in zip(stream.blocks(), expected, strict=True):
-        assert_same_block(left, right)
-
-
 def test_streams_take_shards_in_turn():
     shards = [[[shard + 2]] for shard in range(5)]
     two = streams(shards, {"num_streams": 2, "rows_per_block": 8, "length": 4, "packing": Packing.pad})
@@ -172,6 +162,10 @@ def test_a_stream_without_documents_gives_one_block_without_rows(stream):
     (block,) = StreamWork(stream, wanted=10).blocks(lambda: False)
     assert (block.num_rows, block.table.num_rows, block.exhausted) == (0, 0, True)
     assert list(stream.blocks(block.next, 1)) == []
+    source = bad_source(OnError.skip, text=["", None], id=["a", "b"])
+    (block,) = text_stream(source, TOKENIZER, rows_per_block=2, length=4).blocks()
+    assert (block.num_rows, block.num_tokens, block.exhausted) == (0, 0, True)
+    assert [skip.index for skip in block.skipped] == [0, 1]
 
 
 def bad_source(on_error: OnError, **column) -> ParquetSource:
@@ -198,19 +192,6 @@ def test_skipped_documents_are_recorded_with_the_next_block():
     assert [block.next for block in blocks] == [Cursor(0, 2, 0, 1), Cursor(1, 0, 0, 3)]
     (resumed,) = bad_stream(OnError.skip).blocks(blocks[0].next, 1)
     assert_same_block(resumed, blocks[1])
-
-
-def test_a_stream_that_only_skips_gives_one_block_without_rows():
-    source = bad_source(OnError.skip, text=["", None], id=["a", "b"])
-    (block,) = text_stream(source, TOKENIZER, rows_per_block=2, length=4).blocks()
-    assert (block.num_rows, block.num_tokens, block.exhausted) == (0, 0, True)
-    assert [skip.index for skip in block.skipped] == [0, 1]
-
-
-def test_bad_documents_fail_after_the_blocks_before_them():
-    blocks = bad_stream(OnError.fail).blocks()
-    with pytest.raises(InputError, match=r"/bad/a.parquet row 1: 'text' is null"):
-        next(blocks)
 
 
 def test_an_id_outside_the_vocabulary_names_the_document():

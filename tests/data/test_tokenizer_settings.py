@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,57 +13,28 @@ from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import InputError
 from pipeline.data.text.tokenizer import load_tokenizer
 
-_PIECES = [
+_PIECES = [  # letters, white space, marks, digits, and special tokens
+    *("hello", " world", "THE Fox", "a a a a", "\t", "\n\n", "\r\n", "\u00a0", "\u3000", "\u200d", "\u202e", "\ufeff"),
     *(
-        "hello",
-        " world",
-        "  ",
-        "\t",
-        "\n\n",
-        "\r\n",
         "é",
         "e\u0301",
         "ß",
         "İ",
         "ﬁ",
-        "\u200d",
-        "\u202e",
         "👩\u200d👧",
-        "\ufeff",
-    ),
-    *(
         "\x00",
-        "\x07",
-        "\u00a0",
-        "\u3000",
         "汉字",
         "한국어",
         "123",
-        "4567",
         "...",
-        "--",
         "'s",
-        "a a a a",
         "▁",
         "Ġ",
         "##s",
-    ),
-    *(
-        "<s>",
-        "</s>",
-        "<x>",
-        "<new>",
-        "<user>",
         "<",
         "|",
-        "user",
-        ">",
-        "<X>",
-        "hello<x>hello",
-        "<new> <x>",
-        "THE Fox",
-        "<x><x>",
     ),
+    *("<s>", "</s>", "<x>", "<new>", "<user>", "<X>", "hello<x>hello", "<new> <x>", "<x><x>"),
 ]
 
 
@@ -118,7 +90,7 @@ TOKENIZERS = {
     "word piece": word_piece,
     "cased": lambda: word_piece(lowercase=False),
 }
-UNCHANGED = ("nothing", "on request", "without effect", "map beside added tokens")
+UNCHANGED = ("nothing", "without effect", "map beside added tokens")
 END, NEXT = -1, -2  # ids after the vocabulary of tokenizer.json
 
 
@@ -138,9 +110,7 @@ HONOURED: dict[str, dict[str, object]] = {
         "bos_token": "<x>",
         "pad_token": "<new>",
     },
-    "additional": {"additional_special_tokens": ["<x>", "<new>"]},
     "extra before additional": {"additional_special_tokens": ["<x>"], "extra_special_tokens": ["<new>"]},
-    "extra, by name": {"extra_special_tokens": {"image_token": "<x>", "other": "<new>"}},
     "extra, by name, and additional": {
         "extra_special_tokens": {"image_token": "<x>"},
         "additional_special_tokens": ["<new>"],
@@ -153,50 +123,32 @@ HONOURED: dict[str, dict[str, object]] = {
     "split, with a new token": {"split_special_tokens": True, "additional_special_tokens": ["<x>"]},
     "map": {"special_tokens_map.json": {"pad_token": "<x>", "additional_special_tokens": ["<new>"]}},
     "map beside added tokens": {"added_tokens_decoder": {}, "special_tokens_map.json": {"pad_token": "<x>"}},
-    "added_tokens.json": {"added_tokens.json": {"<x>": END}},
     "added_tokens.json and map": {
         "added_tokens.json": {"<x>": END},
         "special_tokens_map.json": {"additional_special_tokens": ["<x>"]},
     },
-    "on request": {
-        "model_max_length": 3,
-        "truncation_side": "left",
-        "padding_side": "left",
-        "max_length": 2,
-        "stride": 1,
-    },
-    "without effect": {"clean_up_tokenization_spaces": True, "legacy": False, "use_fast": True, "errors": "replace"},
+    "without effect": {"model_max_length": 3, "truncation_side": "left", "max_length": 2, "legacy": False},
 }
-REFUSED: dict[str, tuple[dict[str, object], str]] = {
-    "another id": (
-        {"added_tokens_decoder": {9999: token("<x>")}},
-        "gives '<x>' the id 9999, but with tokenizer.json it",
-    ),
-    "a long token": ({"added_tokens_decoder": {0: token("x" * 5000)}}, r"gives 'x{9,200}[.]{3}x{9,200}' the id 0"),
-    "another token": ({"added_tokens_decoder": {0: token("<x>")}}, "gives '<x>' the id 0"),
-    "no tokens": ({"added_tokens_decoder": {"a": 1}}, "added_tokens_decoder is .*expected tokens by their id"),
-    "no id": ({"added_tokens.json": {"<x>": [1]}}, "added_tokens.json is .*expected tokens by their id"),
-    "extra": ({"extra_special_tokens": 5}, "extra_special_tokens is 5, expected a list of tokens"),
-    "a surrogate": ({"pad_token": "\ud800"}, "tokenizer_config.json does not fit tokenizer.json: .*surrogates"),
-    "some added tokens": (
-        {"added_tokens_decoder": {0: token("<s>")}, "tokenizer_class": "GPT2Tokenizer"},
-        "added_tokens_decoder lacks '</s>' of tokenizer.json",
-    ),
-    "no space": ({"add_prefix_space": True}, "add_prefix_space is True, but tokenizer.json was made with False"),
-    "no BOS": ({"add_bos_token": True, "bos_token": "</s>"}, "add_bos_token=true, but with tokenizer.json </s> is not"),
-    "EOS": ({"add_eos_token": True, "eos_token": "</s>"}, "add_eos_token=true, .* </s> is not added"),
-    "a BOS": (
-        {"add_bos_token": False, "bos_token": "<s>"},
-        "add_bos_token=false, but with tokenizer.json <s> is added",
-    ),
-    "lower case": ({"do_lower_case": True}, "do_lower_case is True, but tokenizer.json was made with False"),
-    "accents": ({"keep_accents": False}, "keep_accents is False, but tokenizer.json was made with True"),
-    "own code": ({"auto_map": {"AutoTokenizer": ["a.B", None]}}, "auto_map names the folder's own code"),
-    "a Python class": ({"tokenizer_class": "ByT5Tokenizer"}, "tokenizer_class is ByT5Tokenizer, whose Python code"),
-    "sampling": ({"sp_model_kwargs": {"enable_sampling": True}}, "sp_model_kwargs is .* may change the ids"),
-    "languages": ({"src_lang": "de"}, "src_lang is 'de', which may change the ids"),
-    "unknown": ({"mystery": 1}, "mystery is 1, which may change the ids of a text. Remove the attribute if"),
-}
+REFUSED: list[dict[str, object]] = [  # one attribute each, which the message names
+    {"added_tokens_decoder": {9999: token("<x>")}},  # another id
+    {"added_tokens_decoder": {0: token("x" * 5000)}},
+    {"added_tokens_decoder": {0: token("<x>")}},  # another token
+    {"added_tokens_decoder": {"a": 1}},
+    {"added_tokens_decoder": {0: token("<s>")}, "tokenizer_class": "GPT2Tokenizer"},  # only some of the tokens
+    {"added_tokens.json": {"<x>": [1]}},
+    {"extra_special_tokens": 5},
+    {"add_prefix_space": True},
+    {"add_bos_token": True, "bos_token": "</s>"},
+    {"add_bos_token": False, "bos_token": "<s>"},
+    {"add_eos_token": True, "eos_token": "</s>"},
+    {"do_lower_case": True},
+    {"keep_accents": False},
+    {"auto_map": {"AutoTokenizer": ["a.B", None]}},
+    {"tokenizer_class": "ByT5Tokenizer"},
+    {"sp_model_kwargs": {"enable_sampling": True}},
+    {"src_lang": "de"},
+    {"mystery": 1},
+]
 
 
 def save(folder: Path, tokenizer: Tokenizer, config: dict[str, object]) -> str:
@@ -238,63 +190,55 @@ def test_ids_equal_those_of_transformers(case, tmp_path):
     assert len(digests) == len(TOKENIZERS) * (1 if case in UNCHANGED else 2)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_attributes_that_disagree_or_are_not_supported_are_refused(case, tmp_path):
-    config, message = REFUSED[case]
+@pytest.mark.parametrize("config", REFUSED)
+def test_attributes_that_disagree_or_are_not_supported_are_refused(config, tmp_path):
     path = save(tmp_path, byte_level("<s> $A"), config)
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=rf"{path}.*{next(iter(config))}.*\. (Correct|Remove|Add|Download) ") as caught:
         load_tokenizer(path)
     assert caught.value.exit_code == 2
-    assert str(tmp_path) in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "config", "message"),
+    ("tokenizer", "config", "refused"),
     [
         ("word piece", {"do_lower_case": True, "strip_accents": None}, None),
         ("cased", {"do_lower_case": False}, None),
-        ("cased", {}, "do_lower_case is True, the default of its tokenizer_class, but tokenizer.json"),
-        ("cased", {"do_lower_case": True}, "do_lower_case is True, but"),
-        ("word piece", {"do_lower_case": False}, "do_lower_case is False, but"),
-        ("word piece", {"strip_accents": False}, "strip_accents is False, but"),
-        ("word piece", {"tokenize_chinese_chars": False}, "tokenize_chinese_chars is False, but"),
+        ("cased", {}, "do_lower_case is True, the default of its tokenizer_class"),
+        ("cased", {"do_lower_case": True}, "do_lower_case"),
+        ("word piece", {"do_lower_case": False}, "do_lower_case"),
+        ("word piece", {"strip_accents": False}, "strip_accents"),
+        ("word piece", {"tokenize_chinese_chars": False}, "tokenize_chinese_chars"),
     ],
 )
-def test_berts_normaliser_must_be_the_one_of_its_class(tokenizer, config, message, tmp_path):
+def test_berts_normaliser_must_be_the_one_of_its_class(tokenizer, config, refused, tmp_path):
     path = save(tmp_path, TOKENIZERS[tokenizer](), config | {"tokenizer_class": "BertTokenizerFast"})
-    if message is None:
-        load_tokenizer(path)
-        return
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=refused) if refused else nullcontext():
         load_tokenizer(path)
 
 
-ONCE = {
-    "the tokenizer and a template": ("<s> $A", {}, "<s>hello", [0, "hello"]),
-    "the tokenizer and a prefix": ("<s> $A", {"prefix": "<s>"}, "hello", [0, "hello"]),
-    "all three": ("<s> $A", {"prefix": "<s>"}, "<s>hello", [0, "hello"]),
-    "a template and a prefix": (
-        "<s> $A",
-        {"prefix": "<s>", "special_tokens": SpecialTokens.none},
-        "<s>hello",
-        [0, "hello"],
-    ),
-    "an end and a suffix": ("<s> $A </s>", {"suffix": "</s>"}, "hello", [0, "hello", 1]),
-    "a text's end": ("<s> $A </s>", {}, "hello</s>", [0, "hello", 1]),
-    "two tokens": ("<s> <user> $A", {}, "<s><user>hello", [0, 2, "hello"]),
-    "only a BOS": ("<s> $A", {}, "<s>", [0]),
-    "only BOS and EOS": ("<s> $A </s>", {}, "<s></s>", [0, 1]),
-}
-TWICE = {
-    "another token": ("<s> $A", {"prefix": "<user>"}, "hello", [2, 0, "hello"]),
-    "a word": ("$A", {"prefix": "hello"}, "hello", ["hello", "hello"]),
-    "in the text": ("$A", {}, "<s><s>hello", [0, 0, "hello"]),
-}
+NONE = {"special_tokens": SpecialTokens.none}
+ONCE = [  # the post-processor, settings, a text, and its ids
+    ("<s> $A", {}, "<s>hello", [0, "hello"]),
+    ("<s> $A", {"prefix": "<s>"}, "hello", [0, "hello"]),
+    ("<s> $A", {"prefix": "<s>"}, "<s>hello", [0, "hello"]),
+    ("<s> $A", {"prefix": "<s>", **NONE}, "<s>hello", [0, "hello"]),
+    ("<s> $A </s>", {"suffix": "</s>"}, "hello", [0, "hello", 1]),
+    ("<s> $A </s>", {}, "hello</s>", [0, "hello", 1]),
+    ("<s> <user> $A", {}, "<s><user>hello", [0, 2, "hello"]),
+    ("<s> $A", {}, "<s>", [0]),
+    ("<s> $A </s>", {}, "<s></s>", [0, 1]),
+]
+TWICE = [
+    ("<s> $A", {"prefix": "<user>"}, "hello", [2, 0, "hello"]),  # another token
+    ("$A", {"prefix": "hello"}, "hello", ["hello", "hello"]),  # a word
+    ("$A", {}, "<s><s>hello", [0, 0, "hello"]),  # in the text
+]
 
 
 @pytest.mark.parametrize("case", [*ONCE, *TWICE])
 def test_a_special_token_is_never_put_beside_itself(case, tmp_path, caplog):
-    post, settings, text, expected = (ONCE | TWICE)[case]
+    post, settings, text, expected = case
     tokenizer = load_tokenizer(save(tmp_path, byte_level(post), {}), **settings)
     word = tokenizer.token_id("x", "hello")
     caplog.set_level(logging.WARNING, logger="pipeline")

@@ -8,7 +8,8 @@ import pytest
 
 from pipeline.config import composing
 from pipeline.core.errors import ConfigError, StoreMismatch
-from pipeline.job.opening import Job, open_job
+from pipeline.job.job import Job
+from pipeline.job.opening import open_job
 from tests.jobs import create_store
 
 ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"

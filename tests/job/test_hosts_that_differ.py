@@ -12,6 +12,7 @@ from pipeline.config import composing
 from tests.hub import Hub, contents
 from tests.jobs import ROOT, command, free_port, write_text
 
+pytestmark = pytest.mark.heavy
 ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
 LIMIT_S = 300
 
@@ -47,13 +48,12 @@ def run_on_hosts(folders: list[Path], environment: Mapping[str, str], *overrides
             process.wait()
 
 
-@pytest.mark.parametrize("host", [0, 1])
-def test_a_directory_that_only_one_host_has_ends_every_process(host: int, server: Hub, tmp_path: Path) -> None:
+def test_a_directory_that_only_one_host_has_ends_every_process(server: Hub, tmp_path: Path) -> None:
     text = write_text(tmp_path / "text", files=2, documents=4)
     hosts = [tmp_path / "host0", tmp_path / "host1"]
     for folder in hosts:
         folder.mkdir()
-    shutil.copytree(ASSETS, hosts[host] / "owner" / "tiny")
+    shutil.copytree(ASSETS, hosts[1] / "owner" / "tiny")
     job = [f"data.path={text}", "model.path=owner/tiny", f"store.path={tmp_path / 'store'}"]
     for code, output in run_on_hosts(hosts, {"HF_ENDPOINT": server.url}, *job):
         assert code == 2, output

@@ -1,14 +1,15 @@
-"""The log of a run: its name and its counts."""
+"""The log of a run, its counts, and the limits on its requests."""
 
 import json
 from contextlib import closing
 
 from pipeline.config.composing import compose
-from pipeline.extraction.job_run import run
 from pipeline.job.metrics import Metrics, run_name
+from pipeline.job.running import run
 from pipeline.store import ActivationStore
 from pipeline.store.format.keys import is_worker_key
-from pipeline.store.io.storage import Storage, StorageOptions
+from pipeline.store.io.options import StorageOptions
+from pipeline.store.io.storage import Storage
 from tests.jobs import write_text
 from tests.store.emulators import new_bucket
 from tests.store.fault_proxy import Fault
@@ -39,7 +40,7 @@ def test_a_partial_block_counts_only_its_rows(tmp_path):
 def test_repeated_requests_are_counted_from_the_runs_beginning(gcs):
     storage = Storage.open(f"{new_bucket('gs', gcs.backend)}/store", StorageOptions(retries=100, retry_delay_s=0.001))
     for _ in range(2):
-        with closing(Metrics(total_tokens=None, stored_tokens=0, progress=False, interval_s=3600)) as metrics:
+        with closing(Metrics()) as metrics:
             gcs.reset(rate=0.5, kinds=[Fault.too_many_requests])
             assert [storage.read(f"{number}") for number in range(20)] == [None] * 20
             assert metrics.snapshot()["storage_retries"] == gcs.faults[Fault.too_many_requests] > 0

@@ -6,6 +6,7 @@ import pytest
 
 from tests.launch.conftest import JOB, Recorded
 
+pytestmark = pytest.mark.heavy
 CREATE, DELETE = "queued-resources create", "queued-resources delete"
 
 

@@ -18,6 +18,7 @@ from pipeline.cli.settings import parse
 from tests.jobs import ROOT
 from tests.launch.conftest import HERE, JOB, Recorded
 
+pytestmark = pytest.mark.heavy
 SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
 
 CALLS = {
@@ -44,37 +45,25 @@ def test_shellcheck_finds_nothing():
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_commands_equal_the_reviewed_ones(recorded: Recorded, name: str):
+def test_commands_equal_the_reviewed_ones_and_a_dry_run_only_prints_them(recorded: Recorded, name: str):
+    script, *arguments = CALLS[name]
+    expected = (HERE / "expected" / f"{name}.txt").read_text()
+    dry = recorded.run(script, "--dry-run", *arguments)
+    assert (dry.returncode, recorded.commands()) == (0, []), dry.stderr
+    for command in expected.replace("BUILD", f"{recorded.path}/build").splitlines():
+        assert f"+ {' '.join(shlex.split(command))}\n" in dry.stderr
     recorded.answer("request", "ABSENT" if name == "tpu-create" else "ACTIVE")
     recorded.answer("slice", "READY")
-    result = recorded.run(*CALLS[name])
+    result = recorded.run(script, *arguments)
     assert result.returncode == 0, result.stderr
-    expected = HERE / "expected" / f"{name}.txt"
-    assert recorded.commands() == expected.read_text().splitlines()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_dry_run_prints_the_same_commands_and_executes_none(recorded: Recorded, name: str):
-    script, *arguments = CALLS[name]
-    result = recorded.run(script, "--dry-run", *arguments)
-    assert result.returncode == 0, result.stderr
-    assert recorded.commands() == []
-    expected = (HERE / "expected" / f"{name}.txt").read_text().replace("BUILD", f"{recorded.path}/build")
-    for command in expected.splitlines():
-        assert f"+ {' '.join(shlex.split(command))}\n" in result.stderr
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_options_after_the_command_are_refused(recorded: Recorded, name: str):
-    script, *arguments = CALLS[name]
-    result = recorded.run(script, *arguments, "--dry-run")
-    assert result.returncode != 0
-    assert f"expected {script} --dry-run {arguments[0]}" in result.stderr
-    assert recorded.commands() == []
+    assert recorded.commands() == expected.splitlines()
 
 
 @pytest.mark.parametrize("script", ["launch/tpu.sh", "launch/gke.sh"])
-def test_help_lists_the_commands_and_a_wrong_command_is_named(recorded: Recorded, script: str):
+def test_help_lists_the_commands_and_wrong_ones_are_refused(recorded: Recorded, script: str):
+    late = recorded.run(script, "status", "--dry-run")
+    assert late.returncode == 2
+    assert f"expected {script} --dry-run status" in late.stderr
     asked, wrong, none = (recorded.run(script, *arguments) for arguments in (["--help"], ["delet"], []))
     assert (asked.returncode, wrong.returncode, none.returncode) == (0, 2, 2)
     assert f"{script} create" in asked.stdout
@@ -85,22 +74,18 @@ def test_help_lists_the_commands_and_a_wrong_command_is_named(recorded: Recorded
 
 
 @pytest.mark.parametrize(
-    ("tpu", "accelerator_type", "runtime_version"),
+    ("tpu", "capacity", "request_options"),
     [
-        ("v4-128", "v4-128", "tpu-ubuntu2204-base"),
-        ("v5e-16", "v5litepod-16", "v2-alpha-tpuv5-lite"),
-        ("v5p-128", "v5p-128", "v2-alpha-tpuv5"),
-        ("v6e-64", "v6e-64", "v2-alpha-tpuv6e"),
+        ("v4-128", "spot", "--accelerator-type=v4-128 --runtime-version=tpu-ubuntu2204-base --spot "),
+        ("v5e-16", "reserved", "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --reserved "),
+        ("v5p-128", "on-demand", "--accelerator-type=v5p-128 --runtime-version=v2-alpha-tpuv5 "),
+        ("v6e-64", "", "--accelerator-type=v6e-64 --runtime-version=v2-alpha-tpuv6e "),
     ],
 )
-@pytest.mark.parametrize(("capacity", "flag"), [("spot", "--spot "), ("reserved", "--reserved "), ("on-demand", "")])
-def test_a_request_names_the_kind_of_tpu_and_of_capacity(
-    recorded, tmp_path, tpu, accelerator_type, runtime_version, capacity, flag
-):
-    result = recorded.run(
-        "launch/tpu.sh", "--dry-run", "create", TPU_ENV=settings(tmp_path, TPU=tpu, CAPACITY=capacity)
-    )
-    assert f"--accelerator-type={accelerator_type} --runtime-version={runtime_version} {flag}--valid" in result.stderr
+def test_a_request_names_the_kind_of_tpu_and_of_capacity(recorded, tmp_path, tpu, capacity, request_options):
+    chosen = settings(tmp_path, TPU=tpu, CAPACITY=capacity)
+    result = recorded.run("launch/tpu.sh", "--dry-run", "create", TPU_ENV=chosen)
+    assert f"{request_options}--valid" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -205,13 +190,11 @@ def pod(jobset: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("topology", "chips", "hosts"), [("8x8", 4, 16), ("2x4", 8, 1), ("1x1", 1, 1), ("4x4x8", 4, 32), ("2x2", 4, 1)]
+    ("topology", "chips", "hosts"), [("8x8", 4, 16), ("2x4", 8, 1), ("1x1", 1, 1), ("4x4x8", 4, 32)]
 )
 def test_a_jobset_requests_the_slice_in_the_settings(recorded, tmp_path, topology, chips, hosts):
-    made = jobset(
-        recorded,
-        TPU_ENV=settings(tmp_path, TOPOLOGY=topology, CHIPS_PER_HOST=chips, KUBERNETES_SERVICE_ACCOUNT="writer"),
-    )
+    chosen = settings(tmp_path, TOPOLOGY=topology, CHIPS_PER_HOST=chips, KUBERNETES_SERVICE_ACCOUNT="writer")
+    made = jobset(recorded, TPU_ENV=chosen)
     assert "@" not in str(made)
     assert (job(made)["completions"], job(made)["parallelism"]) == (hosts, hosts)
     assert pod(made)["nodeSelector"] == {
@@ -223,21 +206,17 @@ def test_a_jobset_requests_the_slice_in_the_settings(recorded, tmp_path, topolog
     assert container["resources"] == {"limits": {"google.com/tpu": chips}}
 
 
-def test_a_jobset_needs_no_privileges(recorded):
+def test_a_jobset_needs_no_privileges_replaces_pods_that_exit_with_42_and_fails_at_2(recorded):
+    """Any other failure counts against a back-off limit of 0, so the job fails and the JobSet restarts it."""
     made = jobset(recorded)
     assert pod(made)["serviceAccountName"] == "default"
     assert not {"initContainers", "hostNetwork", "securityContext"} & pod(made).keys()
     assert "securityContext" not in pod(made)["containers"][0]
-
-
-@pytest.mark.parametrize(("code", "action"), [(2, "FailJob"), (42, "Ignore"), (1, None), (137, None)])
-def test_a_jobset_replaces_pods_that_exit_with_42_and_fails_at_2(recorded, code, action):
-    """None: the failure counts against a back-off limit of 0, so the job fails and the JobSet restarts it."""
-    made = jobset(recorded)
     rules = [rule for rule in job(made)["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
-    actions = [rule["action"] for rule in rules if code in rule["onExitCodes"]["values"]]
-    assert actions == ([action] if action else [])
-    assert all(rule["onExitCodes"]["operator"] == "In" for rule in rules)
+    assert [(rule["action"], rule["onExitCodes"]["operator"], rule["onExitCodes"]["values"]) for rule in rules] == [
+        ("FailJob", "In", [2]),
+        ("Ignore", "In", [42]),
+    ]
     assert job(made)["backoffLimit"] == 0
     assert made["spec"]["failurePolicy"]["rules"] == [
         {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}

@@ -15,14 +15,13 @@ from tests.jobs import (
     ROOT,
     assert_same_store,
     commits_held,
-    run_here,
     wait_for_blocks,
     wait_until,
-    write_text,
 )
 from tests.launch.one_node_slurm import OneNodeSlurm, SlurmJob, missing_programs, one_node_slurm
 
 pytestmark = [
+    pytest.mark.heavy,
     pytest.mark.slow,
     pytest.mark.skipif(
         bool(missing_programs()),
@@ -40,28 +39,6 @@ def slurm(tmp_path_factory) -> Iterator[OneNodeSlurm]:
     variables = {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with one_node_slurm(tmp_path_factory.mktemp("slurm"), **variables) as slurm:
         yield slurm
-
-
-@pytest.fixture(scope="module")
-def overrides(tmp_path_factory, compilation_cache) -> list[str]:
-    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=20)
-    return [
-        f"data.path={text}",
-        f"data.num_streams={STREAMS}",
-        "batch.rows=4",
-        "batch.length=64",
-        "capture.layers=[1,3]",
-        "store.shard_mib=0.125",
-        compilation_cache,
-    ]
-
-
-@pytest.fixture(scope="module")
-def reference(overrides, tmp_path_factory) -> Path:
-    """The store of one undisturbed process."""
-    path = tmp_path_factory.mktemp("reference") / "store"
-    run_here(*overrides, f"store.path={path}")
-    return path
 
 
 def submit(slurm: OneNodeSlurm, log: Path, *overrides: str) -> SlurmJob:
@@ -88,11 +65,11 @@ def kill_one(slurm: OneNodeSlurm, job: SlurmJob) -> None:
 
 
 @pytest.mark.parametrize(("disturb", "says"), [(requeue, None), (preempt, 42), (kill_one, 137)])
-def test_a_disturbed_job_is_requeued_and_resumes(slurm, overrides, reference, tmp_path, disturb, says):
+def test_a_disturbed_job_is_requeued_and_resumes(slurm, small_job, small_store, tmp_path, disturb, says):
     """`scontrol requeue` also ends the script, which then prints nothing."""
     store, log = tmp_path / "store", tmp_path / "log"
-    with commits_held(store, [HELD], *overrides):
-        job = submit(slurm, log, *overrides, f"store.path={store}")
+    with commits_held(store, [HELD], *small_job):
+        job = submit(slurm, log, *small_job, f"store.path={store}")
         wait_for_blocks(job, store, 5)
         assert job.poll() is None, log.read_text()
         disturb(slurm, job)
@@ -101,7 +78,7 @@ def test_a_disturbed_job_is_requeued_and_resumes(slurm, overrides, reference, tm
     assert job.wait() == 0, log.read_text()
     codes = re.findall(r"exit code (\d+), after (\d+) restarts", log.read_text())
     assert codes == [*([] if says is None else [(str(says), "0")]), ("0", "1")], log.read_text()
-    assert_same_store(store, reference)
+    assert_same_store(store, small_store)
 
 
 def test_each_process_gets_the_cpus_per_task(slurm, tmp_path):
@@ -122,25 +99,25 @@ def test_each_process_gets_the_cpus_per_task(slurm, tmp_path):
     assert (tmp_path / "share").read_text() == "2\n"
 
 
-def test_a_wrong_configuration_is_not_requeued(slurm, overrides, tmp_path):
+def test_a_wrong_configuration_is_not_requeued(slurm, small_job, tmp_path):
     log = tmp_path / "log"
-    job = submit(slurm, log, *overrides, f"store.path={tmp_path / 'store'}", "capture.layers=[99]")
+    job = submit(slurm, log, *small_job, f"store.path={tmp_path / 'store'}", "capture.layers=[99]")
     assert job.wait() == 2, log.read_text()
     assert "exit code 2, after 0 restarts" in log.read_text()
     assert not list(ROOT.glob("wrong-*"))
 
 
-def test_an_array_verifies_a_store_in_shares_and_one_task_can_be_repeated(slurm, reference, tmp_path):
+def test_an_array_verifies_a_store_in_shares_and_one_task_can_be_repeated(slurm, small_store, tmp_path):
     store = tmp_path / "store"
-    shutil.copytree(reference, store)
-    damaged = store / "blocks.1.resid_post/c/1/0/0"  # the first block of stream 1
+    shutil.copytree(small_store, store)
+    damaged = store / "blocks.1.resid_post/c.1.0.0"  # the first block of stream 1
     content = damaged.read_bytes()
     damaged.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     arguments = (f"--output={tmp_path}/%a.log", "--cpus-per-task=1", "launch/verify.sbatch", f"store.path={store}")
     array = slurm.submit(f"--array=0-{STREAMS - 1}", *arguments)
     codes = [SlurmJob(f"{array.number}_{rank}", slurm.environment).wait() for rank in range(STREAMS)]
     assert codes == [0, 1, 0]
-    assert "blocks.1.resid_post/c/1/0/0" in (tmp_path / "1.log").read_text()
+    assert "blocks.1.resid_post/c.1.0.0" in (tmp_path / "1.log").read_text()
     damaged.write_bytes(content)
     again = slurm.submit("--array=1", f"--export=ALL,WORLD={STREAMS}", *arguments)
     assert SlurmJob(f"{again.number}_1", slurm.environment).wait() == 0, (tmp_path / "1.log").read_text()

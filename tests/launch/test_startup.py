@@ -14,6 +14,8 @@ from tests.hub import contents
 from tests.jobs import ROOT, committed, write_text
 from tests.launch.conftest import HERE, JOB, Recorded
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def worker(recorded: Recorded, tmp_path) -> Recorded:

@@ -14,11 +14,12 @@ from pipeline.cli import main
 from pipeline.config.composing import PACKAGE
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import StoreMismatch
-from pipeline.extraction import job_run
+from pipeline.job import running
 from pipeline.store import open_aligned
 from scripts.examples import train_crosscoder_jax
 from tests.jobs import write_text
 
+pytestmark = pytest.mark.heavy
 TINY = "${assets:tiny-qwen2}"
 # shard_mib makes blocks of one step: the models differ in width, and larger blocks would differ in rows.
 OPTIONS = {"dtype": "float32", "model_dtype": "float32", "length": 64, "rows": 4, "shard_mib": 0.001, "progress": False}
@@ -91,7 +92,7 @@ def test_the_recipe_for_two_models_makes_aligned_stores(tmp_path, monkeypatch):
     jobs: list[RunConfig] = []
     main.main(jobs.append, "")
     for job in jobs:
-        job_run.run(job)
+        running.run(job)
     paths = [job.store.path for job in jobs]
     assert [store.arrays["blocks.1.resid_post"].shape[2] for store in open_aligned(paths[:2]).stores] == [128, 16]
     assert sum(len(batch.tokens) for batch in open_aligned(paths[:2]).batches(["blocks.1.resid_post"] * 2, 64)) >= 3000

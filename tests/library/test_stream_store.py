@@ -14,6 +14,7 @@ from pipeline.store.format.commits import commit_key
 from tests.jobs import assert_same_store, committed, create_store, objects, run_here, write_text
 from tests.token_batches import assert_all_same
 
+pytestmark = pytest.mark.heavy
 SIZE = 100
 SMALL = ["batch.rows=4", "batch.length=128", "store.rows_per_block=8", "run.progress=false"]  # blocks of two steps
 BUFFER = 3072  # slots for tokens: two halves of three steps
@@ -22,7 +23,7 @@ BUFFER = 3072  # slots for tokens: two halves of three steps
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory) -> list[str]:
     """Three source shards in two streams. Statistics, an SAE's features and their index are stored too."""
-    text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=20, max_characters=1500)
+    text = write_text(tmp_path_factory.mktemp("text"), files=3, documents=12, max_characters=1500)
     features = [
         "capture.encode={blocks.4.resid_post: '${assets:tiny-sae}'}",
         "capture.encode_top=8",
@@ -65,7 +66,7 @@ def test_a_stream_writes_the_store_of_the_command(stream, reference, whole, tmp_
 
 
 def test_committed_blocks_are_not_written_again(stream, reference, whole, tmp_path):
-    path, stops, resumed, state, times = tmp_path / "store", (1, 40, 41, 77), [], None, {}
+    path, stops, resumed, state, times = tmp_path / "store", (1, 40), [], None, {}
     for stop in (*stops, len(whole)):
         batches = batches_of(stream, state=state, store=path)
         resumed += [next(batches) for _ in range(stop - len(resumed))]
@@ -78,23 +79,21 @@ def test_committed_blocks_are_not_written_again(stream, reference, whole, tmp_pa
     assert_all_same(resumed, whole)
     assert ActivationStore.open(path).complete
     assert_same_store(path, reference)
-    assert_all_same(batches_of(stream, store=path), whole)  # a complete store does not change
-    assert_same_store(path, reference)
 
 
-@pytest.mark.parametrize("blocks", [(0, 0), (2, 1), (3, 1)], ids=str)
+@pytest.mark.parametrize("blocks", [(0, 0), (2, 1)], ids=str)
 def test_a_store_behind_the_state_gets_the_missing_blocks(stream, reference, whole, tmp_path, blocks):
     """Blocks have two steps and halves three, so a half begins within a block."""
     path = tmp_path / "store"
     batches = batches_of(stream, store=path)
-    for _ in range(50):
+    for _ in range(20):
         next(batches)
     state = batches.state()
     assert state["row"] > 0
     batches.close()
     for number, count in enumerate(blocks):
         withdraw(path, number, count)
-    assert_all_same(batches_of(stream, state=state, store=path), whole[50:])
+    assert_all_same(batches_of(stream, state=state, store=path), whole[20:])
     assert_same_store(path, reference)
 
 

@@ -22,6 +22,8 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.models.registry import open_model
+from tests.models.hf_reference import CLASSES, tiny_config
+from tests.models.test_parity import FAMILIES
 
 TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -34,36 +36,6 @@ SCALARS: list[Any] = [
     *(0.5, 1e-320, 1e20, 1e308, float("nan"), float("inf"), -float("inf"), -0.0),
     *([], {}, [[]], [0], [1, 2], ["x"], [None], {"a": 1}, {"": None}, [1e9] * 3, [0] * 1000, DEEP),
 ]
-_SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-_LONG = {"type": "longrope", "short_factor": [1, 2.5], "long_factor": [3, 4.5]}
-_LATENT = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-_LATENT |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
-_LATENT |= {"num_key_value_heads": 4}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "bert": _SMALL | {"type_vocab_size": 2, "position_embedding_type": "absolute"},
-    "deepseek_v3": _SMALL | _LATENT,
-    "gemma2": _SMALL | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8},
-    "gemma3_text": _SMALL | {"head_dim": 8, "sliding_window": 16, "layer_types": ["sliding_attention"] * 4},
-    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "n_inner": None},
-    "gpt_neox": _SMALL | {"rotary_pct": 0.25, "rotary_emb_base": 10000},
-    "gpt_oss": _SMALL | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 16, "swiglu_limit": 7.0},
-    "llama": _SMALL | {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}},
-    "mistral": _SMALL | {"sliding_window": 16},
-    "olmo2": _SMALL | {"rope_theta": 500000.0},
-    "olmo3": _SMALL | {"sliding_window": 16, "rope_theta": 500000, "rope_scaling": {"type": "yarn", "factor": 8.0}},
-    "phi3": _SMALL | {"original_max_position_embeddings": 32, "partial_rotary_factor": 0.5, "rope_scaling": _LONG},
-    "qwen2": _SMALL | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    "qwen3": _SMALL | {"head_dim": 4, "rope_scaling": _LONG},
-    "smollm3": _SMALL | {"no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 16},
-}
 
 
 def write_checkpoint(folder: Path, rng: random.Random) -> list[str]:
@@ -217,8 +189,8 @@ _KINDS = [
 
 def write_family(folder: Path, rng: random.Random) -> str:
     """Writes a damaged config.json of a random family, to be opened with random weights."""
-    name = rng.choice(list(FAMILIES))
-    config = FAMILIES[name] | {"model_type": name}
+    name = rng.choice(list(CLASSES))
+    config = json.loads(tiny_config(name, **FAMILIES.get(name, {})).to_json_string())
     for _ in range(rng.choice([1, 1, 2, 3])):
         config = damaged_value(config, rng)
     (folder / "config.json").write_bytes(to_json(config, rng))

@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from pipeline.models.sae.loading import SAE
-from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
 
 D_IN, WIDTH, D_OUT, K = 12, 40, 9, 5
 
@@ -227,14 +227,14 @@ def dense_values(spec: SAESpec, arrays: Mapping[str, np.ndarray], x: np.ndarray)
     linear = (scaled_input(spec, x) - arrays.get("b_in", 0)) @ arrays["w_enc"]
     pre = (linear + arrays["b_enc"]) * arrays.get("feature_scale", 1)
     match spec.activation:
-        case Activation.relu:
+        case FeatureActivation.relu:
             return np.maximum(pre, 0)
-        case Activation.jumprelu:
+        case FeatureActivation.jumprelu:
             return np.where(pre > arrays["threshold"], np.maximum(pre, 0), 0)
-        case Activation.topk:
+        case FeatureActivation.topk:
             smallest = np.sort(pre, axis=-1)[..., -spec.k, None]
             return np.where(pre >= smallest, np.maximum(pre, 0), 0)
-        case Activation.gated:
+        case FeatureActivation.gated:
             values = np.maximum(linear * arrays["gate_scale"] + arrays["b_enc"], 0)
             return np.where(linear + arrays["gate_bias"] > 0, values, 0)
 

@@ -18,6 +18,7 @@ from pipeline.models.families.hf_config import _HARMLESS
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import CLASSES, tiny_config
 
+pytestmark = pytest.mark.heavy
 VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
     "deepseek_v2": FAMILIES["deepseek_v2"] | {"rope_parameters": MSCALE_ROPE},
     "gemma3_text": FAMILIES["gemma3_text"] | {"rope_parameters": YARN_ROPES},

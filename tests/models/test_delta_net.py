@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from pipeline.generation.cache import CachedDelta, PromptDelta
+from pipeline.job.generation.cache import CachedDelta, PromptDelta
 from pipeline.models.delta_net import Heads, convolution, delta_rule
 from pipeline.models.partition import Partition
 
+pytestmark = pytest.mark.heavy
 ROWS, HEADS, VALUES = 2, 2, 2  # rows, key heads, value heads per key head
 KEY_DIM, VALUE_DIM = 6, 10
 

@@ -11,6 +11,7 @@ import pytest
 from tests.jobs import ROOT, free_port, run_program
 from tests.models.hf_reference import save_random
 
+pytestmark = pytest.mark.heavy
 SIZES = {"hidden_size": 448, "intermediate_size": 256, "num_attention_heads": 28, "head_dim": 64, "vocab_size": 256}
 SIZES |= {"num_key_value_heads": 4, "num_hidden_layers": 3}
 SPARSE = SIZES | {"num_experts": 64, "moe_intermediate_size": 64}

@@ -1,16 +1,19 @@
 """Experts: the grouped products that TPUs use (they also run on CPUs) against the loop over blocks of other devices."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.models.architecture import BoundedExperts, Experts, GroupedExperts
+from pipeline.models.architecture import Experts, Router
 from pipeline.models.experts import _in_blocks, _in_groups, _route, _route_in_groups
 from pipeline.models.int8_weights import Int8Weight, quantise
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import save_random
 
+pytestmark = pytest.mark.heavy
 NUM_EXPERTS = 5
 SIZES = {
     "even": [8, 8, 8, 8, 8],
@@ -32,9 +35,10 @@ def gpt_oss_neurons(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 NEURONS = {"mixtral": ({}, mixtral_neurons), "gpt_oss": ({"swiglu_limit": 5.0}, gpt_oss_neurons)}
 
 
-@pytest.mark.parametrize("family", NEURONS)
-@pytest.mark.parametrize("with_int8", [False, True])
-@pytest.mark.parametrize("case", SIZES)
+@pytest.mark.parametrize(
+    ("case", "with_int8", "family"),
+    [*((case, False, "gpt_oss") for case in SIZES), ("tokens of other devices' experts at the end", True, "mixtral")],
+)
 def test_groups_and_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool, family: str, tmp_path) -> None:
     overrides, neurons = NEURONS[family]
     save_random(family, tmp_path, **overrides)
@@ -81,16 +85,16 @@ def test_among_equal_logits_the_lower_indices_are_chosen(sums_to_one: bool) -> N
 def test_experts_are_chosen_by_logits_that_differ_where_shares_underflow() -> None:
     """In a softmax over all experts, three shares would be 0 and equal."""
     logits = jnp.array([[[0.0, -200.0, -150.0, 300.0]]])
-    routing = _route(logits, experts=BoundedExperts("S", 4, 3, 8, sums_to_one=True))
+    routing = _route(logits, experts=Experts("S", 4, 3, 8, sums_to_one=True, router=Router.top_softmax))
     assert routing.indices.tolist() == [[[3, 0, 2]]]
     assert routing.weights.tolist() == [[[1, 0, 0]]]
-    routing = _route(logits / 100, experts=BoundedExperts("S", 4, 3, 8, sums_to_one=True))
+    routing = _route(logits / 100, experts=Experts("S", 4, 3, 8, sums_to_one=True, router=Router.top_softmax))
     shares = np.exp([3, 0, -1.5])
     np.testing.assert_allclose(routing.weights[0, 0], shares / shares.sum(), rtol=1e-6)
 
 
-V2 = GroupedExperts("S", 6, 2, 8, sums_to_one=False, num_groups=3, groups_per_token=2, scaling=3.0)
-V3 = GroupedExperts("S", 6, 2, 8, sums_to_one=True, num_groups=3, groups_per_token=2, scaling=3.0, sigmoid=True)
+V2 = Experts("S", 6, 2, 8, False, Router.groups, num_groups=3, groups_per_token=2, scaling=3.0)
+V3 = replace(V2, sums_to_one=True, router=Router.sigmoid_groups)
 
 
 def test_groups_are_chosen_by_their_largest_share() -> None:

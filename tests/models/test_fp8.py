@@ -15,6 +15,8 @@ from tests.models.hf_reference import save_random, torch
 from tests.models.loaded_leaves import assert_same_leaves, loaded_leaves
 
 safetensors_torch = pytest.importorskip("safetensors.torch")
+
+pytestmark = pytest.mark.heavy
 load_file, save_file = safetensors_torch.load_file, safetensors_torch.save_file
 Fp8Dequantize = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize
 LAST = ActivationKey(1, Site.resid_post)
@@ -74,8 +76,10 @@ def packed(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved / "qwen3" / "packed", tmp_path / "packed"))
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 1 << 11, 1 << 24])
-@pytest.mark.parametrize(("dtype", "with_int8"), [("float32", False), ("bfloat16", False), ("float32", True)])
+@pytest.mark.parametrize(
+    ("dtype", "with_int8", "piece_bytes"),
+    [("float32", False, 1), ("bfloat16", False, 1 << 24), ("float32", True, 1 << 11)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_weights_equal_dequantised_ones(
     family: str, dtype: str, with_int8: bool, piece_bytes: int, saved: Path, monkeypatch
@@ -109,17 +113,13 @@ def without(key: str) -> dict:
 
 REFUSED = {
     "one scale": (PUBLISHED | {"weight_block_size": None}, "weight_block_size is None, expected two whole numbers"),
-    "no block": (without("weight_block_size"), "weight_block_size is None, expected two whole numbers"),
     "empty blocks": (PUBLISHED | {"weight_block_size": [0, 12]}, r"weight_block_size is \[0, 12\]"),
-    "one number": (PUBLISHED | {"weight_block_size": [12]}, r"weight_block_size is \[12\]"),
-    "another format": (PUBLISHED | {"fmt": "e5m2"}, "fmt is 'e5m2', which is not implemented"),
     "activations with scales": (PUBLISHED | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
     "something else": (PUBLISHED | {"expert_dtype": "fp4"}, "sets expert_dtype='fp4'"),
     "another method": (
         PUBLISHED | {"quant_method": "gptq"},
         "quantization_config: expected .* mxfp4 or fp8 weights, got 'gptq'",
     ),
-    "no method": (without("quant_method"), "expected .* mxfp4 or fp8 weights, got None"),
 }
 
 
@@ -131,9 +131,9 @@ def test_other_quantisations_are_refused(case: str, packed: Path) -> None:
         open_model(str(packed))
 
 
-@pytest.mark.parametrize("attribute", ["modules_to_not_convert", "ignored_layers"])
-def test_names_of_unquantised_modules_do_not_matter(attribute: str, packed: Path) -> None:
-    quantise_config(packed, PUBLISHED | {attribute: ["lm_head"], "scale_fmt": "ue8m0"})
+def test_names_of_unquantised_modules_do_not_matter(packed: Path) -> None:
+    names = {"modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"]}
+    quantise_config(packed, PUBLISHED | names | {"scale_fmt": "ue8m0"})
     open_model(str(packed))
 
 
@@ -142,13 +142,7 @@ DAMAGES = {
     "no scales": ({f"{NAME}_scale_inv": None}, "down_proj.weight has dtype F8_E4M3, expected F32, F16, BF16"),
     "no numbers": ({NAME: None}, "down_proj.weight is missing.*down_proj.weight_scale_inv is unexpected"),
     "scales of another shape": ({f"{NAME}_scale_inv": torch.ones(2, 3)}, r"F8_E4M3 with scales F32 \[2, 3\]"),
-    "scales without axes": ({f"{NAME}_scale_inv": torch.tensor(1.0)}, r"F8_E4M3 with scales F32 \[\]"),
-    "scales that are exponents": (
-        {f"{NAME}_scale_inv": torch.ones(2, 4, dtype=torch.uint8)},
-        r"F8_E4M3 with scales U8 \[2, 4\], expected F32, F16, BF16",
-    ),
     "numbers in bfloat16": ({NAME: torch.ones(32, 48, dtype=torch.bfloat16)}, r"BF16 with scales BF16 \[2, 4\]"),
-    "numbers of another format": ({NAME: torch.ones(32, 48).to(torch.float8_e5m2)}, "F8_E5M2 with scales BF16"),
     "numbers of another shape": ({NAME: torch.ones(32, 47).to(torch.float8_e4m3fn)}, r"shape \(32, 47\), expected"),
 }
 

@@ -13,6 +13,7 @@ import pytest
 from tests.jobs import ROOT
 from tests.models.fuzz_checkpoints import run_case
 
+pytestmark = pytest.mark.heavy
 LIMIT_CPU_S, LIMIT_MIB = 10, 2048
 CASES = 3000
 

@@ -12,7 +12,6 @@ from jax.sharding import SingleDeviceSharding
 from test_parity import layers_that_suffice
 
 from pipeline.cluster.sharding import make_mesh
-from pipeline.config.composing import PACKAGE
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints import leaf_reading
@@ -26,6 +25,7 @@ from pipeline.step.compiled_step import compile_step
 from tests.models.hf_reference import NUM_LAYERS, save_random
 from tests.specs import step_spec
 
+pytestmark = pytest.mark.heavy
 DEVICE = SingleDeviceSharding(jax.devices()[0])
 FAMILIES = (
     *("bert", "deepseek_v3", "gemma4_text", "gpt2", "gpt_neox"),
@@ -120,7 +120,7 @@ def test_only_matrices_of_layers_are_quantised(model: Model) -> None:
                 np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("model", FAMILIES, indirect=True)
+@pytest.mark.parametrize("model", ["deepseek_v3", "gemma4_text", "gpt2", "gpt_oss", "qwen2_moe"], indirect=True)
 def test_the_forward_pass_equals_one_with_the_rounded_weights(model: Model) -> None:
     """For every site of every layer."""
     tokens = jnp.array(np.random.default_rng(1).integers(0, 199, (2, 24)), jnp.int32)
@@ -151,7 +151,7 @@ def test_inputs_and_weights_are_multiplied_as_integers(length: int) -> None:
     assert re.search(r"\(tensor<[x0-9]+xi8>, tensor<[x0-9]+xi8>\) -> tensor<[x0-9]+xi32>", product)
 
 
-@pytest.mark.parametrize("model", ["bert", "gemma2", "gpt_neox"], indirect=True)
+@pytest.mark.parametrize("model", ["bert", "gpt_neox"], indirect=True)
 def test_every_product_with_a_matrix_multiplies_integers(model: Model) -> None:
     keys = every_key(model)
     exact, params = model.load(keys, "float32", DEVICE), model.load(keys, "float32", DEVICE, with_int8=True)
@@ -173,10 +173,8 @@ def test_every_product_with_a_matrix_multiplies_integers(model: Model) -> None:
     ("family", "name"),
     [
         *[("llama", "attention.q"), ("llama", "attention.o"), ("gpt2", "attention.qkv"), ("gpt2", "attention.o")],
-        *[("gpt_neox", "attention.qkv"), ("mixtral", "mlp.experts_gate"), ("mixtral", "mlp.experts_down")],
-        *[("gpt_oss", f"mlp.experts_{name}") for name in ("gate", "up", "down")],
-        *[("phi3", "attention.k"), ("phi3", "mlp.up")],
-        *[("deepseek_v3", f"attention.{name}") for name in ("kv_down", "k_rotary", "kv_up")],
+        *[("mixtral", "mlp.experts_down"), ("gpt_oss", "mlp.experts_up"), ("phi3", "mlp.up")],
+        ("deepseek_v3", "attention.k_rotary"),
     ],
 )
 @pytest.mark.parametrize("piece_bytes", [1, 1 << 20])
@@ -214,14 +212,6 @@ def num_bytes(tree: object) -> int:
     return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize(("dtype", "share"), [("float32", 0.25), ("bfloat16", 0.5)])
-def test_int8_weights_take_a_quarter_of_float32_and_half_of_bfloat16(dtype: str, share: float) -> None:
-    model = open_model(str(PACKAGE / "assets" / "tiny-qwen2"))
-    keys = (ActivationKey(model.num_layers - 1, Site.resid_post),)
-    exact, small = (model.load(keys, dtype, DEVICE, with_int8=with_int8)["runs"] for with_int8 in (False, True))
-    assert num_bytes(small) / num_bytes(exact) == pytest.approx(share, rel=0.06)
-
-
 def test_weights_are_int8_until_their_product(tmp_path) -> None:
     """The step's temporary memory is too small for the float weights of all layers."""
     config = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 32}
@@ -229,7 +219,6 @@ def test_weights_are_int8_until_their_product(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     model, partition = open_model(str(tmp_path), init="random"), Partition(make_mesh())
     keys = (ActivationKey(31, Site.resid_post),)
-    for dtype in ("float32", "bfloat16"):
-        params = model.load(keys, dtype, partition.leaf_sharding, with_int8=True)
-        step = compile_step(model, step_spec(model, keys, rows=8, length=16, dtype=dtype), params, partition)
-        assert step.executable.memory_analysis().temp_size_in_bytes < num_bytes(params["runs"]) / 4
+    params = model.load(keys, "bfloat16", partition.leaf_sharding, with_int8=True)
+    step = compile_step(model, step_spec(model, keys, rows=8, length=16, dtype="bfloat16"), params, partition)
+    assert step.executable.memory_analysis().temp_size_in_bytes < num_bytes(params["runs"]) / 4

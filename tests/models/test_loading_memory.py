@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 
 from tests.jobs import run_program
 
+pytestmark = pytest.mark.heavy
 MIB = 1 << 20
 SLACK_MIB = 96  # pieces that four threads read, and the allocator's overhead
 WIDTH, MLP, VOCAB = 1024, 4096, 16384

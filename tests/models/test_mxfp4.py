@@ -82,8 +82,6 @@ DAMAGES = {
     "no blocks": ("_blocks", None, "down_proj is missing.*down_proj_scales is unexpected"),
     "scales of another shape": ("_scales", cut, r"down_proj has shape \(6, 64, 1\), expected \(6, 96, 64\)"),
     "blocks of another size": ("_blocks", cut, r"down_proj has shape \(6, 64, 3, 1\), expected \(6, 96, 64\)"),
-    "scales that are no bytes": ("_scales", lambda scales: scales.astype(np.float32), r"down_proj has shape \(6, 64"),
-    "blocks that are no bytes": ("_blocks", lambda blocks: blocks.astype(np.int8), r"has shape \(6, 64, 3, 16\)"),
 }
 
 

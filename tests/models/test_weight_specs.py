@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.models.architecture import DeltaNet, Experts, ExpertsWithMlp, GlobalHeads, Part, SharedKeys
-from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, Kind, weight_spec
+from pipeline.models.architecture import DeltaNet, Experts, GlobalHeads, Part, SharedKeys
+from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, WeightKind, weight_spec
 from tests.specs import LLAMA
 
 DIVIDED_AXIS = {
@@ -44,8 +44,8 @@ PARTS = [  # fields of an architecture, and the parts of its last layer beside P
     ({}, ATTENTION | {Part.dense}),
     ({"experts": Experts("DS", 4, 2, 8, False)}, ATTENTION | {Part.sparse}),
     ({"experts": Experts("SD", 4, 2, 8, False)}, ATTENTION | {Part.dense}),
-    ({"experts": ExpertsWithMlp("DS", 4, 2, 8, False)}, ATTENTION | {Part.dense, Part.sparse}),
-    ({"experts": ExpertsWithMlp("SD", 4, 2, 8, False)}, ATTENTION | {Part.dense}),
+    ({"experts": Experts("DS", 4, 2, 8, False, beside_mlp=True)}, ATTENTION | {Part.dense, Part.sparse}),
+    ({"experts": Experts("SD", 4, 2, 8, False, beside_mlp=True)}, ATTENTION | {Part.dense}),
     ({"delta": DeltaNet("AD", 2, 2, 8, 8, 4)}, {Part.delta, Part.dense}),
     ({"shared_keys": SharedKeys(1, 64)}, {Part.attention, Part.dense}),
     ({"global_heads": KEYS_AS_VALUES}, {Part.attention, Part.keys, Part.dense}),
@@ -54,7 +54,7 @@ PARTS = [  # fields of an architecture, and the parts of its last layer beside P
 
 
 def test_only_matrices_of_layers_are_divided_and_quantised() -> None:
-    matrices = {key: spec for key, spec in WEIGHTS.items() if spec.kind is Kind.matrix}
+    matrices = {key: spec for key, spec in WEIGHTS.items() if spec.kind is WeightKind.matrix}
     divided = {
         key: [axis in TENSOR_AXES for axis in spec.logical_axes].index(True)
         for key, spec in matrices.items()
@@ -65,7 +65,7 @@ def test_only_matrices_of_layers_are_divided_and_quantised() -> None:
     assert {key: spec.num_inputs for key, spec in WEIGHTS.items() if spec.num_inputs} == NUM_INPUTS
 
 
-@pytest.mark.parametrize("key", [key for key, spec in WEIGHTS.items() if spec.kind is not Kind.embedding])
+@pytest.mark.parametrize("key", [key for key, spec in WEIGHTS.items() if spec.kind is not WeightKind.embedding])
 def test_a_bias_has_the_outputs_of_its_weight(key: str) -> None:
     weight, bias = WEIGHTS[key], weight_spec(f"{key}_bias")
     num_outputs = len(weight.axes.partition(" ")[0])
@@ -80,4 +80,4 @@ def test_an_unknown_weight_raises_key_error() -> None:
 
 @pytest.mark.parametrize(("fields", "parts"), PARTS)
 def test_a_layer_has_the_parts_of_its_kind(fields: dict, parts: set[Part]) -> None:
-    assert replace(LLAMA, **fields).blocks(1).parts == parts | {Part.layer}
+    assert replace(LLAMA, **fields).kind(1).parts == parts | {Part.layer}

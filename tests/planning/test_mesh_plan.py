@@ -10,8 +10,7 @@ from pipeline.config.schema import MeshConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.models.leaves import make_leaf
-from pipeline.planning.mesh import MeshPlan, plan_mesh
-from pipeline.planning.weights import plan_weights
+from pipeline.planning.mesh import MeshPlan, plan_mesh, plan_weights
 from pipeline.store.format.layout import MIB
 from tests.specs import LLAMA
 
@@ -26,7 +25,7 @@ WEIGHTS = WeightBytes(  # 500 matrices of 8 MiB, an embedding of 180 MiB
 MESHES = {
     "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
     "across processes": (2, 1, r"mesh.tensor=2 does not divide the 1 devices of a process \(8 devices / 8 processes\)"),
-    "not a divisor": (3, 8, r"mesh.data \* mesh.tensor = 2 \* 3 is not the number of devices, 8"),
+    "not a divisor": (3, 8, r"mesh.tensor=3 does not divide the 8 devices of a process"),
 }
 
 
@@ -39,7 +38,11 @@ def test_the_refusal_of_a_mesh_gives_the_whole_equation(tensor, process_devices,
 
 def test_each_process_has_consecutive_rows():
     topology = Topology(devices=8, processes=4, process=3)
-    assert plan_mesh(MeshConfig(tensor=2), 16, topology, TENSOR_DIMS) == MeshPlan(4, 2, 4, process_rows=4, first_row=12)
+    for data in (None, 4):
+        mesh = plan_mesh(MeshConfig(data, tensor=2), 16, topology, TENSOR_DIMS)
+        assert mesh == MeshPlan(4, 2, 4, process_rows=4, first_row=12)
+    with pytest.raises(ConfigError, match=r"3 \* 2 is not the number of devices, 8. Set mesh.data=null"):
+        plan_mesh(MeshConfig(data=3, tensor=2), 16, topology, TENSOR_DIMS)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from scripts.bench.published_shapes import SHAPES
 from tests.jobs import run_program
 from tests.step.test_mesh import CONFIG, GPT_OSS
 
+pytestmark = pytest.mark.heavy
 TINY = {  # in gpt_oss, 3 and 6 devices divide no axis alone, as 128 do in gpt-oss-20b
     "int8": CONFIG | {"num_hidden_layers": 2},
     "gpt_oss": GPT_OSS | {"hidden_size": 40, "intermediate_size": 40, "num_local_experts": 4, "num_hidden_layers": 2},

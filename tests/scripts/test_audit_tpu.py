@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from pipeline.planning.slice.compile_check import count_collectives
-from scripts.audit.analysis import Collectives, Loop, Move, analyse, group_size
-from scripts.audit.audit_tpu import audit, compare, details, table
-from scripts.audit.cases import CASES
-from scripts.audit.hlo import parse
+from scripts.audit.analysis import Collectives, Loop, Move, analyse
+from scripts.audit.audit_tpu import audit, compare, table
 
+pytestmark = pytest.mark.heavy
 # A loop over five layers: a slice of stacked weights, a gather that is fused with an addition, a kernel; then a copy.
 PROGRAM = Path(__file__).with_name("audited_program.txt").read_text()
 MATRIX = 4 * 2048 * 2048  # bytes, carried by the loop
@@ -50,18 +49,12 @@ def test_a_loop_of_unknown_length_is_counted_for_one_iteration() -> None:
     assert analysis.large_moves == ()
 
 
-TRIPS = {
-    "from 0 to 5": ("", "", 5),
-    "from 3": ("%zero = s32[]{:T(128)} constant(0)", "%zero = s32[]{:T(128)} constant(3)", 2),
-    "by 2": ("%one = s32[]{:T(128)} constant(1)", "%one = s32[]{:T(128)} constant(2)", 3),
-    "none": ("%five = s32[]{:T(128)} constant(5)", "%five = s32[]{:T(128)} constant(0)", 0),
-}
-
-
-@pytest.mark.parametrize(("old", "new", "trips"), TRIPS.values(), ids=TRIPS.keys())
-def test_trip_counts_are_derived_from_the_loop(old: str, new: str, trips: int) -> None:
-    assert not old or old in PROGRAM
-    assert [loop.trips for loop in analyse(PROGRAM.replace(old, new)).loops] == [trips]
+def test_trip_counts_are_derived_from_the_loop() -> None:
+    for constant, old, new, trips in (("zero", 0, 3, 2), ("one", 1, 2, 3), ("five", 5, 0, 0)):
+        line = f"%{constant} = s32[]{{:T(128)}} constant({old})"
+        assert line in PROGRAM
+        changed = PROGRAM.replace(line, line.replace(f"({old})", f"({new})"))
+        assert [loop.trips for loop in analyse(changed).loops] == [trips]
 
 
 @pytest.mark.parametrize(
@@ -92,64 +85,6 @@ def test_received_bytes_follow_the_kind_of_collective(kind: str) -> None:
     """The operand has a quarter of the bytes of WEIGHTS; four devices exchange."""
     collectives = analyse(PROGRAM.replace("all-gather(", f"{kind}(")).collectives
     assert collectives == {kind: Collectives(5, 5 * RECEIVED[kind])}
-
-
-def test_an_asynchronous_collective_has_its_operand_in_its_result() -> None:
-    started = PROGRAM.replace(
-        "= bf16[256,512]{1,0:T(8,128)(2,1)} all-gather(", "= (bf16[64,512], bf16[256,512]) all-gather-start("
-    )
-    assert started.count("all-gather-start(") == 2
-    assert analyse(started).collectives == {"all-gather": Collectives(5, 5 * RECEIVED["all-gather"])}
-    assert analyse(started).hbm_bytes == analyse(PROGRAM).hbm_bytes
-
-
-@pytest.mark.parametrize(
-    ("notation", "size"),
-    [
-        ("replica_groups={{0,1,2,3},{4,5,6,7}}", 4),
-        ("replica_groups=[16,8]<=[128]", 8),
-        ("replica_groups=mesh['axis_0'=64,'axis_1'=1] {'axis_0'}", 64),
-        ("replica_groups=mesh['a'=8,'b'=4] {'a','b'}", 32),
-        ("replica_groups=mesh['a'=64] {'a':(4)2}", 2),
-        ("replica_groups=mesh['a'=4,'b'=1,'c'=16], device_ids=([16,4]T(1,0)) {'a'}", 4),
-        ("source_target_pairs={{0,1},{1,0}}", 2),
-    ],
-)
-def test_group_sizes_are_parsed(notation: str, size: int) -> None:
-    assert group_size(f", channel_id=1, {notation}, dimensions={{0}}") == size
-
-
-def test_unknown_notations_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown notation of a collective's groups"):
-        group_size(", channel_id=1, replica_groups=some")
-    with pytest.raises(ValueError, match="expected an HLO module"):
-        parse("HloModule nothing")
-
-
-@pytest.mark.parametrize(
-    ("array", "num_bytes", "is_in_hbm"),
-    [
-        ("bf16[16,1024,14,64]{3,1,2,0:T(8,128)(2,1)}", 16 * 14 * 1024 * 128 * 2, True),  # 64 are padded to 128
-        ("f32[3,5]{0,1:T(8,128)S(1)}", 4 * 8 * 128, False),
-        ("pred[4]{0:T(512)(128)(4,1)}", 512, True),
-        ("s4[256]{0}", 128, True),
-        ("u32[]{:S(2)}", 4, False),
-        ("token[]", 0, True),
-    ],
-)
-def test_arrays_have_the_bytes_of_their_layout(array: str, num_bytes: int, is_in_hbm: bool) -> None:
-    module = parse(f"ENTRY %main (a: x) -> y {{\n  ROOT %a = {array} parameter(0)\n}}\n")
-    assert [(each.num_bytes, each.is_in_hbm) for each in module.entry.root.arrays] == [(num_bytes, is_in_hbm)]
-
-
-def test_a_closing_brace_with_an_execution_thread_ends_a_computation() -> None:
-    text = "ENTRY %main (a: x) -> y {\n  ROOT %a = s32[] parameter(0)\n}\n"
-    module = parse(text.replace("ENTRY ", "").replace("}\n", '}, execution_thread="sparsecore"\n\n') + text)
-    assert [*module.computations] == ["main"]
-    assert (
-        len(parse(text.replace("ENTRY %main", "%sum").replace("}\n", '}, execution_thread="x"\n') + text).computations)
-        == 2
-    )
 
 
 FUSED = """
@@ -231,13 +166,9 @@ def test_a_compiled_program_agrees_with_arithmetic(tmp_path: Path) -> None:
     assert program["hbm_bytes"] > program["ideal_hbm_bytes"]
     # The products alone, at the chip's peak.
     assert program["estimated_ms"] > matrices * tokens / 197e12 * 1e3
-    assert program["bundles"] == pytest.approx(program["cycles"], rel=0.5)
-    assert program["kernel_bundles"] > 0
-    assert program["bound_ms"] > program["hbm_ms"]
     stored = {"versions": {}, "programs": json.loads(json.dumps(programs))}
     assert compare(stored, {"versions": {}, "programs": programs}) == "no differences"
     assert SMALL in table(programs)
-    assert "all-gather" in "\n".join(details(programs))
 
 
 def test_every_difference_is_shown() -> None:
@@ -255,7 +186,3 @@ def test_every_difference_is_shown() -> None:
         "b: new",
     ]
     assert compare(after, before | {"programs": {}}) == 'libtpu: "2" -> "1"'  # --cases selects
-
-
-def test_cases_have_names_that_fit_a_table() -> None:
-    assert all(len(name) <= 40 and ": " not in name for name in CASES)

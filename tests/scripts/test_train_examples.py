@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.forking import Forked
-from tests.jobs import free_port
+from tests.jobs import ROOT, free_port
 
+pytestmark = pytest.mark.heavy
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "examples"
 # Runs a script of a folder, as Python does.
 RUN_SCRIPT = """
@@ -77,7 +77,8 @@ def test_a_sparse_autoencoder_trains_on_a_stream():
 def test_a_sparse_autoencoder_trains_on_two_processes():
     command = [sys.executable, "-c", RUN_SCRIPT, str(SCRIPTS), "train_sae_on_hosts.py", "--steps", "40"]
     command += ["--coordinator", f"localhost:{free_port()}", "--processes", "2"]
-    processes = [Forked([*command, "--process", str(number)], stdout=subprocess.PIPE, text=True) for number in range(2)]
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen([*command, "--process", str(number)], **pipes) for number in range(2)]
     said = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert said[0] == said[1]  # both have trained one SAE

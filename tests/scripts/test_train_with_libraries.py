@@ -11,6 +11,7 @@ from tests.jobs import ROOT
 
 PYTHON = Path(os.environ.get("SAES_PYTHON", ROOT / ".venv-saes/bin/python"))
 pytestmark = [
+    pytest.mark.heavy,
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="make test-saes installs the libraries"),
 ]

@@ -11,17 +11,18 @@ from pipeline.step.compilation_cache import use_compilation_cache
 from tests.jobs import run, run_processes, run_program, write_text
 from tests.store.emulators import gcs_emulator, new_bucket
 
+pytestmark = pytest.mark.heavy
 # Runs a job, then prints how many programs JAX requested from the compilation cache and how many it found: the step,
 # and an empty program that asks whether XLA knows an option.
 REPORTING_RUN = """
 import collections, sys
 import jax
-from pipeline.extraction import job_run
+from pipeline.job import running
 from pipeline.config import composing
 
 seen = collections.Counter()
 jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.rsplit("/", 1)[-1]]))
-job_run.run(composing.compose(sys.argv[1:]))
+running.run(composing.compose(sys.argv[1:]))
 print("programs:", seen["compile_requests_use_cache"], seen["cache_hits"])
 """
 

@@ -17,6 +17,7 @@ from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, output_specs
 from tests.models.hf_reference import VOCAB_SIZE, save_random, torch
 from tests.specs import step_spec
 
+pytestmark = pytest.mark.heavy
 KEYS = (ActivationKey(1, Site.resid_post),)
 NUM_TOP = 8
 # Row, first position, length: rows 0 and 1 are packed, rows 2 and 3 padded.

@@ -10,16 +10,18 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import ConfigError, StoreMismatch
 from pipeline.core.sites import ActivationKey
-from pipeline.extraction import int8_probe
-from pipeline.extraction.job_run import measure_int8, run
-from pipeline.inspection.summary import summarise
+from pipeline.job import int8_probe
+from pipeline.job.int8_probe import measure_int8
 from pipeline.job.opening import open_job
+from pipeline.job.running import run
 from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.int8_errors import Int8Error, Rounding, int8_errors
 from pipeline.store import ActivationStore
+from pipeline.store.inspection.summary import store_facts
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_text
 
+pytestmark = pytest.mark.heavy
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 SITES = "capture.sites=[embed,resid_pre,q,attn_z,attn_out,mlp_in,mlp_post,resid_post]"
 
@@ -102,7 +104,7 @@ def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, 
     for key, error in exact.items():
         assert store.weights_error[key.name] == pytest.approx(error._asdict(), rel=0.01)
     assert list(store.weights_error) == ["blocks.2.resid_post", "final_norm"]
-    assert any(str(store.weights_error["final_norm"]["token_median"]) in line for line in summarise(store).lines())
+    assert str(store.weights_error["final_norm"]["token_median"]) in store_facts(store)["int8"]
 
     with pytest.raises(StoreMismatch, match=r"model\.weights_dtype: the store has 'int8', this run asks for 'same'"):
         run(job_config(text, tmp_path / "whole", *options, "model.weights_dtype=same"))

@@ -12,6 +12,7 @@ from pipeline.store.read.reader import ActivationStore
 from tests.jobs import assert_same_store, run_here, run_processes, run_program, write_text
 from tests.models.test_sae_encoding import CASES
 
+pytestmark = pytest.mark.heavy
 CONFIG = {
     "model_type": "qwen2",
     "hidden_size": 32,
@@ -98,7 +99,7 @@ from pipeline.models.sae.params import load_params, params_bytes
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
-from pipeline.extraction.transfer import start_copies
+from pipeline.job.writing.transfer import start_copies
 from tests.models.test_sae_encoding import CASES, sae_arrays
 
 MODELS = {name: open_model(f"{sys.argv[1]}/{name}", init="random") for name in sys.argv[3:]}

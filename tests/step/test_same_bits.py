@@ -3,9 +3,12 @@
 import json
 import os
 
+import pytest
+
 from tests.jobs import run_program
 from tests.step.test_mesh import CONFIGS
 
+pytestmark = pytest.mark.heavy
 MODELS = ("dense", "experts")
 PROGRAM = """
 import json, sys
@@ -45,7 +48,8 @@ def test_a_row_has_the_same_bits_for_any_number_of_devices(tmp_path) -> None:
     for name in MODELS:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(CONFIGS[name] | {"num_hidden_layers": 3}))
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
+    # Compiled as for users: without LLVM's optimisations, sums over some numbers of rows differ in their last bits.
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = run_program(PROGRAM, str(tmp_path), *MODELS, env=environment, timeout_s=600)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

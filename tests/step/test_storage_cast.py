@@ -9,6 +9,7 @@ import pytest
 from pipeline.step.storage_dtypes import is_finite, numbers, to_stored
 from pipeline.store.format.scaled import dequantised
 
+pytestmark = pytest.mark.heavy
 B, S, D = 2, 5, 24
 
 

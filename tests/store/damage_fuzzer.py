@@ -1,190 +1,300 @@
 """Random damage to stores of every kind, checked in a process that may die of it.
 
-`damage_stores` makes the stores, `damage_operators` and `damage_values` damage them, and `damage_oracle` defines which
-outcomes are right.
+(a) `verify_store` finds a problem or raises a StoreError, or the content equals that of the sound store: everything
+    that `ActivationStore` returns, the metadata of its arrays, and what resuming reads (groups). An
+    unfinished store may lose the last records of its streams: that is an earlier, sound state of it.
+(b) Each item that `ActivationStore` returns is unchanged, or raises a StoreError, if the damage is visible.
+(c) Only PipelineErrors are raised, and reading changes nothing.
 
-By hand: `python -m tests.store.damage_fuzzer --kind int8 --seeds 0:1000`
+By hand: `python -m tests.store.damage_fuzzer int8 0:1000`
 """
 
-import argparse
+import json
 import multiprocessing
 import random
 import resource
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from enum import StrEnum
+from hashlib import sha256
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.store import damage_operators, damage_values
-from tests.store.damage_operators import Damage, Operator, kind_of
-from tests.store.damage_oracle import Oracle, Outcome, Verdict, check_resumed
-from tests.store.damage_stores import KINDS, Specimen, make_specimen
-from tests.store.example_store import Image
+import numpy as np
+import pyarrow as pa
 
-OPERATORS = damage_operators.OPERATORS | damage_values.OPERATORS
+from pipeline.core.errors import PipelineError
+from pipeline.store import ActivationStore, FeatureBatch
+from pipeline.store.check.verifying import verify_store
+from pipeline.store.format.commits import parse_commit_key
+from pipeline.store.format.keys import Kind
+from pipeline.store.write.store_writer import StoreWriter
+from tests.store.damage import Damage, damaged, kind_of
+from tests.store.damage_stores import KINDS, Specimen, make_specimen, resume
+from tests.store.example_store import Image, in_memory, read_image
+
 LIMIT_S = 120.0  # per case, before it is taken to hang; most take 0.05 s
 LIMIT_GIB = 4  # per case, so that a huge shape raises MemoryError
+_FOR_JOBS = (Kind.group,)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One damaged store and its outcome."""
+class Outcome(StrEnum):
+    caught = "caught"
+    harmless = "harmless"
+    missed = "MISSED"  # not (a), and perhaps not (b)
+    misread = "MISREAD"  # not (b): verify reports it, but a reader does not notice
+    crashed = "CRASHED"  # not (c)
+
+    @property
+    def is_failure(self) -> bool:
+        return self.value.isupper()
+
+
+class Case(NamedTuple):
+    """One damaged store and its outcome. why: verify's first problem, or the program's fault."""
 
     kind: str
     seed: int
     operator: str
-    damage: Damage
-    verdict: Verdict
-
-    @property
-    def outcome(self) -> Outcome:
-        return self.verdict.outcome
-
-    def __str__(self) -> str:
-        return (
-            f"{self.outcome} {self.kind} seed {self.seed} {self.operator}: {self.damage.what}\n    {self.verdict.why}"
-        )
+    damage: str
+    outcome: Outcome
+    why: str
 
 
-class Checker:
-    """Runs oracles in a separate process, which is replaced if it dies or hangs."""
+@dataclass(frozen=True)
+class Failed:
+    """An item that could not be read, because of a PipelineError."""
 
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")  # a fork would inherit TensorStore without its threads
-        self._specimen: Specimen | None = None
-        self._start()
+    message: str = field(compare=False)
 
-    def use(self, specimen: Specimen) -> None:
-        """Makes this the store of the following cases."""
-        self._specimen = specimen
-        self._connection.send(specimen)
 
-    def check(self, image: Image, damage: Damage) -> Verdict:
+Content = Mapping[str, Any]  # by item of a store, something small that is equal if and only if the values are
+
+
+def read_content(path: str) -> Content:
+    """Everything that a reader gets, by item; `Failed` for items that raise a PipelineError."""
+    content: dict[str, Any] = {}
+
+    def item(name: str, read: Callable[[], Any]) -> Any:
         try:
-            self._connection.send((image, damage))
-            if self._connection.poll(LIMIT_S):
-                return self._connection.recv()
-            verdict = Verdict(Outcome.crashed, f"no answer after {LIMIT_S:g} s")
-        except (EOFError, ConnectionError):
-            self._process.join()
-            verdict = Verdict(Outcome.crashed, f"the process died: exit code {self._process.exitcode}")
-        self.close()
-        self._start()
-        return verdict
+            value = read()
+        except PipelineError as error:
+            value = Failed(str(error))
+        except Exception as error:
+            error.add_note(f"while reading {name}")
+            raise
+        content[name] = _digest(value)
+        return value
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self._connection.close()
-
-    def _start(self) -> None:
-        self._connection, other = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(other,), daemon=True)
-        self._process.start()
-        other.close()
-        if self._specimen is not None:
-            self.use(self._specimen)
-
-
-def _serve(connection: Connection) -> None:
-    """Serves `Checker`. Receives either a store, for the cases that follow, or a case."""
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    while True:
-        match connection.recv():
-            case Specimen() as specimen:
-                resource.setrlimit(resource.RLIMIT_AS, (most, most))
-                oracle = Oracle(specimen)
-                oracle.check(specimen.image, Damage("nothing"))  # starts threads, which the memory limit would prevent
-                pages = int(Path("/proc/self/statm").read_text().split()[0])
-                limit = pages * resource.getpagesize() + (LIMIT_GIB << 30)
-                resource.setrlimit(resource.RLIMIT_AS, (limit, most))
-            case image, damage:
-                connection.send(oracle.check(image, damage))
+    store = item("open", lambda: ActivationStore.open(path))
+    item("writer", lambda: StoreWriter.open_existing(path))
+    if isinstance(store, Failed):
+        return content
+    item("root", lambda: (store.metadata, store.complete, store.weights_error, store.keys, store.length, store.slots))
+    item("blocks", lambda: list(store.blocks))
+    item("rows", lambda: (store.rows, store.num_tokens, store.num_activations))
+    for name, array in store.arrays.items():
+        item(f"shape of {name}", lambda array=array: (array.shape[1:], array.dtype.name, array.domain.labels))
+    item("tokens", lambda: vars(store.read_tokens(store.rows, whole=True)))
+    item("selected", lambda: store.read_selected(store.rows))
+    item("outputs", lambda: store.read_outputs(store.rows))
+    for key in store.keys:
+        item(f"activations of {key.name}", lambda key=key: store.read(key, store.rows))
+        item(f"statistics of {key.name}", lambda key=key: vars(store.statistics(key)))
+    documents = item("documents", store.documents)
+    if not isinstance(documents, Failed) and documents.num_rows:
+        by_id = ActivationStore.open(path)  # `store` has read all document tables, so it would not use the index of ids
+        for row in (0, documents.num_rows // 2, -1):
+            number, id = documents["document"][row].as_py(), documents["id"][row].as_py()
+            item(f"document {number}", lambda number=number: vars(store.document(number)))
+            item(f"document {id!r}", lambda id=id: vars(by_id.document(id)))
+    options = {"shuffle": True, "buffer_mib": 0.1, "features": bool(store.metadata.encoders)}
+    item("batches", lambda: [vars(batch) for batch in store.batches(list(store.keys), 64, **options)])
+    return content
 
 
-def run_cases(checker: Checker, specimen: Specimen, seeds: Sequence[int], folder: Path | None = None) -> Iterator[Case]:
-    """Damages the store once per seed. First checks the sound store, for which verify must report nothing.
+def _digest(value: Any) -> Any:
+    match value:
+        case Failed():
+            return value
+        case ActivationStore() | StoreWriter():
+            return type(value).__name__
+        case np.ndarray():
+            return value.dtype.name, value.shape, sha256(np.ascontiguousarray(value).view(np.uint8)).hexdigest()
+        case FeatureBatch():
+            return _digest(vars(value))
+        case pa.Table():
+            return _digest(value.to_pydict())
+        case Mapping():
+            return {name: _digest(child) for name, child in value.items()}
+        case list() | tuple():
+            return [_digest(child) for child in value]
+    return repr(value)
+
+
+class Oracle:
+    """Judges damaged copies of one sound store."""
+
+    def __init__(self, specimen: Specimen) -> None:
+        self._sound = specimen.image
+        self._records = {key for key in specimen.image if kind_of(key) is Kind.record}
+        self._contents: dict[frozenset[str], Content] = {}
+        self._is_complete = b'"complete": true' in specimen.image["zarr.json"]
+
+    def check(self, image: Image, damage: Damage) -> tuple[Outcome, str]:
+        """The outcome for `image`, a damaged copy."""
+        try:
+            with in_memory(image) as path:
+                problems = _problems(path)
+                content = read_content(path)
+                is_changed = read_image(path) != image
+        except Exception as error:  # finding any exception is the purpose
+            return Outcome.crashed, describe(error)
+        if is_changed:
+            return Outcome.crashed, "verifying or reading has changed the store"
+        expected = self._expected(image)
+        different = [name for name in {**expected, **content} if content.get(name) != expected.get(name)]
+        misread = [name for name in different if name in content and not isinstance(content[name], Failed)]
+        if problems:
+            if misread and damage.is_visible:
+                return Outcome.misread, f"the reader gives other {misread}; verify says {problems[0]}"
+            return Outcome.caught, problems[0]
+        different += [key for key in {*self._sound, *image} if self._differs(key, image)]
+        if different:
+            return Outcome.missed, f"verify finds nothing; different: {different}; the reader gives other {misread}"
+        return Outcome.harmless, "the store's content has not changed"
+
+    def _expected(self, image: Image) -> Content:
+        """The content of the sound store; for an unfinished one, up to the records that are left."""
+        missing = frozenset(self._records - set(image))
+        left = set(filter(None, map(parse_commit_key, self._records - missing)))
+        if self._is_complete or not all(block == 0 or (stream, block - 1) in left for stream, block in left):
+            missing = frozenset()
+        if missing not in self._contents:
+            with in_memory({key: self._sound[key] for key in self._sound if key not in missing}) as path:
+                self._contents[missing] = read_content(path)
+        return self._contents[missing]
+
+    def _differs(self, key: str, image: Image) -> bool:
+        """Whether an object that no reader returns has changed: an array's metadata, or what only jobs read."""
+        before, after, kind = self._sound.get(key), image.get(key), kind_of(key)
+        if before == after or kind not in (Kind.array, *_FOR_JOBS):
+            return False
+        if kind in _FOR_JOBS or None in (before, after):
+            return before is not None
+        try:
+            documents = json.loads(before), json.loads(after)
+            if not self._is_complete:  # finishing it sets the numbers of rows
+                for array in documents:
+                    array["shape"][0] = None
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError):
+            return True
+        return documents[0] != documents[1]
+
+
+def check_resumed(specimen: Specimen, image: Image, folder: Path) -> tuple[Outcome, str]:
+    """The outcome of running the job again on a store in which verify found no problem."""
+    try:
+        after = resume(specimen, image, folder)
+    except PipelineError as error:
+        return Outcome.caught, f"by the job that resumes it: {error}"
+    except Exception as error:  # finding any exception is the purpose
+        return Outcome.crashed, f"when resumed: {describe(error)}"
+    with in_memory(after) as path, in_memory(specimen.finished) as finished:
+        is_same = read_content(path) == read_content(finished)
+    if is_same:
+        return Outcome.harmless, "the job makes the same store"
+    return Outcome.missed, "verify finds nothing, and the job makes a different store"
+
+
+def describe(error: BaseException) -> str:
+    """One line: type, message, and the program's innermost line in the traceback."""
+    trace, place = error.__traceback__, "?"
+    while trace is not None:
+        if "/pipeline/" in (name := trace.tb_frame.f_code.co_filename):
+            place = f"{name.rpartition('/pipeline/')[2]}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    notes = " ".join(getattr(error, "__notes__", ()))
+    return f"{type(error).__name__} in pipeline/{place} {notes}: {str(error)[:200]}"
+
+
+def _problems(path: str) -> list[str]:
+    try:
+        return [str(problem) for problem in verify_store(path)]
+    except PipelineError as error:
+        return [f"{type(error).__name__}: {error}"]
+
+
+_oracle: list[Oracle] = []  # of a process that judges
+
+
+def _start_judging(specimen: Specimen) -> None:
+    _oracle.append(Oracle(specimen))
+    _oracle[0].check(specimen.image, Damage("nothing"))  # starts threads, which the memory limit would prevent
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + (LIMIT_GIB << 30)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+
+def _judge(image: Image, damage: Damage) -> tuple[Outcome, str]:
+    return _oracle[0].check(image, damage)
+
+
+def run_cases(specimen: Specimen, seeds: Sequence[int], folder: Path | None = None) -> Iterator[Case]:
+    """Damages the store once per seed; first not at all. Judges in another process, which is replaced if it dies.
 
     Damage to objects that only jobs read is judged by running jobs in `folder`; without it, only deletions count as
     harmless.
     """
-    checker.use(specimen)
-    sound = checker.check(specimen.image, Damage("nothing"))
-    if sound.outcome is not Outcome.harmless:
-        sound = Verdict(Outcome.false_alarm, sound.why)
-    yield Case(specimen.kind, -1, "none", Damage("nothing"), sound)
-    for seed in seeds:
-        operator, damage, image = damaged(random.Random(f"{specimen.kind} {seed}"), specimen)
-        verdict = checker.check(image, damage)
-        if verdict.outcome is Outcome.missed:
-            verdict = _judged_by_jobs(specimen, image, folder) or verdict
-        elif verdict.outcome is Outcome.harmless and folder is not None and specimen.finished is not None:
-            verdict = check_resumed(specimen, image, folder)
-        yield Case(specimen.kind, seed, operator, damage, verdict)
+    context = multiprocessing.get_context("spawn")  # a fork would inherit TensorStore without its threads
+    pool = None
+    for seed in (-1, *seeds):
+        operator, damage, image = "none", Damage("nothing"), specimen.image
+        if seed >= 0:
+            rng = random.Random(f"{specimen.kind} {seed}")
+            operator, damage, image = damaged(rng, specimen.image, specimen.older)
+        pool = pool or ProcessPoolExecutor(1, context, _start_judging, (specimen,))
+        try:
+            outcome, why = pool.submit(_judge, image, damage).result(LIMIT_S)
+        except (BrokenProcessPool, TimeoutError) as error:
+            outcome, why, pool = Outcome.crashed, f"the process died or hangs: {error!r}", None
+        if outcome is Outcome.missed:
+            outcome, why = _judged_by_jobs(specimen, image, folder) or (outcome, why)
+        elif outcome is Outcome.harmless and seed >= 0 and folder is not None and specimen.finished is not None:
+            outcome, why = check_resumed(specimen, image, folder)
+        yield Case(specimen.kind, seed, operator, damage.what, outcome, why)
+    if pool is not None:
+        pool.shutdown()
 
 
-def damaged(rng: random.Random, specimen: Specimen) -> tuple[str, Damage, Image]:
-    """The operator, what it did, and the damaged store. One time in eight, a second operator follows."""
-    image: dict[str, bytes] = {}
-    while not image or image == specimen.image:
-        image = dict(specimen.image)
-        name, damage = _apply_one(rng, image, specimen, OPERATORS)
-        if rng.random() < 1 / 8:
-            second, more = _apply_one(rng, image, specimen, damage_operators.OPERATORS)
-            what = f"{damage.what}; {second}: {more.what}"
-            damage = Damage(what, damage.is_visible and more.is_visible)
-    return name, damage, image
-
-
-def _apply_one(
-    rng: random.Random, image: dict[str, bytes], specimen: Specimen, operators: Mapping[str, Operator]
-) -> tuple[str, Damage]:
-    """Applies one operator. If it finds nothing to damage, another is tried."""
-    while True:
-        name = rng.choice(sorted(operators))
-        before = dict(image)
-        damage = operators[name](rng, image, specimen.older)
-        if damage is not None and image != before:
-            return name, damage
-
-
-def _judged_by_jobs(specimen: Specimen, image: Image, folder: Path | None) -> Verdict | None:
-    """The outcome for groups and kept activations, which no reader reads; None if anything else is damaged, too."""
+def _judged_by_jobs(specimen: Specimen, image: Image, folder: Path | None) -> tuple[Outcome, str] | None:
+    """The outcome for groups, which no reader reads; None if anything else is damaged, too."""
     different = {key for key in {*specimen.image, *image} if specimen.image.get(key) != image.get(key)}
-    if any(kind_of(key) not in ("group", "kept", "metrics", "other") for key in different):
+    if any(kind_of(key) not in (*_FOR_JOBS, Kind.metrics, None) for key in different):
         return None
     if folder is not None and specimen.finished is not None:
         return check_resumed(specimen, image, folder)
-    for_jobs = {key for key in different if kind_of(key) in ("group", "kept")}
-    return Verdict(Outcome.harmless, "deleted objects are made again") if for_jobs.isdisjoint(image) else None
+    for_jobs = {key for key in different if kind_of(key) in _FOR_JOBS}
+    return (Outcome.harmless, "deleted objects are made again") if for_jobs.isdisjoint(image) else None
 
 
 def table(cases: Sequence[Case]) -> str:
-    """A table of the outcomes' counts by operator and by kind of store."""
-    outcomes = [outcome for outcome in Outcome if any(case.outcome is outcome for case in cases)]
-    lines = [f"{'':20}" + "".join(f"{outcome.value:>12}" for outcome in outcomes)]
-    for group in ("operator", "kind"):
-        counts = Counter((getattr(case, group), case.outcome) for case in cases)
-        for name in sorted({name for name, _ in counts}):
-            lines.append(f"{name:20}" + "".join(f"{counts[name, outcome]:12}" for outcome in outcomes))
-        lines.append("")
-    totals = Counter(case.outcome for case in cases)
-    return "\n".join([*lines, f"{'all':20}" + "".join(f"{totals[outcome]:12}" for outcome in outcomes)])
+    """The counts of outcomes by operator and by kind of store."""
+    counts = Counter((group, case.outcome) for case in cases for group in (case.operator, case.kind, "all"))
+    return "\n".join(f"{group:20} {outcome:10} {count:6}" for (group, outcome), count in sorted(counts.items()))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--seeds", default="0:100", help="first:last")
-    arguments = parser.parse_args()
-    seeds = range(*map(int, arguments.seeds.split(":")))
+def main(kinds: str = ",".join(KINDS), seeds: str = "0:100") -> None:
     cases = []
-    with closing(Checker()) as checker, tempfile.TemporaryDirectory(prefix="damage-") as folder:
-        for kind in arguments.kind or KINDS:
-            for case in run_cases(checker, make_specimen(kind, Path(folder)), seeds, Path(folder)):
+    with tempfile.TemporaryDirectory(prefix="damage-") as folder:
+        for kind in kinds.split(","):
+            specimen = make_specimen(kind, Path(folder))
+            for case in run_cases(specimen, range(*map(int, seeds.split(":"))), Path(folder)):
                 cases.append(case)
                 if case.outcome.is_failure:
                     print(case, flush=True)
@@ -192,4 +302,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -18,17 +18,13 @@ import pyarrow.parquet as pq
 
 from pipeline.config import composing
 from pipeline.core.errors import EXIT_INTERRUPTED
-from pipeline.store.format.arrays import layout_of
-from pipeline.store.format.commits import parse_commit_key
-from pipeline.store.format.layout import StoreLayout
+from pipeline.store.format.keys import Kind, parse_key
 from pipeline.store.format.metadata import StoreRoot
-from pipeline.store.format.statistics import statistics_key
-from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.indexing import index_ids
 from tests.jobs import run_and_signal, write_model_of_zeros
 from tests.models.sae_files import write_saelens
-from tests.store.example_store import Image, in_memory, read_image
+from tests.store.example_store import Image, read_image, write_image
 
 _BASE = (
     *("data.num_streams=2", "batch.rows=2", "batch.length=32", "capture.layers=[1,3]", "store.shard_mib=0.07"),
@@ -116,9 +112,7 @@ def sampled_specimen(kind: str) -> Specimen:
 def resume(specimen: Specimen, image: Image, folder: Path) -> Image:
     """The store that results when its job is run again on `image`. Raises what the job raises."""
     path = folder / uuid.uuid4().hex
-    for key, content in image.items():
-        (path / key).parent.mkdir(parents=True, exist_ok=True)
-        (path / key).write_bytes(content)
+    write_image(str(path), image)
     _run(*specimen.command, f"store.path={path}")
     return read_image(str(path))
 
@@ -136,22 +130,19 @@ def _write_text(folder: Path) -> None:
 
 def _run(*overrides: str) -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from pipeline.extraction.job_run import run
+    from pipeline.job.running import run
 
     run(composing.compose(list(overrides)))
 
 
 def _without_blocks(image: Image, first: int) -> Image:
     """An unfinished store as it was when its streams had `first` blocks: without objects of later blocks."""
-    with in_memory(image) as path:
-        layout = layout_of(StoreRoot.from_json(image["zarr.json"], path))
-        places = filter(None, map(parse_commit_key, Storage.open(path).list_keys("_commits/")))
-    later = {key for place in places if place[1] >= first for key in block_keys(layout, *place)}
-    return {key: content for key, content in image.items() if key not in later}
+    num_streams = StoreRoot.from_json(image["zarr.json"], "it").metadata.num_streams
 
+    def is_later(key: str) -> bool:
+        parsed = parse_key(key)
+        if parsed is None or parsed.number is None or parsed.kind in (Kind.group,):
+            return False
+        return parsed.number >= first * (num_streams if parsed.kind is Kind.shard else 1)
 
-def block_keys(layout: StoreLayout, stream: int, block: int) -> list[str]:
-    """The keys of all objects that a block may have, its record last."""
-    shards = [layout.shard_key(spec, stream, block) for spec in layout.all_arrays]
-    record = f"_commits/stream-{stream:05d}/block-{block:06d}.json"
-    return [*shards, table_key(stream, block), statistics_key(stream, block), record]
+    return {key: content for key, content in image.items() if not is_later(key)}

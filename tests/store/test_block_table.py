@@ -11,7 +11,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams, read_stream, split_streams
 from pipeline.store.format.commits import CommitRecord, commit_key, list_blocks, num_recent
 from pipeline.store.format.statistics import Statistics, merge, read_block_statistics, token_statistics
-from pipeline.store.format.tables import encode_table
+from pipeline.store.io.parquet import encode_table, table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import WIDTHS, Block, blocks, commit_block, copy_store, layout, metadata
@@ -44,7 +44,8 @@ def stream_records(count: int) -> list[CommitRecord]:
 
 def test_a_table_has_the_counts_of_the_records():
     records = [record(0, 0, exhausted=True, statistics_sha256="s"), record(1, 0, selected=4), record(2, 0)]
-    table = BlockTable.decode(BlockTable.from_records(records).encode(), 3)
+    content = BlockTable.from_records(records).encode()
+    table = BlockTable.decode(content, "it", table_digest(content), 3)
     assert [block[:9] for block in table] == [
         (0, 0, 2, 7, 7, 3, 1, 1 << 40, 0),
         (1, 0, 2, 7, 4, 3, 1, 1 << 40, 0),
@@ -61,15 +62,16 @@ def test_a_table_has_the_counts_of_the_records():
     assert table.first_blocks(np.array([1, 0, 1])).column("stream").tolist() == [0, 2]
 
 
-def table_with(change) -> bytes:
-    """A table of stream 0's blocks 0 to 2, changed."""
+def decoded(change) -> BlockTable:
+    """A table of stream 0's blocks 0 to 2, changed, encoded and decoded."""
     values = BlockTable.from_records(record(0, block) for block in range(3)).values
     table = pa.table({name: values[name] for name in values.dtype.names})
-    return encode_table(change(table))
+    content = encode_table(change(table))
+    return BlockTable.decode(content, "it", table_digest(content), 1)
 
 
 def test_a_table_of_the_right_form_is_decoded():
-    assert len(BlockTable.decode(table_with(lambda table: table), 1)) == 3
+    assert len(decoded(lambda table: table)) == 3
 
 
 @pytest.mark.parametrize(
@@ -87,8 +89,8 @@ def test_a_table_of_the_right_form_is_decoded():
     ],
 )
 def test_other_tables_are_refused(change):
-    with pytest.raises(ValueError, match="it"):
-        BlockTable.decode(table_with(change), 1)
+    with pytest.raises(StoreInvalid, match="^it "):
+        decoded(change)
 
 
 def test_streams_are_joined_in_the_order_of_rows_and_split_again():

@@ -44,7 +44,8 @@ def test_keys_of_records_are_parsed():
     assert RECORD.key == "_commits/stream-00003/block-000012.json"
     assert parse_commit_key(RECORD.key) == (3, 12)
     assert parse_commit_key(commit_key(123456, 1234567)) == (123456, 1234567)
-    assert parse_commit_key("_commits/stream-00003/block-000012.json.tmp") is None
+    for ending in ("tmp", "1234abcd.__lock"):
+        assert parse_commit_key(f"{RECORD.key}.{ending}") is None
 
 
 @pytest.mark.parametrize(

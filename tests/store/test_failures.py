@@ -86,3 +86,17 @@ def test_a_failure_has_its_remedy(tmp_path, operation: Callable[[Path], None], e
     assert type(caught.value) is error
     assert str(caught.value).startswith("the store: ")
     assert str(caught.value).endswith(f". {remedy}")
+
+
+def write_a_wrong_shape(root: Path) -> None:
+    spec = {"driver": "zarr3", "kvstore": {"driver": "memory"}}
+    ts.open(spec, create=True, shape=[4], dtype=ts.int32).result()[:2].write([0, 0, 0]).result()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error"),
+    [(lambda _: int("x"), ValueError), (lambda _: 1 / 0, ArithmeticError), (write_a_wrong_shape, ValueError)],
+)
+def test_mistakes_in_the_program_are_raised_unchanged(tmp_path, mistake: Callable[[Path], object], error):
+    with pytest.raises(error), storage_errors("the store"):
+        mistake(tmp_path)

@@ -8,12 +8,14 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import read_metadata
-from pipeline.store.io.storage import Storage, StorageOptions
+from pipeline.store.io.options import StorageOptions
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.emulators import new_bucket
 from tests.store.example_store import comparable_image, layout, write_store
 from tests.store.fault_proxy import FaultProxy
 
+pytestmark = pytest.mark.heavy
 MAX_RUNS = 40
 
 

@@ -8,13 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.store.generated.completions import completion_slots
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
 from pipeline.store.generated.group_files import check_groups, group_key, read_group
-from pipeline.store.generated.kept_activations import read_kept
 from pipeline.store.io.problems import Remedy
 from pipeline.store.io.storage import Storage
 from tests.store.example_store import flip
@@ -32,9 +31,9 @@ def document(ordinal: int, shard: int, index: int) -> TokenisedDocument:
 
 SKIPS = [SkippedDocument("a", 0, "empty"), SkippedDocument("b", 1, "too long")]
 GROUPS = [
-    Group(0, (SKIPS[0], document(0, 0, 1), document(1, 1, 0)), Cursor(1, 1, 0, 2), exhausted=False),
-    Group(1, (SKIPS[1], document(2, 1, 2), document(3, 1, 3)), Cursor(1, 4, 0, 4), exhausted=False),
-    Group(2, (), Cursor(2, 0, 0, 4), exhausted=True),
+    Group(0, [SKIPS[0], document(0, 0, 1), document(1, 1, 0)], Cursor(1, 1, 0, 2), exhausted=False),
+    Group(1, [SKIPS[1], document(2, 1, 2), document(3, 1, 3)], Cursor(1, 4, 0, 4), exhausted=False),
+    Group(2, [], Cursor(2, 0, 0, 4), exhausted=True),
 ]
 
 
@@ -54,7 +53,7 @@ def plain(item) -> object:
 
 
 def test_groups_are_read_as_written(groups):
-    assert groups.count() == 3
+    assert groups.stored() == [0, 1, 2]
     for group in GROUPS:
         found = groups.read(group.index)
         assert list(map(plain, found.items)) == list(map(plain, group.items))
@@ -72,38 +71,40 @@ def test_reading_starts_at_any_document(groups, start, first):
     assert list(map(plain, found)) == list(map(plain, items[first:]))
 
 
-def test_an_existing_group_is_not_overwritten(groups, tmp_path):
-    storage = Storage.open(tmp_path)
-    before = storage.read(group_key(STREAM, 1))
-    groups.write(replace(GROUPS[1], exhausted=True))
-    assert storage.read(group_key(STREAM, 1)) == before
-
-
-def test_the_stored_group_wins_and_keeps_its_own_activations(groups, tmp_path):
-    """A file with other bytes, written by another version of a library, is the same group."""
+def test_an_existing_group_is_kept(groups, tmp_path):
+    """Also one with other bytes, written by another version of a library."""
     storage = Storage.open(tmp_path)
     sink = io.BytesIO()
-    pq.write_table(read_group(storage, STREAM, 0), sink, compression="none")
-    storage.write(group_key(STREAM, 0), sink.getvalue())
-    assert groups.count(["embed"]) == 0
-    values = np.arange(14.0).reshape(7, 2)
-    groups.write(GROUPS[0], {"embed": values})
-    assert groups.count(["embed"]) == 1
-    for _ in range(2):  # the first of two runs stores its group, then another one with other completions comes
-        groups.write(GROUPS[1], {"embed": values})
-        other = replace(GROUPS[1], items=(SKIPS[1], document(2, 1, 2), document(4, 1, 3)))
-        stored = groups.write(other, {"embed": values + 1})
-        assert list(map(plain, stored.items)) == list(map(plain, GROUPS[1].items))
-        read = read_kept(storage, stored.kept(STREAM), "embed", values.dtype, values.shape)
-        assert np.array_equal(read, values)
-    assert groups.count(["embed"]) == 2
+    pq.write_table(read_group(storage, STREAM, 1), sink, compression="none")
+    storage.write(group_key(STREAM, 1), sink.getvalue())
+    other = replace(GROUPS[1], items=[SKIPS[1], document(2, 1, 2), document(4, 1, 3)])
+    assert list(map(plain, groups.write(other).items)) == list(map(plain, GROUPS[1].items))
+    assert storage.read(group_key(STREAM, 1)) == sink.getvalue()
 
 
-def test_other_completions_than_those_whose_activations_are_gone_are_reported(groups):
-    """As in an extension on other hardware: finishing the store deleted what was kept."""
-    other = replace(GROUPS[1], items=(SKIPS[1], document(2, 1, 2), document(4, 1, 3)))
-    with pytest.raises(StoreError, match="the completions in .*group-000001.parquet differ from those generated now"):
-        groups.write(other, {"embed": np.zeros((9, 2))})
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_read_with_their_documents(tmp_path, dtype):
+    options = {"stream": STREAM, "num_streams": NUM_STREAMS, "size": SIZE, "info_schema": SCHEMA}
+    groups = GeneratedGroups(Storage.open(tmp_path), **options)
+    values = {row: {"embed": np.arange(2.0 * n).astype(dtype).reshape(n, 2)} for row, n in ((1, 3), (2, 4))}
+    assert groups.write(replace(GROUPS[0], activations=values)).activations is values
+    found = groups.read_activations(0, {"embed": 2}, dtype)
+    assert found.keys() == {0, 1}
+    for document, row in enumerate(values):
+        np.testing.assert_array_equal(found[document]["embed"], values[row]["embed"])
+    assert list(map(plain, groups.read(0).items)) == list(map(plain, GROUPS[0].items))
+    for widths, message in (
+        ({"embed": 3}, "activations that do not fit"),
+        ({"final_norm": 2}, "no column activations.final_norm"),
+    ):
+        with pytest.raises(StoreInvalid, match=f"group-000000.parquet has {message}"):
+            groups.read_activations(0, widths, dtype)
+    key, storage = group_key(STREAM, 0), Storage.open(tmp_path)
+    assert list(check_groups(storage, STREAM, None)) == []
+    content = storage.read(key)
+    flip(storage, key, content.index(values[2]["embed"].tobytes()) + 5)
+    (problem,) = check_groups(storage, STREAM, None)
+    assert problem.where == key
 
 
 def test_damage_is_reported(groups, tmp_path):
@@ -112,8 +113,7 @@ def test_damage_is_reported(groups, tmp_path):
     with pytest.raises(StoreInvalid, match="group-000000.parquet cannot be read"):
         groups.read(0)
     storage.write(group_key(STREAM, 1), None)
-    with pytest.raises(StoreInvalid, match="the store has .*group-000002.parquet, but no .*group-000001.parquet"):
-        groups.count()
+    assert groups.stored() == [0, 2]
     with pytest.raises(StoreInvalid, match="group-000001.parquet is missing"):
         groups.read(1)
 
@@ -130,17 +130,18 @@ def test_groups_are_verified(groups, tmp_path):
     storage = Storage.open(tmp_path)
     sizes = {"n_prompt": [2] * 4, "n_completion": [1, 2, 3, 4]}
     table = pa.table({"document": [STREAM + ordinal * NUM_STREAMS for ordinal in range(4)], **sizes})
-    assert list(check_groups(storage, STREAM, table, {})) == []
-    assert list(check_groups(storage, STREAM, None, {})) == []
-    (problem,) = check_groups(storage, STREAM, table.set_column(2, "n_completion", [[1, 2, 9, 4]]), {})
+    assert list(check_groups(storage, STREAM, table)) == []
+    assert list(check_groups(storage, STREAM, None)) == []
+    changed = table.set_column(2, "n_completion", [[1, 2, 9, 4]])
+    (problem,) = check_groups(storage, STREAM, changed)
     assert problem.where == group_key(STREAM, 1)
     assert (
         "'n_completion': 3}, but the document table has {'document': 7, 'n_prompt': 2, 'n_completion': 9}"
         in problem.what
     )
     storage.write(group_key(STREAM, 2), b"PAR1")
-    (problem,) = check_groups(storage, STREAM, table, {})
+    (problem,) = check_groups(storage, STREAM, table)
     assert (problem.where, problem.remedy) == (group_key(STREAM, 2), Remedy.regenerate)
-    storage.write(group_key(STREAM, 0), None)
-    (problem,) = check_groups(storage, STREAM, table, {})
-    assert "but no" in problem.what
+    for index in range(3):
+        storage.write(group_key(STREAM, index), None)
+        assert len(list(check_groups(storage, STREAM, table))) == (index < 2)  # a missing one is generated again

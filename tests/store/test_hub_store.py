@@ -19,6 +19,7 @@ from tests.hub import Hub, contents, hub_for_this_process, lead_to
 from tests.store.example_store import copy_store
 from tests.store.fault_proxy import Fault, FaultProxy
 
+pytestmark = pytest.mark.heavy
 REPO, URL = "datasets/owner/acts", "hf://datasets/owner/acts"
 FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unanswered, Fault.short)
 

@@ -13,9 +13,10 @@ import pytest
 
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.leases import LEASES_PREFIX, Leases, lease_key
-from tests.forking import Forked
+from tests.jobs import ROOT
 from tests.store.emulators import new_bucket
 
+pytestmark = pytest.mark.heavy
 LEASE_S = 2.0  # on a busy machine a thread may have to wait for half a second
 LONG_LEASE_S = 600.0  # nothing is renewed during a test
 SHORT_LEASE_S = 0.06  # with the fixture `clock`: renewals are frequent, and leases end only when a test says so
@@ -137,7 +138,7 @@ print("lost", flush=True)
 def holder(path, lease_s=LEASE_S):
     """A process that holds stream 0 as long as it can."""
     command = [sys.executable, "-c", HOLDER, path, str(lease_s)]
-    process = Forked(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "True\n"
         yield process

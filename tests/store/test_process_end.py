@@ -7,9 +7,9 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.store.format.tables import encode_table
-from pipeline.store.io.parquet import decode_parquet
+from pipeline.store.io.parquet import decode_parquet, encode_table
 
+pytestmark = pytest.mark.heavy
 TABLE = pa.table({name: [f"{name} {k}" for k in range(100)] for name in ("id", "source", "text")})
 
 # Pyarrow's threads start with their first task and never end.

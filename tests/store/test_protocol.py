@@ -26,11 +26,12 @@ from pipeline.store.format.statistics import (
     statistics_key,
     token_statistics,
 )
-from pipeline.store.format.tables import encode_table, table_digest, table_key
+from pipeline.store.format.tables import table_key
 from pipeline.store.format.target import is_reached
+from pipeline.store.io.parquet import encode_table, table_digest
 from pipeline.store.io.shards import decode_shard
 from pipeline.store.write import block_protocol
-from pipeline.store.write.block_protocol import Derived, NewBlock, Put, PutAnswer, write_block
+from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, write_block
 
 LAYOUT = StoreLayout(1, 1, 2, (ArraySpec("embed", "float32", 1), ArraySpec("final_norm", "float32", 1)))
 CURSORS = [{"shard": 0, "document": number, "token": 0, "ordinal": number} for number in range(3)]
@@ -68,12 +69,12 @@ class Writer:
         described = own if Rules.early_statistics else arrays
         return NewBlock(record, arrays, table(self.text, number), lambda _: self._derived(number, described))
 
-    def _derived(self, number: int, arrays: dict[str, np.ndarray]) -> Derived:
+    def _derived(self, number: int, arrays: dict[str, np.ndarray]) -> tuple[dict[str, bytes], tuple]:
         statistics = {spec.name: token_statistics(arrays[spec.name][0]) for spec in LAYOUT.arrays}
         jitter = self.rounding / 2**20  # devices add up in another order than hosts
         statistics = {name: replace(part, norm_sum=part.norm_sum + jitter) for name, part in statistics.items()}
         recent = ((1, TOKENS, TOKENS, 1, 0, 0, 0, 2),) * (number % 2)
-        return Derived(encode_statistics(block_parts(number, statistics, statistics)), {}, recent)
+        return {statistics_key(0, number): encode_statistics(block_parts(number, statistics, statistics))}, recent
 
 
 class Rules:
@@ -286,7 +287,10 @@ WORLDS: dict[str, tuple[int, Callable[[], World]]] = {  # with the least number 
 }
 
 
-@pytest.mark.parametrize("name", WORLDS)
+LARGE = ("two arrays, two faults", "three writers")  # seconds each
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in WORLDS])
 def test_no_interleaving_breaks_a_store(name: str) -> None:
     least, explore = WORLDS[name]
     world = explore()

@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -9,8 +7,6 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.io.shards import encode_shard
 from pipeline.store.io.storage import Storage
-from pipeline.store.read import rows as stored_rows
-from pipeline.store.read.rows import StoredRows
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,
     LENGTH,
@@ -75,62 +71,36 @@ def test_rows_equal_those_of_the_arrays(store, rows):
         np.testing.assert_array_equal(getattr(side_arrays, name), stored[np.asarray(expected, int)])
 
 
-def test_read_converts_to_the_given_dtype(store):
-    values = store.read("embed", [0, 1], dtype=np.float32)
-    assert values.dtype == np.float32
-    assert values.shape == (2, LENGTH, WIDTHS["embed"])
-    np.testing.assert_array_equal(values, store.read("embed", [0, 1]).astype(np.float32))
-
-
-def test_a_mask_selects_from_the_stored_rows(store):
+def test_masks_and_numpys_numbers_are_accepted(store):
     mask = np.arange(len(store.rows)) % 3 == 1
     assert not np.array_equal(store.rows, np.arange(len(store.rows)))
-    expected = store.read("blocks.1.resid_post", store.rows[mask])
-    np.testing.assert_array_equal(store.read("blocks.1.resid_post", mask), expected)
-    np.testing.assert_array_equal(store.read("blocks.1.resid_post", mask.tolist()), expected)
-
-
-def test_numpy_numbers_are_accepted(store):
-    row = np.int32(9)
-    expected = store.read("blocks.3.resid_post", 9)
-    assert expected.shape == (LENGTH, WIDTHS[NAME])
-    np.testing.assert_array_equal(store.read("blocks.3.resid_post", row), expected)
+    expected = store.read(NAME, store.rows[mask])
+    for given in (mask, mask.tolist()):
+        np.testing.assert_array_equal(store.read(NAME, given), expected)
+    np.testing.assert_array_equal(store.read(NAME, np.int32(9)), store.read(NAME, 9))
     assert store.document(np.int64(4)).id == store.document(4).id
-    assert next(store.batches("blocks.3.resid_post", 5)).activations.shape == (5, WIDTHS[NAME])
-    assert list(next(store.batches(("blocks.3.resid_post", "embed"), 5)).activations) == [NAME, "embed"]
-    assert next(store.batches("embed", 5)).activations.shape == (5, WIDTHS["embed"])
+    assert next(store.batches(NAME, 5)).activations.shape == (5, WIDTHS[NAME])
+    assert list(next(store.batches((NAME, "embed"), 5)).activations) == [NAME, "embed"]
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda store: store.read("blocks.2.resid_post", 0),
-            r"has no array .*, or several: it has blocks\.1\.resid_post, ",
-        ),
-        (lambda store: store.read("blocks.1.resid", 0), "has no array .*resid., or several"),
+        (lambda store: store.read("blocks.2.resid_post", 0), r"has no array .*: it has blocks\.1\.resid_post, "),
         (lambda store: store.read("resid_post", 0), "has no array 'resid_post', or several"),
         (lambda store: store.read("blocks.1.resid_post", [0, 10**6]), r"rows \[1000000\] are not in the store"),
         (lambda store: store.read_tokens(-1), r"rows \[-1\] are not in the store"),
         (lambda store: store.document("nothing"), "no document has it"),
         (lambda store: store.document(10**6), "no document has it"),
-        (lambda store: store.batches("blocks.9.resid_post", 4), "has no array"),
         (lambda store: store.batches([], 4), r"keys is empty; the store .* has blocks\.1\."),
-        (lambda store: store.batches((), 4), "keys is empty; the store .* has"),
         (lambda store: store.batches([(1, "resid_post")], 4), "has blocks.*; expected a name such as"),
-        (lambda store: store.batches([None], 4), "has blocks.*; expected a name such as"),
         (lambda store: store.documents(["nothing"]), r"have no columns \['nothing'\]"),
-        (
-            lambda store: store.labels("url", pa.table({"id": ["a"]})),
-            r"the table has no columns \['url'\]; it has \['id'",
-        ),
+        (lambda store: store.labels("url", pa.table({"id": ["a"]})), r"no columns \['url'\]; it has \['id'"),
         (lambda store: store.labels("url")[np.array([0, 10**6])], r"documents \[1000000\] have no url"),
-        (lambda store: store.tokens_at([0, 10**6], [0, 0]), r"rows \[1000000\] are not in the store"),
         (lambda store: store.tokens_at([0, 1], [0]), "positions is .*, expected an integer for each of 2 rows"),
         (lambda store: store.tokens_at(0, LENGTH), f"positions are {LENGTH} to {LENGTH}, expected 0 to {LENGTH - 1}"),
         (lambda store: store.tokens_at(PADDED, LENGTH - 1), rf"no activations at the .* pairs \[\({PADDED}, 7\)\]"),
         (lambda store: store.read_tokens([0.5, 1.0]), r"rows have the shape \[2\] and dtype float64"),
-        (lambda store: store.read_tokens([[0, 1]]), r"rows have the shape \[1, 2\]"),
         (lambda store: store.read_tokens(0, whole=np.arange(3)), "whole is array.*, expected True or False"),
         (lambda store: store.read_tokens([True, False]), r"shape \[2\] and dtype bool; .* a mask of the \d+ rows"),
     ],
@@ -159,26 +129,10 @@ def test_a_document_has_all_its_tokens_in_order(store, stream):
         for name, values in found.activations.items():
             np.testing.assert_array_equal(values, activation(name, document, token))
         assert (np.diff(found.rows) >= 0).all()
-        by_number = store.document(number, keys=["blocks.3.resid_post"])
+        by_number = store.document(number, keys=["blocks.3.resid_post", "blocks.3.resid_post"])
         assert list(by_number.activations) == [NAME]
         np.testing.assert_array_equal(by_number.tokens, found.tokens)
         np.testing.assert_array_equal(by_number.positions[np.diff(found.rows, prepend=-1) != 0], 0)
-
-
-def test_the_example_for_one_document_in_the_docs_works(store):
-    """Runs the lines of docs/reading.md and compares their results with the stored values."""
-    section = (Path(__file__).parents[2] / "docs" / "reading.md").read_text().split("## One document")[1].split("##")[0]
-    lines = [line.strip().partition("  #")[0] for line in section.splitlines() if line.startswith("    ")]
-    names = {"store": store}
-    exec("\n".join(lines[:2]), names)
-    tokens, activations, (rows, positions), row = (eval(line, names) for line in lines[2:])
-    token = np.arange(DOCUMENT_LENGTHS[0][0])
-    document = np.zeros_like(token)
-    np.testing.assert_array_equal(tokens, token_ids(document, token))
-    np.testing.assert_array_equal(activations, activation(NAME, document, token))
-    np.testing.assert_array_equal(positions, token)
-    [slots] = np.nonzero(store.read_tokens(rows[0]).documents == names["document"].document)
-    np.testing.assert_array_equal(row[slots], activations)
 
 
 def test_the_document_table_has_all_documents(store):
@@ -225,28 +179,6 @@ def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
         store.read("blocks.3.resid_post", [4]) if name == NAME else store.read_tokens([4])
     with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
         list(store.batches("blocks.3.resid_post", 10))
-
-
-@pytest.mark.parametrize(
-    ("bytes_ahead", "expected"),
-    [
-        (1 << 30, ["start a", "start b", "start c", "a", "b", "c"]),
-        (1, ["start a", "a", "start b", "b", "start c", "c"]),
-    ],
-)
-def test_arrays_are_read_concurrently_within_a_memory_limit(store, monkeypatch, bytes_ahead, expected):
-    names = dict(zip(["tokens", "segments", NAME], "abc", strict=True))
-    start, events = StoredRows.start, []
-
-    def started(self, name, rows):
-        events.append(f"start {names[name]}")
-        return start(self, name, rows)
-
-    monkeypatch.setattr(stored_rows, "BYTES_AHEAD", bytes_ahead)
-    monkeypatch.setattr(StoredRows, "start", started)
-    for name, _ in store._rows.reads(list(names), np.array([9, 0, 1])):
-        events.append(names[name])
-    assert events == expected
 
 
 @pytest.mark.parametrize("keys", [None, NAME, ["embed", NAME]])

@@ -3,22 +3,20 @@
 import os
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.store.format import layout as layouts
 from pipeline.store.format.layout import ArraySpec, StoreLayout
-from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.io.shards import encode_shard
 from pipeline.store.io.storage import Storage
 from pipeline.store.read import shard_reads
-from pipeline.store.read.shard_reads import ReadsAhead, ShardReads, StoreIdentity
-from tests.store.example_store import metadata
+from pipeline.store.read.shard_reads import ShardReads
 
+pytestmark = pytest.mark.heavy
 ROWS, LENGTH, STREAMS, BLOCKS = 8, 6, 2, 2
 NAME = "blocks.0.resid_post"
 KEY = "blocks.0.resid_post/c.1.0.0"  # of the first block of stream 1
@@ -35,8 +33,7 @@ def write(storage: Storage, chunk_bytes: int, compression: str) -> tuple[ShardRe
         patch.setattr(layouts, "CHUNK_BYTES", chunk_bytes)
         layout = StoreLayout(STREAMS, ROWS, LENGTH, (ArraySpec(NAME, "bfloat16", 4),), compression)
         spec = layout.arrays[0]
-        root = StoreRoot(metadata(), {NAME: 4}, "now", {})
-        reads = ShardReads(storage, layout, StoreIdentity(storage, root))
+        reads = ShardReads(storage, layout, "store")
         values = np.random.default_rng(0).integers(1, 9, (STREAMS * BLOCKS * ROWS, LENGTH, 4)).astype(spec.dtype)
         values[3 * ROWS :] = 0
         values[2:4] = 0
@@ -117,16 +114,15 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_an_error_of_every_read(storage, damage, compression, whole):
+def test_damage_is_an_error_of_every_read(storage, damage, compression):
     """Of the store's other shards it is none."""
     reads, values = write(storage, LENGTH * 8, compression)
     DAMAGES[damage](storage)
-    for _ in range(2):
+    for num_rows in (1, ROWS, 1, ROWS):
         with pytest.raises(StoreInvalid, match=r"blocks\.0\.resid_post.*pipeline\.verify"):
-            read(reads, ROWS, ROWS if whole else 1)
+            read(reads, ROWS, num_rows)
     np.testing.assert_array_equal(read(reads, 0, ROWS), values[:ROWS])
     np.testing.assert_array_equal(read(reads, 2 * ROWS, 2 * ROWS), values[2 * ROWS :])
 
@@ -142,39 +138,3 @@ def test_an_object_that_its_service_reported_as_missing_is_read_again(storage, m
     else:
         next(pauses)
     np.testing.assert_array_equal(read(reads, ROWS, 2), values[ROWS : ROWS + 2])
-
-
-@pytest.fixture
-def local(tmp_path) -> tuple[ShardReads, np.ndarray]:
-    return write(Storage.open(str(tmp_path)), LENGTH * 8, "none")
-
-
-@pytest.mark.parametrize(("is_remote", "rows_allowed", "expected"), [(False, 1, 20), (True, 30, 20), (True, 3, 3)])
-def test_reads_in_flight_from_remote_storage_are_limited_by_bytes(
-    local, monkeypatch, is_remote, rows_allowed, expected
-):
-    reads, values = local
-    monkeypatch.setattr(shard_reads, "REMOTE_BYTES_AHEAD", rows_allowed * values[0].nbytes)
-    out, most = np.empty_like(values[:20]), 0
-    with ReadsAhead(is_remote) as ahead:
-        for row in range(20):
-            ahead.add(reads.start(NAME, row, out[row : row + 1]), values[0].nbytes)
-            most = max(most, len(ahead))
-        ahead.wait()
-    assert most == expected
-    np.testing.assert_array_equal(out, values[:20])
-
-
-def test_reads_in_flight_end_before_an_error_is_raised(local):
-    """So none of them writes to memory that another buffer uses."""
-    reads, values = local
-    out = np.zeros_like(values)
-    with suppress(StoreError), ReadsAhead(is_remote=False) as ahead:
-        for row in range(len(values)):
-            ahead.add(reads.start(NAME, row, out[row : row + 1]), values[0].nbytes)
-        raise StoreError("damaged")
-    at_once = out.copy()
-    reads.close()
-    np.testing.assert_array_equal(out, at_once)
-    with pytest.raises(RuntimeError, match="after shutdown"):
-        reads.start(NAME, 0, out)

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.inspection.summary import summarise
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
+from pipeline.store.inspection.summary import store_facts
 from tests.jobs import run_here
 
 pytestmark = pytest.mark.usefixtures("cached_steps")
@@ -65,7 +65,7 @@ def test_skips_are_counted_once(name: str, tmp_path: Path, caplog) -> None:
     options = [*options, f"data.path={tmp_path / 'text'}", "data.on_error=skip", "capture.layers=[0]", "batch.rows=1"]
     options += ["batch.length=32", "store.rows_per_block=2"]
     skipped = []
-    for store, runs in {"once": ["null"], "extended": ["100", "200", "250", "null"]}.items():
+    for store, runs in {"once": ["null"], "extended": ["200", "null"]}.items():
         path = str(tmp_path / store)
         for tokens in runs:
             caplog.clear()
@@ -76,6 +76,6 @@ def test_skips_are_counted_once(name: str, tmp_path: Path, caplog) -> None:
         notes: list[str] = []
         assert verify_store(path, note=notes.append) == []
         assert f"skipped {skipped[-1]}" in notes
-        assert any(f"skipped     {skipped[-1]}" in line for line in summarise(ActivationStore.open(path)).lines())
+        assert store_facts(ActivationStore.open(path))["skipped"] == skipped[-1]
     assert skipped[0] == skipped[1]
     assert expected in skipped[0]

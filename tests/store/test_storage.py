@@ -1,26 +1,30 @@
-import os
-from collections.abc import Iterator
+"""Storage: one contract of every kind of it, and what local files and requests need in addition."""
 
-import numpy as np
+import os
+import resource
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
 import pytest
-import tensorstore as ts
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.format.arrays import create_arrays
-from pipeline.store.io.failures import storage_errors
-from pipeline.store.io.storage import Storage, StorageOptions, set_request_defaults
+from pipeline.store.io.options import StorageOptions, set_request_defaults
+from pipeline.store.io.storage import Storage, write_many
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
 from tests.store.fault_proxy import CONTENT_FAULTS
 
 
 def test_settings_reach_tensorstore():
-    storage = Storage.open("memory://settings", StorageOptions(3, 0.5, concurrency=7, copy_threads=2))
+    storage = Storage.open("memory://settings", StorageOptions(3, 0.5, concurrency=7))
     spec = storage.context.spec.to_json()
     assert spec["gcs_request_retries"]["max_retries"] == 3
     assert spec["s3_request_retries"] == spec["gcs_request_retries"]
     assert {spec[f"{kind}_concurrency"]["limit"] for kind in ("gcs_request", "s3_request", "file_io")} == {7}
-    assert spec["data_copy_concurrency"] == {"limit": 2}
     assert storage.put_threads._max_workers == 7
     storage.write("key", b"value")
     assert Storage.open("memory://settings").read("key") == b"value"
@@ -34,10 +38,10 @@ def test_processes_have_different_retry_delays():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}, {"copy_threads": 0}, {"writes_per_s": 0}],
+    [{"retries": -1}, {"retry_delay_s": -1}, {"concurrency": 0}],
 )
 def test_settings_out_of_range_are_refused(wrong):
-    with pytest.raises(ConfigError, match=r"store\.retries, retry_delay_s, concurrency, copy_threads or ramp_up"):
+    with pytest.raises(ConfigError, match=r"options of storage, such as store\.retry_delay_s"):
         Storage.open("memory://settings", StorageOptions(**wrong))
 
 
@@ -46,21 +50,13 @@ def test_settings_out_of_range_are_refused(wrong):
 )
 def test_requests_are_sent_by_as_many_threads_as_cores(cores, given, threads, monkeypatch):
     """Unless the environment sets a number."""
-    monkeypatch.setattr("pipeline.store.io.storage.num_cores", lambda: cores)
+    monkeypatch.setattr("pipeline.store.io.options.num_cores", lambda: cores)
     name = "TENSORSTORE_HTTP_THREADS"
     environment = {name: given} if given else {}
     monkeypatch.setattr("os.environ", environment)
     set_request_defaults()
     assert environment.pop(name) == threads
     assert environment["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] == "60"
-
-
-def test_many_objects_are_read_in_order(tmp_path):
-    storage = Storage.open(str(tmp_path))
-    keys = [f"{i:04}" for i in range(1000)]
-    for key in keys[::2]:
-        storage.write(key, key.encode())
-    assert list(storage.read_many(keys)) == [key.encode() if i % 2 == 0 else None for i, key in enumerate(keys)]
 
 
 @pytest.fixture
@@ -90,48 +86,6 @@ def test_an_object_that_seems_damaged_is_read_again(s3, no_delay):
     with pytest.raises(StoreInvalid, match="key-7 is damaged"):
         next(read)
     assert s3.requests["GET", "store/key-7"] == 5
-
-
-def test_programming_errors_are_not_taken_for_storage_failures(tmp_path):
-    (tmp_path / "file").write_text("")
-    array = ts.open(
-        {"driver": "zarr3", "kvstore": {"driver": "memory"}}, create=True, shape=[4], dtype=ts.int32
-    ).result()
-    mistakes = {
-        ValueError: (
-            lambda: int("x"),
-            lambda: np.zeros(3).reshape(2),
-            lambda: array[:2].write(np.zeros(3, np.int32)).result(),
-        ),
-        TypeError: (lambda: len(3), lambda: Storage.open(tmp_path).kvstore.read(5)),
-        RuntimeError: (lambda: dict_changed(), lambda: next(iter_of_stop())),
-        ArithmeticError: (lambda: 1 / 0,),
-    }
-    for kind, calls in mistakes.items():
-        for call in calls:
-            with pytest.raises(kind), storage_errors("the store"):
-                call()
-    failures = (
-        lambda: Storage.open(tmp_path / "file").kvstore.write("x", b"").result(),
-        lambda: Storage.open(tmp_path).kvstore.write("x" * 300, b"").result(),
-        lambda: Storage.open(tmp_path).kvstore.write("a/" * 3000 + "x", b"").result(),
-        lambda: ts.open({"driver": "zarr3", "kvstore": f"file://{tmp_path}/none"}).result(),
-        lambda: os.mkdir(tmp_path / "file"),
-    )
-    for call in failures:
-        with pytest.raises(StoreError, match=r"^the store: .*\. [A-Z]"), storage_errors("the store"):
-            call()
-
-
-def dict_changed() -> None:
-    values = {1: 2}
-    for key in values:
-        values[key + 1] = 0
-
-
-def iter_of_stop() -> Iterator[int]:
-    raise StopIteration
-    yield 0
 
 
 def test_directories_are_synced_before_their_content_counts(tmp_path, monkeypatch):
@@ -175,3 +129,115 @@ def test_objects_of_other_s3_services_have_s3_urls(monkeypatch):
     spec = {"driver": "s3", "bucket": "bucket", "path": "some/store/"}
     assert storage.kvstore.spec().to_json() == spec | {"endpoint": "http://localhost:9000", "aws_region": "eu-west-1"}
     assert storage.url("zarr.json") == "s3://bucket/some/store/zarr.json"
+
+
+@pytest.fixture(params=["local", "memory", "gs", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    fixture = {"gs": "gcs", "s3": "s3"}.get(request.param)
+    if fixture is not None:
+        return Storage.open(f"{new_bucket(request.param, request.getfixturevalue(fixture).backend)}/store")
+    return Storage.open(tmp_path if request.param == "local" else f"memory://{tmp_path}")
+
+
+def test_objects_are_listed_and_read_in_order(storage: Storage) -> None:
+    contents = {f"a/{number:04}": bytes([number % 256]) * 10 for number in range(100)} | {"b": b"0123456789"}
+    assert all(put.result() for put in [storage.start_put(key, [content]) for key, content in contents.items()])
+    assert storage.list_keys() == sorted(contents)
+    assert storage.list_keys("a/", "a/0097") == ["a/0097", "a/0098", "a/0099"]
+    assert storage.list_keys("b") == ["b"]
+    keys = [*contents, "absent"]
+    assert list(storage.read_many(keys)) == [*contents.values(), None]
+    assert list(storage.read_many(["b", "absent", "b"], [(2, 5), (0, 1), (-3, None)])) == [b"234", None, b"789"]
+    write_many(storage, ((key, None) for key in contents))
+    assert storage.list_keys() == []
+
+
+def test_no_update_of_several_threads_is_lost(storage: Storage) -> None:
+    def increment(content: bytes | None) -> tuple[int, bytes]:
+        number = int(content or b"0") + 1
+        return number, str(number).encode()
+
+    with ThreadPoolExecutor(4) as pool:
+        numbers = list(pool.map(lambda _: storage.update("counter", increment), range(12)))
+    assert sorted(numbers) == list(range(1, 13))
+    assert storage.update("counter", lambda content: (content, None)) == b"12"
+
+
+def test_a_put_never_replaces(storage: Storage) -> None:
+    parts = [b"first", memoryview(b"second" * 100_000)]
+    assert storage.put("a/object", *parts)
+    for other in ([b"x"], parts, [b"longer" * 200_000]):
+        assert not storage.put("a/object", *other)
+    assert storage.put("a/other", b"short")
+    assert storage.read("a/object") == b"".join(parts)
+    assert storage.read("a/other") == b"short"
+    puts = [storage.start_put("a/third", [bytes([number]) * 1000]) for number in range(16)]
+    winners = [number for number, put in enumerate(puts) if put.result()]
+    assert len(winners) == 1
+    assert storage.read("a/third") == bytes(winners) * 1000
+    assert storage.list_keys() == ["a/object", "a/other", "a/third"]
+
+
+def _put_many(path: str, number: int) -> list[bool]:
+    storage = Storage.open(path)
+    return [storage.put(f"a/{key}", bytes([number]) * 10_000) for key in range(200)]
+
+
+def test_one_of_two_racing_processes_writes_each_object(tmp_path: Path) -> None:
+    with get_context("spawn").Pool(2) as pool:
+        first, second = pool.starmap(_put_many, [(str(tmp_path), 1), (str(tmp_path), 2)])
+    assert [a != b for a, b in zip(first, second, strict=True)] == [True] * 200
+    for key, is_first in enumerate(first):
+        assert (tmp_path / "a" / str(key)).read_bytes() == bytes([1 if is_first else 2]) * 10_000
+    assert len(list((tmp_path / "a").iterdir())) == 200
+
+
+def test_a_put_syncs_the_file_and_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the object exists: the process that wrote it may not have synced its directory yet."""
+    storage = Storage.open(tmp_path)
+    storage.put("a/first", b"x")
+    synced: list[str] = []
+    fsync = os.fsync
+    monkeypatch.setattr("os.fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    assert storage.put("a/second", b"x")
+    file, directory = synced
+    assert (Path(file).name.split(".")[0], directory) == ("second", str(tmp_path / "a"))
+    assert not storage.put("a/second", b"x")
+    assert synced[2:] == [str(tmp_path / "a")]
+
+
+def test_a_put_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    storage = Storage.open(tmp_path)
+    with largest_file(1000), pytest.raises(StoreError, match="File too large"):
+        storage.put("a/object", b"x" * 10_000)
+    assert list((tmp_path / "a").iterdir()) == []
+    assert storage.put("a/object", b"x")
+
+
+def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_paths: str) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    with pytest.raises(StoreInvalid, match="no hard links.*give a mounted bucket by its URL"):
+        Storage.open(tmp_path).put("a/object", b"x")
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def test_a_put_sends_what_many_threads_join(tmp_path: Path) -> None:
+    storage = Storage.open(f"memory://{tmp_path}")
+    contents = [bytes([number]) * (1 + number * 791_919 % 3_000_000) for number in range(200)]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda number: storage.put(str(number), contents[number]), range(200)))
+    assert list(storage.read_many(list(map(str, range(200))))) == contents
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Limits the size of this process's files, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -3,6 +3,8 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.heavy
 DataLoader = torch.utils.data.DataLoader
 
 from pipeline.core.errors import ConfigError  # noqa: E402
@@ -54,20 +56,18 @@ def test_every_iteration_is_another_pass_unless_the_epoch_is_set(tmp_path):
         assert tokens_of(loader) == passes[epoch]
 
 
-@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.slow), True])  # starts four processes
-def test_workers_divide_the_store_and_agree_on_the_pass(tmp_path, persistent):
+def test_workers_divide_the_store_and_agree_on_the_pass(tmp_path):
     copy_store(str(tmp_path))
     dataset = ActivationDataset(tmp_path, "blocks.1.resid_post", 4, shuffle=True, seed=1)
-    options = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": persistent}
+    options = {"num_workers": 2, "multiprocessing_context": "spawn", "persistent_workers": True}
     loader = DataLoader(dataset, batch_size=None, **options)
     expected = passes_of(tmp_path, 2, 2)
     seen = [sorted(tokens_of(loader)) for _ in range(2)]
     assert seen == expected
     assert expected[0] != expected[1]
     assert all(len(set(tokens)) == len(tokens) >= 0.6 * len(all_tokens()) for tokens in seen)
-    if persistent:
-        dataset.set_epoch(0)
-        assert sorted(tokens_of(loader)) == expected[0]
+    dataset.set_epoch(0)
+    assert sorted(tokens_of(loader)) == expected[0]
 
 
 def test_forked_workers_are_told_to_spawn(tmp_path):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.config.choices import Geometry
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import ConfigError
 from pipeline.data.arc.tasks import NUM_COLORS, Grid, Pair, Task
 
 # name -> (quarter turns counterclockwise, then mirrored left to right)
@@ -23,11 +24,8 @@ _GEOMETRIES = {
     "rot180_flip": (2, True),
     "rot270_flip": (3, True),
 }
-_ALLOWED = {
-    Geometry.none: ("identity",),
-    Geometry.rotations: ("identity", "rot90", "rot180", "rot270"),
-    Geometry.dihedral: tuple(_GEOMETRIES),
-}
+_ALLOWED = {"dihedral": tuple(_GEOMETRIES), "rotations": tuple(_GEOMETRIES)[:4]}  # the first that is named counts
+_NAMES = (*_ALLOWED, "colors", "examples")
 
 
 @dataclass(frozen=True)
@@ -52,26 +50,24 @@ class Augmentation:
         return Pair(self.apply_grid(pair.input), None if pair.output is None else self.apply_grid(pair.output))
 
 
-def augmentation(
-    seed: int,
-    task: str,
-    version: int,
-    num_examples: int,
-    *,
-    geometry: Geometry,
-    permute_colors: bool,
-    permute_examples: bool,
-) -> Augmentation:
+def augmented_parts(config: ArcData) -> set[str]:
+    """What `data.augment` names. Raises ConfigError for an unknown name."""
+    names = config.augment.split("+")
+    if unknown := [name for name in names if name not in _NAMES]:
+        raise ConfigError(f"data.augment = {config.augment}: {unknown[0]!r} is unknown, expected {', '.join(_NAMES)}.")
+    return set(names)
+
+
+def augmentation(config: ArcData, task: Task, version: int) -> Augmentation:
     """The augmentation of version `version` of a task. Version 0 is the unchanged task."""
-    colors, order = tuple(range(NUM_COLORS)), tuple(range(num_examples))
-    if version == 0:
-        return Augmentation("identity", colors, order)
-    allowed = _ALLOWED[geometry]
-    key = f"{seed}/{task}/{version}"
+    parts = augmented_parts(config) if version else set()
+    geometries = next((allowed for name, allowed in _ALLOWED.items() if name in parts), ("identity",))
+    colors, order = tuple(range(NUM_COLORS)), tuple(range(len(task.examples)))
+    key = f"{config.seed}/{task.name}/{version}"
     return Augmentation(
-        geometry=allowed[_permutation(f"{key}/geometry", len(allowed))[0]],
-        colors=_permutation(f"{key}/colors", NUM_COLORS) if permute_colors else colors,
-        order=_permutation(f"{key}/examples", num_examples) if permute_examples else order,
+        geometry=geometries[_permutation(f"{key}/geometry", len(geometries))[0]],
+        colors=_permutation(f"{key}/colors", NUM_COLORS) if "colors" in parts else colors,
+        order=_permutation(f"{key}/examples", len(order)) if "examples" in parts else order,
     )
 
 

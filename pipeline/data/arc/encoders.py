@@ -21,7 +21,8 @@ from pipeline.core.errors import ConfigError
 from pipeline.data.arc.tasks import NUM_COLORS, Grid
 
 DIGITS = "0123456789"
-_NAMES = ("digits", "separated", "repeated", "symbols")
+_FRAMES = ("row_numbers", "shape_header", "code_block")
+_NAMES = ("digits", "separated", "repeated", "symbols", *_FRAMES)
 
 
 @dataclass(frozen=True)
@@ -54,31 +55,18 @@ class GridEncoder:
             lines = ["```grid", *lines, "```"]
         return "\n".join(lines)
 
-    def decode(self, text: str) -> Grid:
-        """The inverse of `encode`. Raises ValueError for any other text."""
-        grid, end = self.decode_at(text, 0)
-        if end != len(text):
-            raise ValueError(f"text after the grid: {text[end : end + 40]!r}")
-        return grid
-
     def decode_at(self, text: str, begin: int) -> tuple[Grid, int]:
         """The grid whose text starts at `begin`, and the end of that text. Raises ValueError if there is none."""
         match = self._pattern.match(text, begin)
         if match is None:
             raise ValueError(f"no grid in {text[begin : begin + 40]!r}")
-        rows = []
-        for number, line in enumerate(match["rows"].split("\n"), 1):
-            if self.row_numbers:
-                label, _, line = line.partition(" ")
-                if label != str(number):
-                    raise ValueError(f"row {number} is labelled {label}")
-            cells = line.split(self.separator) if self.separator else line[:: self.repeat]
-            rows.append([self.symbols.index(cell[0]) for cell in cells])
-        if len({len(row) for row in rows}) > 1:
-            raise ValueError(f"rows of different lengths: {match['rows']!r}")
-        grid = np.array(rows, np.int8)
-        if self.shape_header and match["shape"] != f"{grid.shape[0]}x{grid.shape[1]}":
-            raise ValueError(f"the header says {match['shape']}, the grid is {grid.shape[0]}x{grid.shape[1]}")
+        lines = match["rows"].split("\n")
+        if self.row_numbers:
+            lines = [line.partition(" ")[2] for line in lines]
+        cells = [line.split(self.separator) if self.separator else line[:: self.repeat] for line in lines]
+        grid = np.array([[self.symbols.index(cell[0]) for cell in row] for row in cells], np.int8)
+        if self.encode(grid) != match[0]:  # a wrong row number, or a wrong shape in the header
+            raise ValueError(f"no grid in {match[0]!r}")
         return grid, match.end()
 
     @cached_property
@@ -87,24 +75,19 @@ class GridEncoder:
         # A row must not be followed by a symbol or a letter, so that the beginning of a word is not taken for a row.
         end = rf"(?![\w{re.escape(self.symbols)}])"
         row = rf"{'[0-9]+ ' if self.row_numbers else ''}(?:{cell})(?:{re.escape(self.separator)}(?:{cell}))*{end}"
-        header = r"shape: (?P<shape>\d+x\d+)\n" if self.shape_header else ""
+        header = r"shape: \d+x\d+\n" if self.shape_header else ""
         before, after = ("```grid\n", "\n```") if self.code_block else ("", "")
         return re.compile(rf"{before}{header}(?P<rows>{row}(?:\n{row})*){after}")
 
 
 def grid_encoder(config: ArcData) -> GridEncoder:
-    """The encoder for `data.encoder`: digits, separated, repeated, symbols, or several of these joined by `+`.
-
-    Raises ConfigError for an unknown name.
-    """
+    """The encoder for `data.encoder`: several of _NAMES, joined by `+`. Raises ConfigError for an unknown name."""
     names = config.encoder.split("+")
     if unknown := [name for name in names if name not in _NAMES]:
         raise ConfigError(f"data.encoder = {config.encoder}: {unknown[0]!r} is unknown, expected {', '.join(_NAMES)}.")
     return GridEncoder(
         symbols=config.symbols if "symbols" in names else DIGITS,
-        repeat=config.repeat if "repeated" in names else 1,
+        repeat=2 if "repeated" in names else 1,
         separator=" " if "separated" in names else "",
-        row_numbers=config.row_numbers,
-        shape_header=config.shape_header,
-        code_block=config.code_block,
+        **{frame: frame in names for frame in _FRAMES},
     )

@@ -8,8 +8,8 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +18,13 @@ import fsspec
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import InputError
 from pipeline.data.arc.tasks import Task, parse_task
-from pipeline.data.files import InputFile, find_files, input_errors
+from pipeline.data.files import InputFile, NoSuchFiles, find_files, in_parallel, input_errors
 from pipeline.data.manifest import FileEntry
 from pipeline.data.rows import require_utf8
 
 if TYPE_CHECKING:
     import datasets
 
-_THREADS = 16
 _NAME_KEYS = ("id", "task_id", "name")
 
 
@@ -55,62 +54,59 @@ def open_tasks(config: ArcData) -> TaskCollection:
 
     Raises InputError for missing or invalid files, and ConfigError for settings that contradict each other.
     """
-    repo = hub_id(config.path)
-    if repo:
+    if repo := hub_id(config.path):
         return _hub_tasks(repo, config)
     files = find_files(config.path, ".json")
+    contents = in_parallel(InputFile.read_bytes, files)
+    entries = tuple(map(_entry, files, contents))
     if len(files) == 1 and files[0].name.endswith(".jsonl"):
-        return _json_lines(files[0])
+        return _json_lines(files[0], contents[0], entries)
     if len(files) == 1 and config.path.endswith(".json"):
-        return _one_file(files[0], config)
-    return _directory(files)
-
-
-def _directory(files: Sequence[InputFile]) -> TaskCollection:
-    """One task per file, named after the file's path in the directory."""
-    with ThreadPoolExecutor(_THREADS) as pool:
-        texts = list(pool.map(InputFile.read_bytes, files))
+        return _one_file(files[0], contents[0], entries, config.path)
 
     def load(number: int) -> Task:
+        """A task per file, named after the file's path in the directory."""
         name = files[number].name.removesuffix(".json")
-        return parse_task(name, files[number].path, _json(texts[number], files[number].path))
+        return parse_task(name, files[number].path, _json(contents[number], files[number].path))
 
-    return TaskCollection(len(files), load, tuple(map(_entry, files, texts)))
+    return TaskCollection(len(files), load, entries)
 
 
-def _one_file(file: InputFile, config: ArcData) -> TaskCollection:
-    """A file with a single task, or Kaggle's `{task id: task}`, whose test outputs may be in a second file."""
-    text = file.read_bytes()
-    tasks = _json(text, file.path)
+def _one_file(file: InputFile, content: bytes, entries: tuple[FileEntry, ...], path: str) -> TaskCollection:
+    """A file with a single task, or Kaggle's `{task id: task}`: x_challenges.json, whose test outputs are in
+    x_solutions.json if that exists."""
+    tasks = _json(content, file.path)
     if isinstance(tasks, dict) and ("train" in tasks or "examples" in tasks):
         tasks = {file.name.removesuffix(".json"): tasks}
     if not isinstance(tasks, dict) or not tasks:
         raise InputError(f"{file.path} has no tasks, expected an object of tasks by id. Correct data.path.")
-    entries = [_entry(file, text)]
     solutions: dict[str, Any] = {}
-    if config.solutions is not None:
-        solution_file, *others = find_files(config.solutions, ".json", "data.solutions")
-        if others:
-            raise InputError(
-                f"data.solutions is {config.solutions}, which has {1 + len(others)} files, expected one. Give the file."
-            )
-        solution_text = solution_file.read_bytes()
-        entries.append(_entry(solution_file, solution_text))
-        solutions = _json(solution_text, solution_file.path)
+    solutions_path = path.replace("_challenges.json", "_solutions.json")
+    name = file.name.replace("_challenges.json", "_solutions.json")  # the path may be a glob
+    found = [other for other in _files_if_any(solutions_path) if other.name == name != file.name]
+    if found:
+        content = found[0].read_bytes()
+        entries += (_entry(found[0], content),)
+        solutions = _json(content, solutions_path)
         if not isinstance(solutions, dict):
-            raise InputError(f"{solution_file.path} is not an object of solutions by task id. Correct data.solutions.")
+            raise InputError(f"{solutions_path} is not an object of solutions by task id. Correct or remove it.")
     names = list(tasks)
 
     def load(number: int) -> Task:
         name = names[number]
         return parse_task(name, file.path, tasks[name], solutions.get(name))
 
-    return TaskCollection(len(names), load, tuple(entries))
+    return TaskCollection(len(names), load, entries)
 
 
-def _json_lines(file: InputFile) -> TaskCollection:
+def _files_if_any(path: str) -> list[InputFile]:
+    with suppress(NoSuchFiles):
+        return find_files(path, ".json")
+    return []
+
+
+def _json_lines(file: InputFile, content: bytes, entries: tuple[FileEntry, ...]) -> TaskCollection:
     """One task per line, named after its id, or else after the file and the line number, from 1."""
-    content = file.read_bytes()
     require_utf8(content, file.path)
     text = content.removeprefix(codecs.BOM_UTF8)
     lines = [(number, line) for number, line in enumerate(text.split(b"\n"), 1) if line.strip()]
@@ -121,7 +117,7 @@ def _json_lines(file: InputFile) -> TaskCollection:
         value = _json(line, place)
         return parse_task(_name(value, f"{file.name.removesuffix('.jsonl')}-{number}"), place, value)
 
-    return TaskCollection(len(lines), load, (_entry(file, content),))
+    return TaskCollection(len(lines), load, entries)
 
 
 def _hub_tasks(repo: str, config: ArcData) -> TaskCollection:
@@ -129,7 +125,7 @@ def _hub_tasks(repo: str, config: ArcData) -> TaskCollection:
 
     It is identified by the git blob ids of the split's files, which are digests of their content.
     """
-    from pipeline.data.hub_files import dataset_errors, open_builder
+    from pipeline.data.dataset_files import dataset_errors, open_builder
 
     builder = open_builder(f"hf://datasets/{repo}", split=config.split, revision=config.revision)
     with dataset_errors(config.path):

@@ -1,4 +1,4 @@
-"""Makes prompts from tasks, and reads the grid in a completion.
+"""Makes prompts from tasks, and grades completions.
 
     input:
     <grid>
@@ -14,50 +14,62 @@ In a chat the user's message ends with the test grid, and the assistant's messag
 """
 
 import re
-from collections.abc import Mapping
+
+import pyarrow as pa
 
 from pipeline.data.arc.encoders import GridEncoder
 from pipeline.data.arc.tasks import Grid, Task
+from pipeline.data.documents import Document
 
-_LABEL = re.compile(r"(input|output):\n")
+_OUTPUT = "output:\n"
 
-
-def question(task: Task, test: int, encoder: GridEncoder) -> str:
-    """The examples and the test input."""
-    pairs = [
-        f"input:\n{encoder.encode(pair.input)}\noutput:\n{encoder.encode(pair.output)}\n\n" for pair in task.examples
+GRADES = pa.schema(
+    [
+        ("predicted_grid", pa.string()),  # as `grid_text`, augmented like the prompt; null if there is no grid
+        ("correct", pa.bool_()),  # null if the solution is unknown
     ]
-    return "".join(pairs) + f"input:\n{encoder.encode(task.tests[test].input)}"
+)
 
 
-def answer(solution: Grid | None, encoder: GridEncoder) -> str:
-    """The text after the question: the label, and the solution if it is known."""
-    return "output:\n" if solution is None else f"output:\n{encoder.encode(solution)}"
-
-
-def plain_prompt(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> str:
-    """The whole prompt as one text."""
-    solution = task.tests[test].output if include_solution else None
-    return f"{question(task, test, encoder)}\n{answer(solution, encoder)}"
-
-
-def chat_messages(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> list[Mapping[str, str]]:
+def chat_messages(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> list[dict[str, str]]:
     """The prompt as messages: the user's question and, if it is included and known, the assistant's answer."""
-    messages = [{"role": "user", "content": question(task, test, encoder)}]
+    pairs = [
+        f"input:\n{encoder.encode(pair.input)}\n{_OUTPUT}{encoder.encode(pair.output)}\n\n" for pair in task.examples
+    ]
+    question = "".join(pairs) + f"input:\n{encoder.encode(task.tests[test].input)}"
+    messages = [{"role": "user", "content": question}]
     solution = task.tests[test].output if include_solution else None
     if solution is not None:
-        messages.append({"role": "assistant", "content": answer(solution, encoder)})
+        messages.append({"role": "assistant", "content": _OUTPUT + encoder.encode(solution)})
     return messages
 
 
-def decode_answer(prompt: str, completion: str, encoder: GridEncoder) -> Grid | None:
+def plain_prompt(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> str:
+    """The whole prompt as one text. Without a solution it ends with the label of the output."""
+    question, *answer = chat_messages(task, test, encoder, include_solution=include_solution)
+    return f"{question['content']}\n{answer[0]['content'] if answer else _OUTPUT}"
+
+
+def grid_text(grid: Grid) -> str:
+    """A grid as lines of digits, independent of the prompt's encoder."""
+    return "\n".join("".join(map(str, row)) for row in grid.tolist())
+
+
+def grade(document: Document, completion: str, encoder: GridEncoder) -> dict[str, str | bool | None]:
+    """The columns of `GRADES` for a document and its completion."""
+    grid = _decode_answer(document.text, completion, encoder)
+    predicted = None if grid is None else grid_text(grid)
+    return {"predicted_grid": predicted, "correct": None if document.answer is None else predicted == document.answer}
+
+
+def _decode_answer(prompt: str, completion: str, encoder: GridEncoder) -> Grid | None:
     """The grid in a completion; None if there is none.
 
     If the prompt ends with the output label, the completion must begin with the grid. Otherwise (in a chat) it is the
     grid after the completion's last output label that has one, or else at the completion's beginning.
     """
-    begins = [label.end() for label in _LABEL.finditer(completion) if label[1] == "output"]
-    for begin in [0] if prompt.endswith("output:\n") else [*reversed(begins), 0]:
+    begins = [label.end() for label in re.finditer(_OUTPUT, completion)]
+    for begin in [0] if prompt.endswith(_OUTPUT) else [*reversed(begins), 0]:
         try:
             return encoder.decode_at(completion, begin)[0]
         except ValueError:

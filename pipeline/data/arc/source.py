@@ -7,11 +7,10 @@ import pyarrow as pa
 from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import InputError
-from pipeline.data.arc.augment import augmentation
+from pipeline.data.arc.augment import augmentation, augmented_parts
 from pipeline.data.arc.encoders import grid_encoder
-from pipeline.data.arc.grading import grid_text
 from pipeline.data.arc.loading import open_tasks
-from pipeline.data.arc.prompts import chat_messages, plain_prompt
+from pipeline.data.arc.prompts import chat_messages, grid_text, plain_prompt
 from pipeline.data.arc.tasks import Task
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.manifest import MakeManifest, Manifest, make_alone
@@ -19,14 +18,12 @@ from pipeline.data.text.templates import RenderError
 from pipeline.data.text.tokenizer import TextTokenizer
 
 # The settings, in addition to the tasks, that determine the documents.
-_SETTINGS = (
-    *("encoder", "symbols", "repeat", "row_numbers", "shape_header", "code_block", "template", "include_solution"),
-    *("augmentations", "geometry", "permute_colors", "permute_examples", "seed", "tasks_per_shard"),
-)
+_SETTINGS = ("encoder", "symbols", "template", "include_solution", "augmentations", "augment", "seed")
+_TASKS_PER_SHARD = 8  # few, since a source shard is the least that a process can work on
 
 
 class ArcSource:
-    """A source whose shards are groups of `tasks_per_shard` consecutive tasks.
+    """A source whose shards are groups of 8 consecutive tasks.
 
     A task's versions follow each other; the first one is unchanged. Each version has one document per test input:
     `<task>#<test>`, or `<task>#<test>@<version>` if it is augmented. A skipped task counts as one document.
@@ -49,23 +46,24 @@ class ArcSource:
     ) -> None:
         """Opens the tasks. agree: as in `open_source`.
 
-        Raises InputError, and ConfigError for an encoder or chat template that cannot be used.
+        Raises InputError, and ConfigError for an encoder, augmentation or chat template that cannot be used.
         """
         if config.template is Template.chat:
             tokenizer.require_chat()
         self._config = config
         self._tokenizer = tokenizer
         self._encoder = grid_encoder(config)
+        augmented_parts(config)
         self._tasks = open_tasks(config)
         agree(lambda _: Manifest(self._tasks.files))
-        self._starts = range(0, self._tasks.size, config.tasks_per_shard)
+        self._starts = range(0, self._tasks.size, _TASKS_PER_SHARD)
         self.shards = tuple(f"tasks-{first:06d}" for first in self._starts)
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The documents of a group of tasks from number `start` on. Earlier ones are not rendered."""
         index = 0
         first = self._starts[shard]
-        for number in range(first, min(first + self._config.tasks_per_shard, self._tasks.size)):
+        for number in range(first, min(first + _TASKS_PER_SHARD, self._tasks.size)):
             try:
                 task = self._tasks.load(number)
             except InputError as error:
@@ -91,15 +89,7 @@ class ArcSource:
     def _document(self, task: Task, version: int, test: int, shard: str, index: int) -> Document | SkippedDocument:
         """Raises InputError for a chat that cannot be rendered, unless these are skipped."""
         config = self._config
-        change = augmentation(
-            config.seed,
-            task.name,
-            version,
-            len(task.examples),
-            geometry=config.geometry,
-            permute_colors=config.permute_colors,
-            permute_examples=config.permute_examples,
-        )
+        change = augmentation(config, task, version)
         info = {
             "task": task.name,
             "test": test,
@@ -111,13 +101,12 @@ class ArcSource:
         name = f"{task.name}#{test}@{version}" if version else f"{task.name}#{test}"
         changed = change.apply(task)
         solution = changed.tests[test].output
-        answer = None if solution is None else grid_text(solution)
         try:
             text = self._text(changed, test)
         except RenderError as error:
             skip = SkippedDocument(shard, index, f"task {name}: {error}")
             return skip.if_allowed(config.on_error, f"{shard} document {index}", "Set data.template=plain")
-        return Document(name, text, shard, index, info, answer)
+        return Document(name, text, shard, index, info, answer=None if solution is None else grid_text(solution))
 
     def _text(self, task: Task, test: int) -> str:
         include_solution = self._config.include_solution

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int8
 
 from pipeline.core.errors import InputError
+from pipeline.core.messages import shown
 
 Grid = Int8[np.ndarray, "_ _"]  # rows, columns; unnamed axes, since one call may have grids of different shapes
 NUM_COLORS = 10
@@ -42,21 +43,23 @@ def parse_task(name: str, place: str, value: Any, solutions: Any = None) -> Task
     try:
         return _task(name, value, solutions)
     except ValueError as error:
-        shown = name.encode(errors="backslashreplace").decode()
-        raise InputError(f"{place}, task {shown}: {error}. Repair the task or set data.on_error=skip.") from error
+        printed = name.encode(errors="backslashreplace").decode()
+        raise InputError(f"{place}, task {printed}: {error}. Repair the task or set data.on_error=skip.") from error
 
 
-def parse_grid(value: Any, what: str) -> Grid:
+def _grid(value: Any, what: str) -> Grid:
     """A grid from nested lists. Raises ValueError with `what` as the subject of the message."""
-    if not _is_list(value) or not value or not all(_is_list(row) and row for row in value):
-        raise ValueError(f"{what} is {_brief(value)}, expected a list of rows of colours")
-    widths = sorted({len(row) for row in value})
-    if len(widths) > 1:
-        raise ValueError(f"{what} has rows of {widths[0]} and of {widths[-1]} cells, expected a rectangle")
-    for cell in (cell for row in value for cell in row):
-        if isinstance(cell, bool) or not isinstance(cell, int) or not 0 <= cell < NUM_COLORS:
-            raise ValueError(f"{what} has the cell {_brief(cell)}, expected a colour 0 to {NUM_COLORS - 1}")
-    return np.array(value, np.int8)
+    try:
+        grid = np.array(value)
+    except ValueError:  # rows of different lengths
+        grid = np.array(None)
+    is_grid = grid.ndim == 2 and grid.size and grid.dtype.kind == "i"
+    has_booleans = is_grid and any(isinstance(cell, bool) for row in value for cell in row)  # 1 and 0 to numpy
+    if not is_grid or has_booleans or grid.min() < 0 or grid.max() >= NUM_COLORS:
+        raise ValueError(
+            f"{what} is {_brief(value)}, expected rows of the same length of colours 0 to {NUM_COLORS - 1}"
+        )
+    return grid.astype(np.int8)
 
 
 def _task(name: str, value: Any, solutions: Any) -> Task:
@@ -93,8 +96,8 @@ def _pair(value: Any, what: str, solution: Any, *, complete: bool) -> Pair:
     if output is None and complete:
         raise ValueError(f"{what} has no output")
     return Pair(
-        parse_grid(value["input"], f"the input of {what}"),
-        None if output is None else parse_grid(output, f"the output of {what}"),
+        _grid(value["input"], f"the input of {what}"),
+        None if output is None else _grid(output, f"the output of {what}"),
     )
 
 
@@ -109,5 +112,4 @@ def _is_list(value: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    text = "missing" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "missing" if value is None else shown(value)

@@ -1,1 +1,1 @@
-"""From text to token ids: tokenizers, chat templates and the sandbox that renders them."""
+"""From text to token ids: tokenizers and templates."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,7 @@ from pipeline.data.text.tokenizer_settings import TokenizerSettings, library_err
 _KEY = "model.tokenizer or model.path"
 _MAX_BYTES = 256 << 20  # per file; the largest published tokenizer.json has 35 MB
 _MAX_ID = 2**31 - 1  # ids are stored in 32 bits
+Read = Callable[[str], bytes | None]  # the content of the file with a name; None if it does not exist
 
 
 @dataclass(frozen=True)
@@ -41,20 +42,20 @@ class TokenizerFiles:
 def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
     """Reads the files in a directory, at a remote path (`gs://...`) or in a Hub repository. Raises InputError if one is
     missing, damaged or not supported, and PipelineError if they cannot be reached."""
-    place = _HubPlace(path, revision) if is_hub_id(path) else _FolderPlace(path)
-    definition = place.read("tokenizer.json")
+    read = _hub_reader(path, revision) if is_hub_id(path) else _folder_reader(path)
+    definition = read("tokenizer.json")
     if definition is None:
         raise InputError(
             f"{path} has no tokenizer.json. Expected a directory, a remote path or a Hub id with this file; "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it."
         )
     tokenizer = _parse_tokenizer(definition, path)
-    config = _json_object(place, "tokenizer_config.json")
+    config = _json_object(path, read, "tokenizer_config.json")
     settings = TokenizerSettings(f"{path}/tokenizer_config.json", config)
     with library_errors(f"{path}/tokenizer_config.json does not fit tokenizer.json"):
         if "added_tokens_decoder" not in config:  # transformers then also reads files of its early versions
-            early = (_json_object(place, name) for name in ("special_tokens_map.json", "added_tokens.json"))
-            settings.add_early_files(*early)
+            early = ("special_tokens_map.json", "added_tokens.json")
+            settings.add_early_files(*(_json_object(path, read, name) for name in early))
         changes = settings.apply(tokenizer)
     digest = hashlib.sha256(definition)
     if changes:
@@ -65,7 +66,7 @@ def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
         for name, token in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token"))
         if isinstance(config.get(name), bool) and token in named
     }
-    return TokenizerFiles(tokenizer, digest.hexdigest(), _chat_templates(place, config), named, adds)
+    return TokenizerFiles(tokenizer, digest.hexdigest(), _chat_templates(path, read, config), named, adds)
 
 
 def _parse_tokenizer(definition: bytes, where: str) -> Tokenizer:
@@ -80,10 +81,10 @@ def _parse_tokenizer(definition: bytes, where: str) -> Tokenizer:
     return tokenizer
 
 
-def _json_object(place: "_FolderPlace | _HubPlace", name: str) -> dict[str, Any]:
+def _json_object(path: str, read: Read, name: str) -> dict[str, Any]:
     """The object in a JSON file; an empty one without the file. Raises InputError."""
-    where = f"{place.where}/{name}"
-    raw = place.read(name)
+    where = f"{path}/{name}"
+    raw = read(name)
     try:
         value = parse_json(raw) if raw else {}
     except ValueError as error:
@@ -93,16 +94,16 @@ def _json_object(place: "_FolderPlace | _HubPlace", name: str) -> dict[str, Any]
     return value
 
 
-def _chat_templates(place: "_FolderPlace | _HubPlace", config: Mapping[str, Any]) -> dict[str, str]:
+def _chat_templates(path: str, read: Read, config: Mapping[str, Any]) -> dict[str, str]:
     """As in transformers, files have precedence over tokenizer_config.json."""
     files = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
     templates = {}
     for name, file in files.items():
-        if content := place.read(file):
+        if content := read(file):
             try:
                 templates[name] = content.decode()
             except UnicodeDecodeError as error:
-                raise InputError(f"{place.where}/{file} is not UTF-8: {error}. Download or save it again.") from error
+                raise InputError(f"{path}/{file} is not UTF-8: {error}. Download or save it again.") from error
     template = config.get("chat_template")
     if "default" in templates or template is None:
         return templates
@@ -114,55 +115,51 @@ def _chat_templates(place: "_FolderPlace | _HubPlace", config: Mapping[str, Any]
         if all(isinstance(text, str) for item in template.items() for text in item):
             return template | templates
     raise wrong_value(
-        f"{place.where}/tokenizer_config.json",
+        f"{path}/tokenizer_config.json",
         "chat_template",
         config["chat_template"],
         "a string, or a list of objects with name and template",
     )
 
 
-class _FolderPlace:
-    """A local or remote directory. `read` returns None for a file that does not exist."""
+def _folder_reader(path: str) -> Read:
+    """Reads files of a local or remote directory."""
 
-    def __init__(self, path: str) -> None:
-        self.where = path
-        with self._named_errors():
-            self._filesystem, self._root = fsspec.core.url_to_fs(path)
-        if "://" not in path and not os.path.isdir(path):
-            raise InputError(f"{path:.300} is neither a directory nor a Hub id. Correct model.tokenizer or model.path.")
+    def errors() -> AbstractContextManager[None]:
+        return named_errors(path, key=_KEY, invalid=InputError)
 
-    def read(self, name: str) -> bytes | None:
-        file = f"{self._root.rstrip('/')}/{name}"
-        with self._named_errors():
+    with errors():
+        filesystem, root = fsspec.core.url_to_fs(path)
+    if "://" not in path and not os.path.isdir(path):
+        raise InputError(f"{path:.300} is neither a directory nor a Hub id. Correct model.tokenizer or model.path.")
+
+    def read(name: str) -> bytes | None:
+        file = f"{root.rstrip('/')}/{name}"
+        with errors():
             try:
-                # `exists` would return False for an unreachable file.
-                info = repeated(file, lambda: self._filesystem.info(file))
+                info = repeated(file, lambda: filesystem.info(file))  # `exists` is False for an unreachable file
                 if info["type"] != "file":  # reading a named pipe might never end
-                    raise InputError(
-                        f"{self.where}/{name} is not a regular file. Replace it with the tokenizer's file."
-                    )
-                _check_size(f"{self.where}/{name}", info["size"])
-                return repeated(file, lambda: self._filesystem.cat_file(file))
+                    raise InputError(f"{path}/{name} is not a regular file. Replace it with the tokenizer's file.")
+                _check_size(f"{path}/{name}", info["size"])
+                return repeated(file, lambda: filesystem.cat_file(file))
             except FileNotFoundError:
                 return None
 
-    def _named_errors(self) -> AbstractContextManager[None]:
-        return named_errors(self.where, key=_KEY, invalid=InputError)
+    return read
 
 
-class _HubPlace:
-    """A repository on the Hub, at one commit. `read` as in `_FolderPlace`."""
+def _hub_reader(repo: str, revision: str | None) -> Read:
+    """Reads files of a repository on the Hub, at one commit."""
+    repository = open_repository(repo, revision, file="tokenizer.json", key=_KEY, invalid=InputError)
 
-    def __init__(self, repo: str, revision: str | None) -> None:
-        self.where = repo
-        self._repository = open_repository(repo, revision, file="tokenizer.json", key=_KEY, invalid=InputError)
-
-    def read(self, name: str) -> bytes | None:
-        file = self._repository and self._repository.file(name)
+    def read(name: str) -> bytes | None:
+        file = repository and repository.file(name)
         if file is None:
             return None
-        _check_size(f"{self.where}/{name}", file.stat().st_size)
+        _check_size(f"{repo}/{name}", file.stat().st_size)
         return file.read_bytes()
+
+    return read
 
 
 def _check_size(where: str, size: int) -> None:

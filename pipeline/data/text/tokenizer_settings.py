@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from pipeline.core.errors import InputError
-from pipeline.core.json_text import shown
+from pipeline.core.messages import shown
 
 _REMEDY = "Remove the attribute if tokenizer.json alone gives the right ids."
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -1,36 +1,16 @@
-"""The interface of attention, and the choice of its implementation."""
+"""The choice of an implementation of attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
 
 from pipeline.core.errors import ConfigError
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention import cudnn, splash
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import Attend
 from pipeline.models.attention.xla import attend_xla
-
-
-class Attend(Protocol):
-    """Softmax attention within each segment. q and k are already rotated."""
-
-    def __call__(
-        self,
-        q: Float[Array, "B T N H"],
-        k: Float[Array, "B T K H"],
-        v: Float[Array, "B T K W"],
-        segments: Int32[Array, "B T"],
-        spec: AttentionSpec,
-        sinks: Float[Array, " N"] | None = None,
-    ) -> Float[Array, "B T N W"]:
-        """`segments` numbers the documents of a row from 1. 0 is padding, which attends to padding only, so that no
-        output is NaN. Query heads n with the same n // (N / K) share a key-value head. W may differ from H. Scores and
-        softmax are float32. `sinks` adds one unscaled score per head to all its queries, for a key whose value is 0.
-        """
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
-from pipeline.core.memory import device_memory
+from pipeline.core.host import device_memory
 from pipeline.models.architecture import Architecture
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 
 _HOPPER = 9.0  # compute capability
 _MAX_BIAS_SHARE = 1 / 8  # of a device's memory, most of which weights and activations need
@@ -45,18 +45,13 @@ def obstacle(arch: Architecture, mesh: Mesh, rows: int, length: int, dtype: str)
 
 
 @jax.named_scope("cudnn")
-def attend_cudnn(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K W"],
-    segments: Int32[Array, "B T"],
-    spec: AttentionSpec,
-) -> Float[Array, "B T N W"]:
+def attend_cudnn(inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
     """`Attend` without softcap and sinks. JAX keeps the sharding of rows and heads.
 
     cuDNN gets segments as a bias [B, 1, T, T] in q's dtype, the same for all heads and layers. It needs values as wide
     as keys, so narrower ones are padded with zeros.
     """
+    q, k, v, segments, _ = inputs
     value_dim, padding = v.shape[-1], q.shape[-1] - v.shape[-1]
     v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, padding))) if padding else v
     visible = segments[:, None, :, None] == segments[:, None, None, :]

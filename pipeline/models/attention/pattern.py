@@ -7,35 +7,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.arithmetic import map_parts
+from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 
 _BLOCK = 128  # queries at a time, so that [T, S] scores are never in memory
 
 
 @jax.named_scope("attention_entropy")
-def attention_entropy(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    segments: Int32[Array, "B T"],
-    spec: AttentionSpec,
-    sinks: Float[Array, " N"] | None = None,
-) -> Float32[Array, "B T N"]:
+def attention_entropy(inputs: AttentionInputs, spec: AttentionSpec) -> Float32[Array, "B T N"]:
     """The entropy, in nats, of each query's attention over the visible keys of its segment and its head's sink."""
-    length = q.shape[1]
-    if length <= _BLOCK:
-        return _entropy(_shifted_scores(q, segments, jnp.arange(length)[None], k, segments, spec, sinks))
-    padding = -length % _BLOCK
-
-    def blocks(values: Array) -> Array:
-        """[B, T, ...] -> [blocks, B, block, ...], padded with zeros."""
-        padded = jnp.pad(values, ((0, 0), (0, padding), *((0, 0),) * (values.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(len(values), -1, _BLOCK, *values.shape[2:]), 1, 0)
-
-    order = jnp.arange(length + padding).reshape(-1, 1, _BLOCK)
-    entropies = jax.lax.map(
-        lambda block: _entropy(_shifted_scores(*block, k, segments, spec, sinks)), (blocks(q), blocks(segments), order)
-    )
-    return jnp.moveaxis(entropies, 0, 1).reshape(len(q), length + padding, -1)[:, :length]
+    queries = inputs.q, inputs.segments, jnp.arange(inputs.q.shape[1])[None]
+    return map_parts(lambda block: _entropy(_shifted_scores(*block, inputs, spec)), queries, _BLOCK)
 
 
 def _entropy(shifted: Float32[Array, "B K G T S"]) -> Float32[Array, "B T N"]:
@@ -49,24 +31,18 @@ def _entropy(shifted: Float32[Array, "B K G T S"]) -> Float32[Array, "B T N"]:
 
 @jax.named_scope("attention_pattern")
 def attention_pattern(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    segments: Int32[Array, "B T"],
-    selected: Int32[Array, "B S"],
-    spec: AttentionSpec,
-    sinks: Float[Array, " N"] | None = None,
+    inputs: AttentionInputs, selected: Int32[Array, "B S"], spec: AttentionSpec
 ) -> Float32[Array, "B S N T"]:
     """The attention of the queries at row positions `selected` (-1: no query, values undefined). The last axis is the
     position in the query's segment: each head's attention to the segment's first, second, ... token, then 0."""
-    positions = jnp.maximum(selected, 0)
-    queries = jnp.take_along_axis(q, positions[:, :, None, None], axis=1)
+    positions, segments, length = jnp.maximum(selected, 0), inputs.segments, inputs.segments.shape[1]
+    queries = jnp.take_along_axis(inputs.q, positions[:, :, None, None], axis=1)
     query_segments = jnp.take_along_axis(segments, positions, axis=1)
-    scores = _shifted_scores(queries, query_segments, positions, k, segments, spec, sinks)
-    weights = jnp.exp(scores)
-    pattern = weights[..., : k.shape[1]] / jnp.sum(weights, axis=-1, keepdims=True)
+    weights = jnp.exp(_shifted_scores(queries, query_segments, positions, inputs, spec))
+    pattern = weights[..., :length] / jnp.sum(weights, axis=-1, keepdims=True)
     starts = jnp.argmax(segments[:, None, :] == query_segments[:, :, None], axis=-1)  # of the query's segment
-    indices = starts[:, :, None] + jnp.arange(k.shape[1])
-    inside = indices < k.shape[1]
+    indices = starts[:, :, None] + jnp.arange(length)
+    inside = indices < length
     shifted = jnp.take_along_axis(pattern, jnp.where(inside, indices, 0)[:, None, None], axis=-1)
     shifted = jnp.where(inside[:, None, None], shifted, 0)
     return jnp.einsum("BKGTS->BTKGS", shifted).reshape(*queries.shape[:3], -1)
@@ -76,17 +52,16 @@ def _shifted_scores(
     q: Float[Array, "B T N H"],
     segments: Int32[Array, "B T"],
     order: Int32[Array, "B|1 T"],
-    k: Float[Array, "B S K H"],
-    key_segments: Int32[Array, "B S"],
+    inputs: AttentionInputs,
     spec: AttentionSpec,
-    sinks: Float[Array, " N"] | None,
 ) -> Float32[Array, "B K G T S|S+1"]:
-    """Scores of the queries at row positions `order`, minus each query's largest score. Masked keys get the smallest
-    float before that. With `sinks`, the last score is the sink's."""
+    """Scores of the queries q at row positions `order`, minus each query's largest score. Masked keys get the smallest
+    float before that. With sinks, the last score is the sink's."""
+    k, sinks = inputs.k, inputs.sinks
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", groups, k, preferred_element_type=jnp.float32) * spec.scale
     scores = spec.capped(scores)
-    visible = segments[:, :, None] == key_segments[:, None, :]
+    visible = segments[:, :, None] == inputs.segments[:, None, :]
     visible = spec.masked(visible, order[:, :, None] - jnp.arange(k.shape[1]))
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is not None:

@@ -1,9 +1,21 @@
-"""The description of a layer's attention, independent of the implementation."""
+"""What all implementations of attention compute, and its description."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+
+class AttentionInputs(NamedTuple):
+    """q and k are already rotated. Query heads n with the same n // (N / K) share a key-value head."""
+
+    q: Float[Array, "B T N H"]
+    k: Float[Array, "B T K H"]
+    v: Float[Array, "B T K W"]
+    segments: Int32[Array, "B T"]  # numbers the documents of a row from 1; 0 is padding, which attends to padding only
+    sinks: Float[Array, " N"] | None = None  # per head, the unscaled score of a key whose value is 0
 
 
 @dataclass(frozen=True)
@@ -32,3 +44,7 @@ class AttentionSpec:
         if self.window is not None:
             visible &= distances < self.window
         return visible
+
+
+Attend = Callable[[AttentionInputs, AttentionSpec], Float[Array, "B T N W"]]
+"""Softmax attention within each segment. Scores and softmax are float32. No output is NaN, also at padding."""

@@ -4,19 +4,15 @@ In long rows it also skips blocks of keys that no query's segment reaches (`bloc
 """
 
 import math
-from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.arithmetic import scaled
-from pipeline.models.attention.dividing import divide_attention, obstacle_to_dividing
-from pipeline.models.attention.segment_blocks import reached_blocks
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 
 _LANES = 128  # the kernel's block sizes are multiples of this
 _SKIPPING_LENGTH = 2048  # the shortest rows in which blocks are skipped
@@ -25,7 +21,15 @@ _MAX_SCALAR_BYTES = 3 << 18  # out of 1 MiB of scalar memory, where the kernel k
 
 def obstacle(arch: Architecture, mesh: Mesh, rows: int, length: int, dtype: str) -> str | None:
     """Why the model cannot use the kernel, as a clause for messages; None if it can."""
-    return obstacle_to_dividing(arch, mesh, length, _LANES)
+    if length % _LANES:
+        return f"it needs batch.length to be a multiple of {_LANES}, and batch.length is {length}"
+    tensor = mesh.shape["tensor"]
+    for sizes in arch.all_sizes:
+        if sizes.num_heads % tensor or sizes.num_kv_heads % tensor:
+            return (
+                f"mesh.tensor={tensor} does not divide {sizes.num_heads} heads and {sizes.num_kv_heads} key-value heads"
+            )
+    return None
 
 
 def block_size(length: int, item_bytes: int) -> int:
@@ -46,62 +50,41 @@ def skips_blocks(num_rows: int, length: int, block: int) -> bool:
     return length >= _SKIPPING_LENGTH and scalar_bytes <= _MAX_SCALAR_BYTES
 
 
-@dataclass(frozen=True)
-class Steps:
-    """How the kernel steps through a row."""
-
-    block: int  # queries and keys per step
-    skips: bool  # skips the steps that `blocks_to_run` leaves out
-    interpret: bool  # runs the kernel on a CPU, for tests
-
-
 @jax.named_scope("splash")
 def attend_splash(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K W"],
-    segments: Int32[Array, "B T"],
-    spec: AttentionSpec,
-    sinks: Float[Array, " N"] | None = None,
-    *,
-    mesh: Mesh,
-    interpret: bool = False,
+    inputs: AttentionInputs, spec: AttentionSpec, *, mesh: Mesh, interpret: bool = False
 ) -> Float[Array, "B T N W"]:
     """`Attend` with rows divided along the mesh's `data` axis and heads along `tensor`.
 
     The kernel does not scale, so queries are scaled first, in float32. `interpret` runs it on a CPU, for tests.
     """
-    attend = divide_attention(partial(_attend_on_device, spec=spec, interpret=interpret), mesh)
-    return attend(scaled(q, spec.scale), k, v, segments, sinks)
 
+    def on_device(*inputs: Array) -> Array:
+        inputs = AttentionInputs(*inputs)
+        num_rows, length = inputs.segments.shape
+        block = block_size(length, inputs.q.dtype.itemsize)
+        return attend_blocks(inputs, spec, block, skips_blocks(num_rows, length, block), interpret)
 
-def _attend_on_device(
-    q: Array, k: Array, v: Array, segments: Array, sinks: Array | None, *, spec: AttentionSpec, interpret: bool
-) -> Array:
-    num_rows, length = segments.shape
-    block = block_size(length, q.dtype.itemsize)
-    steps = Steps(block, skips_blocks(num_rows, length, block), interpret)
-    return attend_blocks(q, k, v, segments, spec, sinks, steps=steps)
+    heads, rows = PartitionSpec("data", None, "tensor"), PartitionSpec("data")
+    in_specs = (heads, heads, heads, rows, PartitionSpec("tensor"))
+    # check_vma=False: JAX does not track the axes over which a Pallas kernel's output varies.
+    divided = jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return divided(*inputs._replace(q=scaled(inputs.q, spec.scale)))
 
 
 def attend_blocks(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K W"],
-    segments: Int32[Array, "B T"],
-    spec: AttentionSpec,
-    sinks: Float[Array, " N"] | None = None,
-    *,
-    steps: Steps,
+    inputs: AttentionInputs, spec: AttentionSpec, block: int, skips: bool, interpret: bool = False
 ) -> Float[Array, "B T N W"]:
-    """The kernel for scaled queries, over the blocks that the causal mask or the window allows.
+    """The kernel for scaled queries, with `block` queries and keys per step, over the blocks that the causal mask or
+    the window allows.
 
-    With `steps.skips`, it runs only the steps of `blocks_to_run`. The result is then the same to the bit, except at
-    padding, where it differs but is finite.
+    With `skips`, it runs only the steps of `blocks_to_run`. The result is then the same to the bit, except at padding,
+    where it differs but is finite.
     """
     # Imported here, so that machines without a TPU do not import Pallas.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
+    q, k, v, segments, sinks = inputs
     num_rows, length, num_heads, _ = q.shape
     if spec.window is not None:
         mask = splash.LocalMask((length, length), (spec.window - 1, 0), offset=0)
@@ -111,20 +94,20 @@ def attend_blocks(
         mask = splash.FullMask((length, length))
     kernel = splash.make_splash_mha(
         splash.MultiHeadMask([mask] * num_heads),
-        block_sizes=splash.BlockSizes(block_q=steps.block, block_kv=steps.block),
+        block_sizes=splash.BlockSizes(block_q=block, block_kv=block),
         attn_logits_soft_cap=spec.softcap,
         head_shards=1,
         q_seq_shards=1,
-        interpret=steps.interpret,
+        interpret=interpret,
     )
-    if not steps.skips:
+    if not skips:
         q, k, v = (jnp.einsum("BTNH->BNTH", x) for x in (q, k, v))
         attend = jax.vmap(kernel, in_axes=(0, 0, 0, 0, None))
         return jnp.einsum("BNTH->BTNH", attend(q, k, v, splash.SegmentIds(segments, segments), sinks))
 
     # For rows with different blocks, vmap would become a loop. Instead the kernel gets one row of S = B * T.
     info = kernel.fwd_mask_info
-    runs, key_blocks = blocks_to_run(segments, info.block_mask[0] != 0, info.data_next[0], steps.block)
+    runs, key_blocks = blocks_to_run(segments, info.block_mask[0] != 0, info.data_next[0], block)
     kernel.fwd_mask_info = info._replace(
         block_mask=runs.reshape(1, -1, runs.shape[2]).astype(jnp.int32),
         data_next=key_blocks.reshape(1, -1, runs.shape[2]),
@@ -153,3 +136,15 @@ def blocks_to_run(
     next_run = jax.lax.cummin(jnp.where(runs.reshape(-1), order, runs.size), reverse=True)  # the last step always runs
     row_starts = jnp.arange(num_rows)[:, None, None] * (length // block)
     return runs, (row_starts + key_blocks).reshape(-1)[next_run].reshape(runs.shape)
+
+
+def reached_blocks(segments: Int32[Array, "B T"], block: int) -> Bool[Array, "B Q Q"]:
+    """Whether the segment ranges of a block of queries (second axis) and a block of keys (third axis) overlap.
+
+    If segments do not decrease along the row, as in packed rows, they overlap exactly if a query and a key share a
+    segment. Each padding position counts as a separate segment, so that a block of padding reaches itself only.
+    """
+    num_rows, length = segments.shape
+    numbers = jnp.where(segments == 0, length + jnp.arange(length), segments).reshape(num_rows, -1, block)
+    first, last = numbers.min(axis=2), numbers.max(axis=2)  # [B, Q]
+    return (first[:, None, :] <= last[:, :, None]) & (first[:, :, None] <= last[:, None, :])

@@ -7,24 +7,18 @@ W head dim of values.
 import math
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32
 
-from pipeline.models.attention.spec import AttentionSpec
+from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 
 
-def attend_xla(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B T K H"],
-    v: Float[Array, "B T K W"],
-    segments: Int32[Array, "B T"],
-    spec: AttentionSpec,
-    sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B T N W"]:
+def attend_xla(inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
     """`Attend` over blocks of queries, each with the keys that it may attend to, so that [T, S] scores are never in
     memory.
 
     Rows and heads are the first axes, with which matrix products are fastest (measured in docs/performance.md).
     """
+    q, k, v, segments, sinks = inputs
     num_rows, length, num_heads, head_dim = q.shape
     groups = q.reshape(num_rows, length, k.shape[2], num_heads // k.shape[2], head_dim)
     q, k, v = jnp.einsum("BTKGH->BKGTH", groups), jnp.einsum("BSKH->BKSH", k), jnp.einsum("BSKH->BKSH", v)
@@ -72,7 +66,7 @@ def attend_visible(
     scores += jnp.tile(bias, (1, num_groups, 1))[:, None]
     highest = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
-        sinks = sink_scores(sinks, k.shape[1], length)
+        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(k.shape[1], -1), length, axis=1)[..., None]
         highest = jnp.maximum(highest, sinks)
     weights = jnp.exp(scores - highest)
     scaled_weights = weights if scales is None else weights * scales[1][:, :, None]
@@ -82,8 +76,3 @@ def attend_visible(
         total += jnp.exp(sinks - highest)
     z = (z / total).astype(v.dtype)
     return z.reshape(*z.shape[:2], num_groups, length, -1)
-
-
-def sink_scores(sinks: Float[Array, " N"], num_kv_heads: int, length: int) -> Float32[Array, "K GT 1"]:
-    """The heads' sinks, repeated for `length` queries per head."""
-    return jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), length, axis=1)[..., None]

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import shown
+from pipeline.core.messages import shown
 from pipeline.models.checkpoints import fp8, mxfp4
 from pipeline.models.checkpoints.checkpoint_files import Files, read_json
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorInfo

@@ -3,13 +3,13 @@
 An attribute that is ignored could make the activations, or the features of an SAE, subtly wrong.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Self
 
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import shown
+from pipeline.core.messages import shown
 
 REQUIRED = object()  # in place of a default
 MAX_INT = 2**31 - 1  # token ids, positions and the axes of arrays are 32-bit
@@ -24,7 +24,8 @@ class JsonConfig:
     `where` names the file in messages. Every method that reads raises CheckpointError for an invalid value.
     """
 
-    user: str  # what the file configures, for messages: a model or an SAE
+    user: str  # what the file configures, for messages: model or SAE
+    results: str  # activations or features
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         self.where = where
@@ -88,11 +89,18 @@ class JsonConfig:
         """The mapping under `key`; empty if the key is absent."""
         return type(self)(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
 
-    def _refuse(self, keys: Sequence[str], reason: str) -> None:
-        """Raises CheckpointError for attributes that were not read; does nothing if there are none."""
-        if not keys:
+    def finish(self, harmless: Collection[str] = ()) -> None:
+        """Raises CheckpointError for attributes that were not read and are not `harmless`. Call it last."""
+        unread = [key for key in self.values if not (key in self._taken or key in harmless or self._is_harmless(key))]
+        if not unread:
             return
-        settings = ", ".join(f"{key}={shown(self.values[key])}" for key in keys[:_MAX_SHOWN])
-        if len(keys) > _MAX_SHOWN:
-            settings += f" and {len(keys) - _MAX_SHOWN} more"
-        raise CheckpointError(f"{self.where} sets {settings}, {reason}")
+        settings = ", ".join(f"{key}={shown(self.values[key])}" for key in unread[:_MAX_SHOWN])
+        if len(unread) > _MAX_SHOWN:
+            settings += f" and {len(unread) - _MAX_SHOWN} more"
+        raise CheckpointError(
+            f"{self.where} sets {settings}, which this program does not implement, so the {self.results} might be "
+            f"wrong. Use another {self.user}, or remove the attribute if it does not change them."
+        )
+
+    def _is_harmless(self, key: str) -> bool:
+        return False

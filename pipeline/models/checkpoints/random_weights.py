@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, UInt32
 
 from pipeline.core.errors import ConfigError
-from pipeline.core.memory import host_memory
+from pipeline.core.host import host_memory
 from pipeline.models.checkpoints.loading import Placement, build_params, without_inputs
 from pipeline.models.decoder import Params
 from pipeline.models.int8_weights import Int8Weight, quantise
@@ -44,8 +44,7 @@ def random_params(
         sharding = place(leaf)
         if leaf.spec.is_scale:
             return jnp.ones(leaf.shape, dtype, device=sharding)
-        first = leaf.rows.start or leaf.columns.start or leaf.item_part.start
-        suffix = f" {first}" if first else ""
+        suffix = f" {leaf.part.start}" if leaf.part.start else ""
         tensor_ids = np.array([zlib.crc32(f"{seed} {name}{suffix}".encode()) for name in leaf.tensors], np.uint32)
         if with_int8 and leaf.is_matrix:
             scale_sharding = without_inputs(sharding, len(leaf.shape) - leaf.num_inputs)

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import MAX_JSON_BYTES, parse_json, shown
+from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
+from pipeline.core.messages import shown
 
 FLOAT_DTYPES = {
     "F32": np.dtype(np.float32),

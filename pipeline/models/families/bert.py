@@ -47,7 +47,6 @@ _HEAD_AND_TRAINING_KEYS = (
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore(*_HEAD_AND_TRAINING_KEYS)
     config.choice("position_embedding_type", ("absolute",), "absolute")
     if config.flag("is_decoder", False):

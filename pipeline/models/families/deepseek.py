@@ -6,19 +6,21 @@ import dataclasses
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import (
     Architecture,
-    GroupedExperts,
+    Experts,
+    FileTensor,
     KeyTable,
     LatentAttention,
     Rope,
+    RopeKind,
     RotaryPairs,
-    YarnRope,
+    Router,
 )
 from pipeline.models.families import llama, moe
 from pipeline.models.families.hf_attention import parse_rope, rope_values, yarn_growth
 from pipeline.models.families.hf_config import HfConfig
 
 _LATENT: KeyTable = {
-    "layers.*.self_attn.kv_a_proj_with_mqa.weight": ["attention.kv_down", "attention.k_rotary"],
+    "layers.*.self_attn.kv_a_proj_with_mqa.weight": FileTensor(("attention.kv_down", "attention.k_rotary")),
     "layers.*.self_attn.kv_a_layernorm.weight": "attention.kv_down_norm",
     "layers.*.self_attn.kv_b_proj.weight": "attention.kv_up",
 }
@@ -28,7 +30,7 @@ _LATENT_QUERIES: KeyTable = {
     "layers.*.self_attn.q_b_proj.weight": "attention.q_up",
 }
 _BIASES: KeyTable = {
-    "layers.*.self_attn.kv_a_proj_with_mqa.bias": ["attention.kv_down_bias", "attention.k_rotary_bias"],
+    "layers.*.self_attn.kv_a_proj_with_mqa.bias": FileTensor(("attention.kv_down_bias", "attention.k_rotary_bias")),
     "layers.*.self_attn.o_proj.bias": "attention.o_bias",
 }
 _SHARED: KeyTable = {
@@ -41,7 +43,6 @@ _TRAINING_KEYS = ("aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux"
 
 
 def read_v2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch, table = _read(config, RotaryPairs.adjacent, default_max_positions=2048)
     config.choice("scoring_func", ("softmax",), "softmax")
     if config.flag("norm_topk_prob", False):  # transformers ignores it, DeepSeek's own code does not
@@ -57,7 +58,6 @@ def read_v2(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_v3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     are_adjacent = config.flag("rope_interleave", True, null=False)
     pairs = RotaryPairs.to_halves if are_adjacent else RotaryPairs.halves
     arch, table = _read(config, pairs, default_max_positions=4096)
@@ -67,7 +67,7 @@ def read_v3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     experts = dataclasses.replace(
         experts,
         scaling=config.positive_float("routed_scaling_factor", 2.5),
-        sigmoid=True,
+        router=Router.sigmoid_groups,
         sums_to_one=config.flag("norm_topk_prob", True, null=False),
     )
     experts = _with_groups(config, experts, config.positive_int("n_group", 8), config.positive_int("topk_group", 4))
@@ -107,7 +107,7 @@ def _read_rope(config: HfConfig, max_positions: int) -> tuple[Rope, float]:
     """The rotary embedding, and the factor by which YaRN also scales the dimensions that do not rotate."""
     values = rope_values(config)
     rope = parse_rope(values, config.positive_float("rope_theta", 10000.0), max_positions)
-    mscale = values.optional_float("mscale_all_dim", None) if isinstance(rope, YarnRope) else None
+    mscale = values.optional_float("mscale_all_dim", None) if rope.kind is RopeKind.yarn else None
     values.finish()
     return rope, 1 if mscale is None else mscale * yarn_growth(rope.factor) + 1
 
@@ -119,27 +119,28 @@ def _read_experts(
     default_num: int,
     default_d_expert: int,
     default_num_shared: int,
-) -> GroupedExperts:
+) -> Experts:
     """The experts, not yet divided into groups. The first layers are dense."""
     config.ignore(*_TRAINING_KEYS)
     num_experts, per_token = moe.read_counts(config, num_layers, default_num, 8, "n_routed_experts")
     num_dense = min(config.count("first_k_dense_replace", default_dense), num_layers)
     d_expert = config.positive_int("moe_intermediate_size", default_d_expert)
-    return GroupedExperts(
+    return Experts(
         "D" * num_dense + "S" * (num_layers - num_dense),
         num_experts,
         per_token,
         d_expert,
         sums_to_one=False,
+        router=Router.groups,
         d_shared=d_expert * config.positive_int("n_shared_experts", default_num_shared),
         rounds_weights=False,
     )
 
 
-def _with_groups(config: HfConfig, experts: GroupedExperts, num_groups: int, per_token: int) -> GroupedExperts:
+def _with_groups(config: HfConfig, experts: Experts, num_groups: int, per_token: int) -> Experts:
     """The experts, divided into groups; a token uses `per_token` of the groups."""
-    size = experts.num_experts // num_groups
-    if experts.num_experts % num_groups or size < 1 + experts.sigmoid or experts.per_token > per_token * size:
+    size, smallest = experts.num_experts // num_groups, 2 if experts.router is Router.sigmoid_groups else 1
+    if experts.num_experts % num_groups or size < smallest or experts.per_token > per_token * size:
         raise CheckpointError(
             f"{config.where}: n_group is {num_groups} and topk_group is {per_token}, expected n_group to divide the "
             f"{experts.num_experts} experts, and topk_group groups to contain the {experts.per_token} experts of a "

@@ -21,7 +21,6 @@ KEY_TABLE: KeyTable = LLAMA_TABLE | {
 
 
 def read_gemma2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 8192)
     rope = read_rope(config, max_positions)
     arch = _read(config, max_positions, rope, rope, period=2)
@@ -30,7 +29,6 @@ def read_gemma2(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 131072)
     rope, local_rope = _read_ropes(config, max_positions)
     arch = _read(config, max_positions, rope, local_rope, config.positive_int("sliding_window_pattern", 6))

@@ -8,22 +8,21 @@ values; others have experts in addition to each MLP.
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import shown
+from pipeline.core.messages import shown
 from pipeline.models.architecture import (
     Architecture,
-    ExpertsWithMlp,
+    Experts,
+    FileTensor,
     GlobalHeads,
-    Interleaved,
     KeyTable,
     LocalAttention,
     Norm,
-    ProportionalRope,
     Rope,
     RopeKind,
     SharedKeys,
 )
 from pipeline.models.families import gemma, moe
-from pipeline.models.families.hf_attention import GLOBAL, LOCAL, parse_rope, read_pattern, require_truncating
+from pipeline.models.families.hf_attention import GLOBAL, LOCAL, nested_ropes, read_pattern
 from pipeline.models.families.hf_config import HfConfig, read_text
 from pipeline.models.families.llama import attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
@@ -41,8 +40,8 @@ _EXPERTS: KeyTable = {
     "layers.*.router.proj.weight": "mlp.router",
     "layers.*.router.scale": "mlp.router_scale",
     "layers.*.router.per_expert_scale": "mlp.router_expert_scale",
-    "layers.*.experts.gate_up_proj": Interleaved(("mlp.experts_gate", "mlp.experts_up"), "E M D"),
-    "layers.*.experts.down_proj": ("mlp.experts_down", "E D M"),
+    "layers.*.experts.gate_up_proj": FileTensor(("mlp.experts_gate", "mlp.experts_up"), "E M D", by="E"),
+    "layers.*.experts.down_proj": FileTensor(("mlp.experts_down",), "E D M"),
     "layers.*.post_feedforward_layernorm_1.weight": "mlp.dense_post_norm",
     "layers.*.pre_feedforward_layernorm_2.weight": "mlp.mixture_norm",
     "layers.*.post_feedforward_layernorm_2.weight": "mlp.mixture_post_norm",
@@ -56,7 +55,6 @@ def read_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 131072)
     config.choice("use_bidirectional_attention", ("vision",), "vision")  # affects images only
     rope, local_rope = _read_ropes(config, max_positions)
@@ -92,22 +90,8 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
 def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
     """The rotary embeddings of global and of local layers."""
     if "rope_parameters" not in config:
-        return ProportionalRope(1e6, RopeKind.proportional, rotating=0.25), Rope(1e4)
-    parameters = config.nested("rope_parameters")
-    ropes = []
-    for kind, default_theta in ((GLOBAL, 1e6), (LOCAL, 1e4)):
-        values = parameters.nested(kind)
-        if values.values.get("rope_type") == RopeKind.proportional:
-            values.ignore("rope_type")
-            theta, factor = values.positive_float("rope_theta", default_theta), values.positive_float("factor", 1.0)
-            rotating = values.positive_float("partial_rotary_factor", 1.0)
-            ropes.append(ProportionalRope(theta, RopeKind.proportional, factor, rotating=rotating))
-        else:
-            ropes.append(parse_rope(values, default_theta, max_positions))
-        values.finish()
-    parameters.finish()
-    require_truncating(config, *ropes)
-    return ropes[0], ropes[1]
+        return Rope(1e6, RopeKind.proportional, rotating=0.25), Rope(1e4)
+    return nested_ropes(config, max_positions, 1e6, 1e4, tuple(RopeKind))
 
 
 def _read_kinds(config: HfConfig, num_layers: int) -> str:
@@ -178,12 +162,11 @@ def _read_layer_inputs(config: HfConfig, arch: Architecture) -> int:
     return size
 
 
-def _read_experts(config: HfConfig, arch: Architecture) -> ExpertsWithMlp | None:
+def _read_experts(config: HfConfig, arch: Architecture) -> Experts | None:
     if not config.flag("enable_moe_block", False):
         config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
         return None
     num_experts, per_token = moe.read_counts(config, arch.num_layers, key="num_experts", per_token_key="top_k_experts")
     d_expert = config.positive_int("moe_intermediate_size")
-    return ExpertsWithMlp(
-        "S" * arch.num_layers, num_experts, per_token, d_expert, sums_to_one=True, rounds_weights=False
-    )
+    pattern = "S" * arch.num_layers
+    return Experts(pattern, num_experts, per_token, d_expert, sums_to_one=True, rounds_weights=False, beside_mlp=True)

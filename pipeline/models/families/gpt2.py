@@ -1,6 +1,6 @@
 """GPT-2 (transformers' `GPT2Model`): learned positions, LayerNorm, weights stored as [in, out]."""
 
-from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.architecture import Architecture, FileTensor, KeyTable
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
@@ -9,15 +9,15 @@ KEY_TABLE: KeyTable = {
     "wpe.weight": "position_embed",
     "h.*.ln_1.weight": "attention.norm",
     "h.*.ln_1.bias": "attention.norm_bias",
-    "h.*.attn.c_attn.weight": ("attention.qkv", "D CNH"),
-    "h.*.attn.c_attn.bias": ("attention.qkv_bias", "CNH"),
-    "h.*.attn.c_proj.weight": ("attention.o", "NW D"),
+    "h.*.attn.c_attn.weight": FileTensor(("attention.qkv",), "D CNH"),
+    "h.*.attn.c_attn.bias": FileTensor(("attention.qkv_bias",), "CNH"),
+    "h.*.attn.c_proj.weight": FileTensor(("attention.o",), "NW D"),
     "h.*.attn.c_proj.bias": "attention.o_bias",
     "h.*.ln_2.weight": "mlp.norm",
     "h.*.ln_2.bias": "mlp.norm_bias",
-    "h.*.mlp.c_fc.weight": ("mlp.up", "D F"),
+    "h.*.mlp.c_fc.weight": FileTensor(("mlp.up",), "D F"),
     "h.*.mlp.c_fc.bias": "mlp.up_bias",
-    "h.*.mlp.c_proj.weight": ("mlp.down", "F D"),
+    "h.*.mlp.c_proj.weight": FileTensor(("mlp.down",), "F D"),
     "h.*.mlp.c_proj.bias": "mlp.down_bias",
     "ln_f.weight": "final_norm",
     "ln_f.bias": "final_norm_bias",
@@ -36,6 +36,5 @@ _NAMES = {
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore("n_ctx", "reorder_and_upcast_attn")  # n_positions applies, and scores are always float32
     return read_multi_head(config, max_positions=1024, eps=1e-5, activation="gelu_new", names=_NAMES), KEY_TABLE

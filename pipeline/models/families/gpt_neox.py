@@ -30,7 +30,6 @@ ATTENTION_BIASES: KeyTable = {
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore("is_decoder")  # the model is always causal
     max_positions = config.positive_int("max_position_embeddings", 2048)
     values = rope_values(config)

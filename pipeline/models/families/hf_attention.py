@@ -1,14 +1,15 @@
 """Reads rotary embeddings and sliding windows from the older and the newer form of config.json."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import shown
-from pipeline.models.architecture import Architecture, LocalAttention, LongRope, Rope, RopeKind, YarnRope
+from pipeline.core.messages import shown
+from pipeline.models.architecture import Architecture, LocalAttention, Rope, RopeKind
 from pipeline.models.families.hf_config import HfConfig
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+USUAL_KINDS = tuple(kind for kind in RopeKind if kind is not RopeKind.proportional)  # only Gemma 4 has proportional
 
 
 def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000.0) -> Rope:
@@ -23,13 +24,17 @@ def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000
 
 
 def nested_ropes(
-    config: HfConfig, max_positions: int, default_theta: float, default_local_theta: float
+    config: HfConfig,
+    max_positions: int,
+    default_theta: float,
+    default_local_theta: float,
+    kinds: Sequence[RopeKind] = USUAL_KINDS,
 ) -> tuple[Rope, Rope]:
     """The rotary embeddings of global and of local layers, if `rope_parameters` has a mapping for each."""
     parameters = config.nested("rope_parameters")
     global_values, local_values = parameters.nested(GLOBAL), parameters.nested(LOCAL)
-    rope = parse_rope(global_values, default_theta, max_positions)
-    local_rope = parse_rope(local_values, default_local_theta, max_positions)
+    rope = parse_rope(global_values, default_theta, max_positions, kinds)
+    local_rope = parse_rope(local_values, default_local_theta, max_positions, kinds)
     for values in (global_values, local_values, parameters):
         values.finish()
     require_truncating(config, rope, local_rope)
@@ -39,7 +44,7 @@ def nested_ropes(
 def require_truncating(config: HfConfig, *ropes: Rope) -> None:
     """Raises CheckpointError for YaRN's `truncate=false` in a family with separate ropes for local and global
     layers."""
-    if any(isinstance(rope, YarnRope) and not rope.truncate for rope in ropes):
+    if not all(rope.truncate for rope in ropes):
         raise CheckpointError(
             f"{config.where}: truncate is false, expected true: with separate rotary embeddings for local and global "
             f"layers, transformers ignores it and truncates. Remove the attribute."
@@ -57,14 +62,19 @@ def rope_values(config: HfConfig) -> HfConfig:
     return scaling if scaling.values else parameters
 
 
-def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Rope:
+def parse_rope(
+    values: HfConfig, default_theta: float, max_positions: int, kinds: Sequence[RopeKind] = USUAL_KINDS
+) -> Rope:
     """Reads a rotary embedding from the mapping that `rope_values` returns. The caller then calls `values.finish`."""
-    kind = RopeKind(values.choice("rope_type" if "rope_type" in values else "type", _KINDS, "default"))
+    kind = RopeKind(values.choice("rope_type" if "rope_type" in values else "type", kinds, "default"))
     if "type" in values:
         values.choice("type", (str(kind),))
     theta = values.positive_float("rope_theta", default_theta)
     if kind is RopeKind.linear:
         return Rope(theta, kind, values.positive_float("factor"))
+    if kind is RopeKind.proportional:
+        rotating = values.positive_float("partial_rotary_factor", 1.0)
+        return Rope(theta, kind, values.positive_float("factor", 1.0), rotating=rotating)
     if kind is RopeKind.llama3:
         low, high = values.positive_float("low_freq_factor"), values.positive_float("high_freq_factor")
         if low >= high:
@@ -76,9 +86,9 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
             theta,
             kind,
             values.positive_float("factor"),
-            low,
-            high,
             values.positive_int("original_max_position_embeddings", max_positions),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     if kind in (RopeKind.yarn, RopeKind.longrope):
         return (_parse_yarn if kind is RopeKind.yarn else _parse_long)(values, theta, max_positions)
@@ -87,10 +97,7 @@ def parse_rope(values: HfConfig, default_theta: float, max_positions: int) -> Ro
     return Rope(theta)
 
 
-_KINDS = tuple(kind for kind in RopeKind if kind is not RopeKind.proportional)  # only Gemma 4 has proportional
-
-
-def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
+def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> Rope:
     """YaRN. If the file has no `attention_factor`, it is derived as in transformers."""
     if theta <= 1:
         raise CheckpointError(f"{values.where}: rope_theta is {theta:g}, expected more than 1. Is the file damaged?")
@@ -101,7 +108,7 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> YarnRope:
     growth = yarn_growth(factor)
     if attention_factor is None and mscale and mscale_all_dim:
         attention_factor = (mscale * growth + 1) / (mscale_all_dim * growth + 1)
-    return YarnRope(
+    return Rope(
         theta,
         RopeKind.yarn,
         factor,
@@ -118,7 +125,7 @@ def yarn_growth(factor: float) -> float:
     return 0.1 * math.log(max(factor, 1.0))
 
 
-def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
+def _parse_long(values: HfConfig, theta: float, max_positions: int) -> Rope:
     """LongRoPE. If the file has no `attention_factor`, it is derived as in transformers."""
     values.positive_floats("long_factor")
     original = values.positive_int("original_max_position_embeddings", max_positions)
@@ -129,7 +136,7 @@ def _parse_long(values: HfConfig, theta: float, max_positions: int) -> LongRope:
             f"{values.where}: original_max_position_embeddings is 1, expected more. Is the file damaged?"
         )
     attention_factor = values.optional_float("attention_factor", None)
-    return LongRope(
+    return Rope(
         theta,
         RopeKind.longrope,
         factor,

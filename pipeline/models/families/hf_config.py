@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import shown
+from pipeline.core.messages import shown
 from pipeline.models.architecture import Activation, Architecture, KeyTable
 from pipeline.models.checkpoints.json_config import REQUIRED, JsonConfig
 
@@ -71,7 +71,7 @@ _ACTIVATIONS = {
 class HfConfig(JsonConfig):
     """A config.json, or a mapping inside one. Records which attributes were read."""
 
-    user = "model"
+    user, results = "model", "activations"
 
     def __init__(self, values: Mapping[str, object], where: str) -> None:
         super().__init__(values, where)
@@ -123,20 +123,10 @@ class HfConfig(JsonConfig):
         """Allows attributes that have no effect in this family."""
         self._taken.update(keys)
 
-    def finish(self) -> None:
-        """Raises CheckpointError for attributes that were not read. Call it last."""
-        unread = [
-            key
-            for key, value in self.values.items()
-            if not (key in self._taken or key in _HARMLESS or key.endswith(("_token_id", "_token_ids")))
-            and not key.startswith("_")
-            and not (key in _NEUTRAL and value == _NEUTRAL[key])
-        ]
-        self._refuse(
-            unread,
-            "which this program does not implement, so the activations might be wrong. Use another model, or "
-            "remove the attribute if it does not change the forward pass.",
-        )
+    def _is_harmless(self, key: str) -> bool:
+        if key in _HARMLESS or key.startswith("_") or key.endswith(("_token_id", "_token_ids")):
+            return True
+        return key in _NEUTRAL and self.values[key] == _NEUTRAL[key]
 
 
 def read_text(

@@ -1,8 +1,11 @@
-"""LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`)."""
+"""LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`); and Mistral 7B and
+similar models (`MistralModel`), which may have a window in every layer."""
+
+import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, KeyTable, Rope
-from pipeline.models.families.hf_attention import read_rope
+from pipeline.models.families.hf_attention import read_local, read_rope
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE: KeyTable = {
@@ -34,8 +37,14 @@ MLP_BIASES: KeyTable = {
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     return read_decoder(config, default_max_positions=2048), read_table(config)
+
+
+def read_mistral(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    arch = read_decoder(config, default_max_positions=131072)
+    window = config.optional_int("sliding_window", 4096)
+    local = read_local(config, "L" * arch.num_layers, window, arch.rope, arch.rope, arch.max_positions)
+    return dataclasses.replace(arch, local=local), KEY_TABLE
 
 
 def read_table(config: HfConfig) -> KeyTable:

@@ -8,7 +8,16 @@ gate. gpt-oss has attention sinks, and experts with biases and clipped neurons.
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Activation, Architecture, BoundedExperts, Experts, KeyTable, Norm, Rope
+from pipeline.models.architecture import (
+    Activation,
+    Architecture,
+    Experts,
+    FileTensor,
+    KeyTable,
+    Norm,
+    Rope,
+    Router,
+)
 from pipeline.models.checkpoints.json_config import REQUIRED
 from pipeline.models.families import llama, olmo
 from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, read_rope, rope_values
@@ -37,10 +46,12 @@ _GPT_OSS: KeyTable = {
     "layers.*.self_attn.sinks": "attention.sinks",
     "layers.*.mlp.router.weight": "mlp.router",
     "layers.*.mlp.router.bias": "mlp.router_bias",
-    "layers.*.mlp.experts.gate_up_proj": (["mlp.experts_gate", "mlp.experts_up"], "E D M"),
-    "layers.*.mlp.experts.gate_up_proj_bias": (["mlp.experts_gate_bias", "mlp.experts_up_bias"], "E M"),
-    "layers.*.mlp.experts.down_proj": ("mlp.experts_down", "E M D"),
-    "layers.*.mlp.experts.down_proj_bias": ("mlp.experts_down_bias", "E D"),
+    "layers.*.mlp.experts.gate_up_proj": FileTensor(("mlp.experts_gate", "mlp.experts_up"), "E D M", by="M"),
+    "layers.*.mlp.experts.gate_up_proj_bias": FileTensor(
+        ("mlp.experts_gate_bias", "mlp.experts_up_bias"), "E M", by="M"
+    ),
+    "layers.*.mlp.experts.down_proj": FileTensor(("mlp.experts_down",), "E M D"),
+    "layers.*.mlp.experts.down_proj_bias": FileTensor(("mlp.experts_down_bias",), "E D"),
 }
 _WITHOUT_MLP: KeyTable = {key: entry for key, entry in llama.KEY_TABLE.items() if ".mlp." not in key}
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef")
@@ -48,7 +59,6 @@ _MAX_EXPERTS = 1 << 20  # in all layers together, since each has its own tensors
 
 
 def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
     experts = read_experts(config, arch.num_layers, default_num=60, default_per_token=4, default_d_expert=1408)
     experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 5632))
@@ -61,7 +71,6 @@ def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
     experts = read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
     config.ignore("max_window_layers")  # in published files, without effect: a window applies to every layer
@@ -71,7 +80,6 @@ def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore("router_jitter_noise", *TRAINING_KEYS)  # noise is added in training only
     max_positions = config.positive_int("max_position_embeddings", 4096 * 32)
     rope = read_rope(config, max_positions, default_theta=1e6)
@@ -83,7 +91,6 @@ def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore(*TRAINING_KEYS)
     if config.optional_float("clip_qkv", None) is not None:
         raise CheckpointError(f"{config.where} sets clip_qkv, which is not implemented. Use another model.")
@@ -96,7 +103,6 @@ def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore("experts_per_token", "initial_context_length", "hidden_act", *TRAINING_KEYS)
     max_positions = config.positive_int("max_position_embeddings", 131072)
     arch = llama.read_decoder(
@@ -109,12 +115,13 @@ def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
         rope=_read_gpt_oss_rope(config, max_positions),
     )
     num_experts, per_token = read_counts(config, arch.num_layers, 128, 4)
-    experts = BoundedExperts(
+    experts = Experts(
         "S" * arch.num_layers,
         num_experts,
         per_token,
         arch.d_mlp,
         sums_to_one=True,
+        router=Router.top_softmax,
         alpha=config.positive_float("swiglu_alpha", 1.702),
         limit=config.positive_float("swiglu_limit", 7.0),
     )

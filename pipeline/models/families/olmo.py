@@ -5,15 +5,15 @@ queries and keys over all heads together. In OLMo 3, most layers have a window.
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, KeyTable, Norm, Rope
+from pipeline.models.architecture import Architecture, FileTensor, KeyTable, Norm, Rope
 from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope, require_truncating
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
 from pipeline.models.families.llama import attention_biases, read_decoder
 
 NORMS_OVER_HEADS: KeyTable = {
-    "layers.*.self_attn.q_norm.weight": ("attention.q_norm", "NH"),
-    "layers.*.self_attn.k_norm.weight": ("attention.k_norm", "KH"),
+    "layers.*.self_attn.q_norm.weight": FileTensor(("attention.q_norm",), "NH"),
+    "layers.*.self_attn.k_norm.weight": FileTensor(("attention.k_norm",), "KH"),
 }
 KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if "input_layernorm" not in key}
 KEY_TABLE |= NORMS_OVER_HEADS | {
@@ -24,13 +24,11 @@ _OLMO3_THETA = 500_000.0
 
 
 def read_olmo2(config: HfConfig, rope: Rope | None = None) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = read_decoder(config, default_max_positions=2048, default_eps=1e-5, rope=rope)
     return dataclasses.replace(arch, norm=Norm.rms_wide), KEY_TABLE | attention_biases(config)
 
 
 def read_olmo3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 2048)
     rope, local_rope = _read_ropes(config, max_positions)
     arch, table = read_olmo2(config, rope)

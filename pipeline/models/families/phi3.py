@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.architecture import Architecture, FileTensor, KeyTable
 from pipeline.models.families.hf_attention import all_local, parse_rope, rope_values, rotary_dim
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
@@ -10,13 +10,12 @@ from pipeline.models.families.llama import read_decoder
 
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if not any(name in key for name in _FUSED)} | {
-    "layers.*.self_attn.qkv_proj.weight": ["attention.q", "attention.k", "attention.v"],
-    "layers.*.mlp.gate_up_proj.weight": ["mlp.gate", "mlp.up"],
+    "layers.*.self_attn.qkv_proj.weight": FileTensor(("attention.q", "attention.k", "attention.v")),
+    "layers.*.mlp.gate_up_proj.weight": FileTensor(("mlp.gate", "mlp.up")),
 }
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     max_positions = config.positive_int("max_position_embeddings", 4096)
     original = config.positive_int("original_max_position_embeddings", 4096)  # takes precedence over the mapping
     values = rope_values(config)

@@ -23,13 +23,11 @@ HEAD_NORMS: KeyTable = {
 
 
 def read_qwen2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768)
     return _with_windows(config, arch), llama.KEY_TABLE | QKV_BIASES
 
 
 def read_qwen3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     arch = llama.read_decoder(config, default_max_positions=32768, default_head_dim=128)
     return _with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | llama.attention_biases(config)
 

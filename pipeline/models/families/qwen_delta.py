@@ -8,7 +8,7 @@ Most layers have a gated DeltaNet; by default, every fourth layer has attention,
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, DeltaNet, Experts, Interleaved, KeyTable, Norm
+from pipeline.models.architecture import Architecture, DeltaNet, Experts, FileTensor, KeyTable, Norm
 from pipeline.models.families import llama, moe
 from pipeline.models.families.hf_attention import GLOBAL, parse_rope, read_pattern, rope_values, rotary_dim
 from pipeline.models.families.hf_config import HfConfig, read_text
@@ -17,37 +17,36 @@ from pipeline.models.families.qwen import HEAD_NORMS
 LINEAR = "linear_attention"
 
 _ATTENTION: KeyTable = HEAD_NORMS | {
-    "layers.*.self_attn.q_proj.weight": Interleaved(("attention.q", "attention.gate")),
+    "layers.*.self_attn.q_proj.weight": FileTensor(("attention.q", "attention.gate"), by="N"),
 }
 _BIASES: KeyTable = llama.ATTENTION_BIASES | {
-    "layers.*.self_attn.q_proj.bias": Interleaved(("attention.q_bias", "attention.gate_bias")),
+    "layers.*.self_attn.q_proj.bias": FileTensor(("attention.q_bias", "attention.gate_bias"), by="N"),
 }
 _DELTA: KeyTable = {
-    "layers.*.linear_attn.conv1d.weight": ["delta.q_taps", "delta.k_taps", "delta.v_taps"],
+    "layers.*.linear_attn.conv1d.weight": FileTensor(("delta.q_taps", "delta.k_taps", "delta.v_taps")),
     "layers.*.linear_attn.dt_bias": "delta.decay_offset",
     "layers.*.linear_attn.A_log": "delta.decay_log_rate",
     "layers.*.linear_attn.norm.weight": "delta.z_norm",
     "layers.*.linear_attn.out_proj.weight": "delta.o",
 }
 _FUSED_PROJECTIONS: KeyTable = {
-    "layers.*.linear_attn.in_proj_qkvz.weight": Interleaved(("delta.q", "delta.k", "delta.v", "delta.z")),
-    "layers.*.linear_attn.in_proj_ba.weight": Interleaved(("delta.write", "delta.decay")),
+    "layers.*.linear_attn.in_proj_qkvz.weight": FileTensor(("delta.q", "delta.k", "delta.v", "delta.z"), by="J"),
+    "layers.*.linear_attn.in_proj_ba.weight": FileTensor(("delta.write", "delta.decay"), by="J"),
 }
 _SEPARATE_PROJECTIONS: KeyTable = {
-    "layers.*.linear_attn.in_proj_qkv.weight": ["delta.q", "delta.k", "delta.v"],
+    "layers.*.linear_attn.in_proj_qkv.weight": FileTensor(("delta.q", "delta.k", "delta.v")),
     "layers.*.linear_attn.in_proj_z.weight": "delta.z",
     "layers.*.linear_attn.in_proj_b.weight": "delta.write",
     "layers.*.linear_attn.in_proj_a.weight": "delta.decay",
 }
 _STACKED_EXPERTS: KeyTable = {
     "layers.*.mlp.gate.weight": "mlp.router",
-    "layers.*.mlp.experts.gate_up_proj": Interleaved(("mlp.experts_gate", "mlp.experts_up"), "E M D"),
-    "layers.*.mlp.experts.down_proj": ("mlp.experts_down", "E D M"),
+    "layers.*.mlp.experts.gate_up_proj": FileTensor(("mlp.experts_gate", "mlp.experts_up"), "E M D", by="E"),
+    "layers.*.mlp.experts.down_proj": FileTensor(("mlp.experts_down",), "E D M"),
 }
 
 
 def read_qwen3_next(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     if config.flag("use_sliding_window", False):
         raise CheckpointError(
             f"{config.where}: use_sliding_window is true, which is not implemented. Use another model."
@@ -59,16 +58,12 @@ def read_qwen3_next(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_qwen3_5(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore("mlp_only_layers")  # in published files, although there are no experts
     return _read_qwen3_5(config, default_kv_heads=4)
 
 
 def read_qwen3_5_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented.
-
-    In a checkpoint of the language model alone, transformers writes a tensor per expert.
-    """
+    """For a checkpoint of the language model alone, in which transformers writes a tensor per expert."""
     config.ignore(*moe.TRAINING_KEYS)
     d_expert = config.positive_int("moe_intermediate_size", 512)
     arch, table = _read_qwen3_5(config, default_kv_heads=2, d_mlp=d_expert)

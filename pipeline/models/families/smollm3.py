@@ -10,7 +10,6 @@ from pipeline.models.families.llama import read_decoder, read_table
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Reads the architecture and its key table. Raises CheckpointError for values that are not implemented."""
     config.ignore("max_window_layers")  # in published files, but transformers does not read it
     max_positions = config.positive_int("max_position_embeddings", 32768)
     rope = read_rope(config, max_positions, default_theta=2e6)

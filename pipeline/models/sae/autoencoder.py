@@ -3,12 +3,13 @@
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import without_defaults
 from pipeline.models.sae.spec import ARRAYS, SAESpec
 from pipeline.models.sae.tensors import Tensors
 
@@ -26,7 +27,7 @@ def divide_by(divisor: float) -> Change:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """A tensor in the file, and how an array is made from it."""
 
     tensor: str
@@ -46,7 +47,7 @@ class SAE:
     spec: SAESpec
     hook_name: str | None  # what it was trained on, if its file says so: `blocks.12.hook_resid_post`, or an HF module
     tensors: Tensors
-    sources: Mapping[str, Source | float]  # by our names; a number stands for an array filled with it
+    sources: Mapping[str, TensorSource | float]  # by our names; a number stands for an array filled with it
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -65,9 +66,7 @@ class SAE:
     def digest(self, names: Collection[str]) -> str:
         """A SHA-256 over the specification and all bytes of the named arrays, which are read one at a time. It does not
         depend on the address or the format."""
-        spec = {field.name: getattr(self.spec, field.name) for field in fields(SAESpec)}
-        defaults = {field.name: field.default for field in fields(SAESpec)}
-        digest = hashlib.sha256(json.dumps({key: spec[key] for key in spec if spec[key] != defaults[key]}).encode())
+        digest = hashlib.sha256(json.dumps(without_defaults(self.spec)).encode())
         for name in sorted(names):
             values = self.read(name)
             digest.update(json.dumps([name, values.dtype.name, values.shape]).encode())
@@ -78,7 +77,7 @@ class SAE:
         """Reads an array, C-ordered, in the file's dtype (float32, float16 or bfloat16), or in float32 if it is
         computed from the file's tensors. All values are finite."""
         source = self.sources[name]
-        if not isinstance(source, Source):
+        if not isinstance(source, TensorSource):
             return np.full(self.shapes[name], source, np.float32)
         values = self.tensors.read(source.tensor)
         self._check_finite(values, f"{source.tensor} has")
@@ -103,7 +102,7 @@ def check_tensors(sae: SAE, ignored: Sequence[str] = ()) -> SAE:
     """Returns the SAE if its file has exactly its tensors, with the expected shapes, except for `ignored` ones. Raises
     CheckpointError otherwise."""
     shapes, where = sae.tensors.shapes, sae.tensors.name
-    sources = [source for source in sae.sources.values() if isinstance(source, Source)]
+    sources = [source for source in sae.sources.values() if isinstance(source, TensorSource)]
     expected = {source.tensor: sae.spec.axis_sizes(source.axes) for source in sources}
     if missing := [name for name in expected if name not in shapes]:
         raise CheckpointError(

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
-from pipeline.models.layers import map_tiles
+from pipeline.models.attention.arithmetic import map_parts
 from pipeline.models.sae.decoding import Reconstruction, decode, measure_reconstruction
 from pipeline.models.sae.params import SAEParams, params_partition, tensor_axis
-from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
 
 TILE_VALUES = 1 << 25  # tokens times features per tile: 128 MiB
 GROUP = 128  # features whose maximum `_largest` compares first: a TPU's lanes
@@ -75,11 +75,11 @@ def _on_device(
     axis: str | None = None,
 ) -> Features:
     """If the mesh's `axis` divides the features, `params` contains this device's part."""
-    max_active = sae.k if sae.activation is Activation.topk else sae.width
+    max_active = sae.k if sae.activation is FeatureActivation.topk else sae.width
     used_slots, width = min(slots, max_active), params["b_enc"].shape[0]
     encode_tile = partial(_encode_tile, sae, params, slots=used_slots, threshold=threshold, decodes=decodes, axis=axis)
     tile_tokens = max(TILE_VALUES // width, 1)
-    index, value, n_active, reconstruction = map_tiles(encode_tile, x.reshape(-1, x.shape[2]), tile_tokens)
+    index, value, n_active, reconstruction = map_parts(encode_tile, x.reshape(-1, x.shape[2]), tile_tokens, axis=0)
     padding = ((0, 0), (0, slots - value.shape[1]))
     features = Features(
         jnp.pad(jnp.where(value > 0, index, -1), padding, constant_values=-1),
@@ -103,7 +103,7 @@ def _encode_tile(
     """The features of one tile of tokens. `slots` is at most the number of features that may fire."""
     values = _values(sae, params, _inputs(sae, params, x))
     values = jnp.where(values > max(threshold, _SMALLEST), values, 0)
-    num_chosen = sae.k if decodes and sae.activation is Activation.topk else slots
+    num_chosen = sae.k if decodes and sae.activation is FeatureActivation.topk else slots
     index, value = _largest(values, min(num_chosen, values.shape[1]))
     n_active = jnp.sum(values > 0, axis=1, dtype=jnp.int32)
     if axis:
@@ -111,7 +111,7 @@ def _encode_tile(
         n_active = jax.lax.psum(n_active, axis)
     reconstruction = None
     if decodes:
-        if sae.activation is Activation.topk:
+        if sae.activation is FeatureActivation.topk:
             values = _mask_unchosen(values, index, value, axis)
         reconstruction = measure_reconstruction(x, decode(sae, params, x, values, axis))
     return Features(index[:, :slots], value[:, :slots], n_active, reconstruction)
@@ -133,10 +133,10 @@ def _values(sae: SAESpec, params: SAEParams, inputs: Float[Array, "n D"]) -> Flo
     """The values of all features, before the choice of a top-k SAE."""
     products = jnp.einsum("nD,DF->nF", inputs, params["w_enc"], preferred_element_type=jnp.float32)
     match sae.activation:
-        case Activation.gated:
+        case FeatureActivation.gated:
             values = jax.nn.relu(products * params["gate_scale"] + params["b_enc"])
             return jnp.where(products + params["gate_bias"] > 0, values, 0)
-        case Activation.jumprelu:
+        case FeatureActivation.jumprelu:
             values = products + params["b_enc"]
             return jnp.where(values > params["threshold"], jax.nn.relu(values), 0)
     return jax.nn.relu((products + params["b_enc"]) * params.get("feature_scale", 1))

@@ -2,16 +2,15 @@
 
 import os
 import re
-from pathlib import Path
 
 import huggingface_hub
 
 from pipeline.core.addresses import unusable_path
 from pipeline.core.errors import CheckpointError
 from pipeline.core.hub import open_repository
-from pipeline.models.checkpoints.checkpoint_files import Files, HubFiles, LocalFiles, RemoteFiles, read_json
-from pipeline.models.checkpoints.safetensors_file import ByteSource
-from pipeline.models.sae.config import SAEConfig
+from pipeline.core.messages import shown
+from pipeline.models.checkpoints.checkpoint_files import Files, read_json
+from pipeline.models.checkpoints.json_config import JsonConfig
 
 _KEY = "the SAE's address"
 PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
@@ -37,17 +36,15 @@ def open_folder(address: str, markers: tuple[str, ...]) -> Files:
         address = address.removesuffix(f"/{marker}")
     if address.startswith("hf:"):
         return _open_hub(address, markers)
-    if "://" in address:
-        return RemoteFiles(address, _KEY)
-    if os.path.isdir(address):
-        return LocalFiles(Path(address))
+    if "://" in address or os.path.isdir(address):
+        return Files(address, _KEY)
     raise CheckpointError(
         f"{_KEY} is {address!r:.300}: expected a folder, a remote folder (gs://...) or a folder on the Hub "
         f"(hf://owner/name/folder), got none of them. Check the path."
     )
 
 
-def _open_hub(address: str, markers: tuple[str, ...]) -> HubFiles:
+def _open_hub(address: str, markers: tuple[str, ...]) -> Files:
     match = _HUB.fullmatch(address)
     if match is None or match[1].startswith(("datasets/", "spaces/")):
         raise CheckpointError(
@@ -63,20 +60,31 @@ def _open_hub(address: str, markers: tuple[str, ...]) -> HubFiles:
     for file in sorted(files, key=is_cached, reverse=True):  # offline, only cached files can be opened
         repository = open_repository(repo, revision, file=file, key=_KEY, invalid=CheckpointError)
         if repository is not None:
-            return HubFiles(repository, address, folder)
+            return Files(address, _KEY, repository, folder)
     raise CheckpointError(
         f"{address} has none of {', '.join(markers)}: expected an SAE's folder. Check the folder's name."
     )
 
 
+class SAEConfig(JsonConfig):
+    """A reader of an SAE's configuration that accounts for every attribute.
+
+    An attribute is either read by the format or known to have no effect. Any other is refused before arrays are read.
+    """
+
+    user, results = "SAE", "features"
+
+    def text(self, key: str) -> str | None:
+        """A string; None if it is absent."""
+        return self._take(key, (str,), "a string", None)
+
+    def expect(self, key: str, value: object) -> None:
+        """Reads an attribute for which only one value, or its absence, is implemented."""
+        self._taken.add(key)
+        if key in self.values and self.values[key] != value:
+            raise self._not_implemented(key, self.values[key], shown(value))
+
+
 def read_config(files: Files, name: str) -> SAEConfig:
     """Reads a JSON file in the folder. Raises CheckpointError if it is missing or damaged."""
     return SAEConfig(read_json(files, name), f"{files.where}/{name}")
-
-
-def open_file(files: Files, name: str) -> ByteSource:
-    """Opens a file in the folder. Raises CheckpointError if it is missing."""
-    try:
-        return files.open(name)
-    except FileNotFoundError:
-        raise CheckpointError(f"{files.where} has no {name}. Download the missing file.") from None

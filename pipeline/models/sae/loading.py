@@ -7,14 +7,14 @@ from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.sae.autoencoder import SAE, shown_names
 from pipeline.models.sae.folder import CONVERT, PICKLES, open_folder
-from pipeline.models.sae.formats import gemma_scope, gemma_scope_2, llama_scope, saelens, sparsify
+from pipeline.models.sae.formats import gemma_scope, llama_scope, saelens, sparsify
 
 # By files that identify the format.
 _FORMATS: Mapping[tuple[str, ...], Callable[[Files], SAE]] = {
     (saelens.CONFIG, saelens.WEIGHTS): saelens.read_sae,
     (sparsify.CONFIG, sparsify.WEIGHTS): sparsify.read_sae,
     (gemma_scope.WEIGHTS,): gemma_scope.read_sae,
-    (gemma_scope_2.CONFIG, gemma_scope_2.WEIGHTS): gemma_scope_2.read_sae,
+    (gemma_scope.CONFIG_2, gemma_scope.WEIGHTS_2): gemma_scope.read_sae_2,
     (llama_scope.CONFIG, llama_scope.WEIGHTS): llama_scope.read_sae,
 }
 _MARKERS = tuple(dict.fromkeys(name for names in _FORMATS for name in names))

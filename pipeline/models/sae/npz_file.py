@@ -6,28 +6,20 @@ decompress to gigabytes.
 
 import io
 import math
-import re
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO
 
 import numpy as np
 
-from pipeline.core.errors import CheckpointError
-from pipeline.core.json_text import shown
+from pipeline.core.errors import CheckpointError, PipelineError
+from pipeline.core.messages import shown
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 
 _DTYPES = (np.dtype("<f4"), np.dtype("<f2"))
-_LENGTH_BYTES = {(1, 0): 2, (2, 0): 4}  # of a header's length, by version of the format
-_HEADER = re.compile(  # as NumPy writes it; its own reader evaluates a literal, on which crafted ones crash
-    r"\{'descr': '(?P<dtype>[<>|=]?\w+)', 'fortran_order': (?P<order>True|False), "
-    r"'shape': \((?P<shape>[\dL, ]*)\),? *\}\s*"
-)
 _COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that NumPy writes
-_BUFFER_BYTES, _PIECE_BYTES = 256 << 10, 16 << 20  # read at a time: for headers, for values
-_MAX_HEADER = 10_000  # bytes of an array's header
+_BUFFER_BYTES = 256 << 10  # read at a time
+_MAX_HEADER = 256  # bytes of an array's header. NumPy evaluates it as a literal: longer ones may exhaust the stack
 _MAX_ARRAYS = 1_000
 _MAX_RATIO = 20  # compression ratio of a large array; weights compress by less than 2
 _SMALL_BYTES = 16 << 20  # smaller arrays may have any ratio, such as zeros
@@ -54,27 +46,23 @@ class NpzFile:
 
     def dtype(self, name: str) -> np.dtype:
         """The dtype of an array."""
-        return self._header(name)[2]
+        return self._header(name)[1]
 
     def read(self, name: str) -> np.ndarray:
         """Reads an array, in C order."""
-        shape, is_fortran, dtype = self._header(name)
-        values = np.empty(math.prod(shape), dtype)
         with self._errors(), self._zip.open(self._members[name]) as file:
-            _read_header(file)
-            content, start = memoryview(values.view(np.uint8)), 0
-            while num_read := file.readinto(content[start : start + _PIECE_BYTES]):
-                start += num_read
-            rest = file.read(1)  # at the end of the file, zipfile compares the checksum
-        if start != values.nbytes or rest:
-            raise self._damaged(f"{values.nbytes} bytes of {name}", f"{start}")
-        return np.ascontiguousarray(values.reshape(shape[::-1]).T) if is_fortran else values.reshape(shape)
+            values = np.lib.format.read_array(file, allow_pickle=False, max_header_size=_MAX_HEADER)
+            if file.read(1):  # at the end of the file, zipfile compares the checksum
+                raise ValueError(f"bytes after {name}")
+        return np.ascontiguousarray(values)
 
-    def _header(self, name: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-        """An array's shape, whether it is in Fortran order, and its dtype."""
+    def _header(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """An array's shape and dtype."""
         member = self._members[name]
         with self._errors(), self._zip.open(member) as file:
-            shape, is_fortran, dtype = _read_header(file)
+            if (version := np.lib.format.read_magic(file)) != (1, 0):  # others may have headers of gigabytes
+                raise ValueError(f"version {version} of the .npy format")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=_MAX_HEADER)
             num_bytes = member.file_size - file.tell()
         if dtype not in _DTYPES:
             remedy = "Pickled objects are never read. " if dtype.hasobject else ""
@@ -89,7 +77,7 @@ class NpzFile:
                 f"{name:.200} of at most {_MAX_RATIO} times its {member.compress_size} compressed bytes",
                 f"{num_bytes}",
             )
-        return shape, is_fortran, dtype
+        return shape, dtype
 
     def _damaged(self, expected: str, got: str) -> CheckpointError:
         return CheckpointError(
@@ -98,26 +86,13 @@ class NpzFile:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        """Damage makes NumPy and zipfile raise errors of a dozen kinds."""
         try:
             yield
-        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError) as error:
+        except (PipelineError, OSError):
+            raise
+        except Exception as error:
             raise self._damaged("arrays saved by NumPy", shown(str(error))) from error
-
-
-def _read_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
-    version = np.lib.format.read_magic(file)
-    if version not in _LENGTH_BYTES:
-        raise ValueError(f"version {version} of the .npy format")
-    length = int.from_bytes(file.read(_LENGTH_BYTES[version]), "little")
-    header = file.read(min(length, _MAX_HEADER)).decode("latin1")
-    match = _HEADER.fullmatch(header)
-    if match is None or length > _MAX_HEADER:
-        raise ValueError(f"a header of {length} bytes: {header:.80}")
-    shape = tuple(map(int, re.findall(r"\d+", match["shape"])))
-    try:
-        return shape, match["order"] == "True", np.dtype(match["dtype"])
-    except TypeError as error:
-        raise ValueError(f"dtype {match['dtype']:.80}") from error
 
 
 class _RangeReader(io.RawIOBase):

@@ -10,11 +10,11 @@ checkpoint has those that its architecture needs.
     pre_F = input_D @ w_enc + b_enc
     pre_F = pre_F * feature_scale                  with feature_scale
 
-    value_F = max(pre_F, 0)                        Activation.relu
-            = max(pre_F, 0) where pre_F > threshold, else 0                  Activation.jumprelu
-            = max(pre_F, 0) for the k largest of pre_F, else 0               Activation.topk
+    value_F = max(pre_F, 0)                        FeatureActivation.relu
+            = max(pre_F, 0) where pre_F > threshold, else 0                  FeatureActivation.jumprelu
+            = max(pre_F, 0) for the k largest of pre_F, else 0               FeatureActivation.topk
             = max((input_D @ w_enc) * gate_scale + b_enc, 0)
-              where input_D @ w_enc + gate_bias > 0, else 0                  Activation.gated
+              where input_D @ w_enc + gate_bias > 0, else 0                  FeatureActivation.gated
 
     out_O = (value_F / feature_scale) @ w_dec + b_out     without feature_scale: value_F @ w_dec + b_out
     out_O is mapped back by the inverse of the scaling    with undo_scaling
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Activation(StrEnum):
+class FeatureActivation(StrEnum):
     """How features fire; see the module's docstring."""
 
     relu = "relu"
@@ -51,7 +51,7 @@ class SAESpec:
     d_in: int  # D, size of the activations that it reads
     width: int  # F, number of features
     d_out: int  # O, size of the activations that it reconstructs or predicts
-    activation: Activation
+    activation: FeatureActivation
     k: int | None = None  # topk only: how many features may fire for a token, from 1 to width
     input_scaling: InputScaling = InputScaling.none
     layer_norm_eps: float = 1e-5  # for InputScaling.layer_norm: added to the standard deviation, not to the variance

@@ -9,7 +9,6 @@ import numpy as np
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, SafetensorsFile
-from pipeline.models.sae.folder import open_file
 
 _PIECE_BYTES = 16 << 20  # read at a time
 _MAX_REQUESTS = 16  # concurrent requests for pieces of a tensor in a remote file
@@ -32,7 +31,7 @@ class SafetensorsTensors:
     """The tensors of a safetensors file. A remote file is read by several concurrent requests."""
 
     def __init__(self, files: Files, name: str) -> None:
-        self._file = SafetensorsFile(open_file(files, name))
+        self._file = SafetensorsFile(files.open(name))
         self._num_threads = _MAX_REQUESTS if files.is_remote else 1
         self.name = self._file.name
         self.shapes = {name: info.shape for name, info in self._file.tensors.items()}

@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import jax
@@ -115,13 +115,3 @@ def count_collectives(program_text: str) -> dict[str, int]:
     collectives inside `shard_map` have the same channel."""
     found = {(kind, chain or name) for name, kind, chain in _COLLECTIVE.findall(program_text)}
     return dict(collections.Counter(kind for kind, _ in found))
-
-
-def largest_power(fits: Callable[[int], bool], limit: int = 1 << 12) -> int:
-    """The largest power of two up to `limit` that fits, by bisection; 0 if 1 does not fit. If n fits, n / 2 must fit,
-    too."""
-    low, high = -1, limit.bit_length()  # exponents: the largest known to fit, the smallest known not to fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(1 << middle) else (low, middle)
-    return 1 << low if low >= 0 else 0

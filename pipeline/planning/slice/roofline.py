@@ -16,7 +16,7 @@ BUCKET_WRITES_PER_S = 1000  # initial limit of a Cloud Storage bucket (cloud.goo
 THREAD_COPY_BYTES_PER_S = 7.7e9  # per thread that gathers blocks; measured on a Xeon, unknown for a TPU VM
 HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: eight channels of DDR4-3200; not published for a TPU VM
 HOST_MEMORY_PASSES = 6  # DMA writes; block buffer: read, write; encoded shard: read, write; the socket reads
-# A TPU VM has enough cores for all threads (pipeline/extraction/draining.py).
+# A TPU VM has enough cores for all threads (pipeline/job/writing/transfer.py).
 HOST_COPY_BYTES_PER_S = min(MAX_COPY_THREADS * THREAD_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / HOST_MEMORY_PASSES)
 # Of a dense model's MFU. Few experts: Mixtral on v5p and v6e (maxtext.readthedocs.io, "Optimized models tiering").
 # Many: DeepSeek-V3, Qwen3 and Gemma 4 have 26 to 27 % on TPU7x, gpt-oss 16 and dense models 39 to 55
@@ -40,31 +40,20 @@ class Cost:
         return (self.activation_bytes + self.index_bytes + SIDE_BYTES) / self.fill
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Valid tokens per second that each part of the system could process if all others were infinitely fast."""
-
-    compute: float
-    interconnect: float | None  # None: chips exchange nothing
-    device_to_host: float
-    host_copy: float
-    network: float
-    store: float
-
-    @property
-    def binding(self) -> str:
-        """The name of the lowest limit."""
-        rates = self.rates
-        return min(rates, key=rates.__getitem__)
-
-    @property
-    def tokens_per_s(self) -> float:
-        return min(self.rates.values())
-
-    @property
-    def rates(self) -> dict[str, float]:
-        """The limits that apply, by name."""
-        return {name: rate for name, rate in vars(self).items() if rate is not None}
+def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_s: float) -> dict[str, float]:
+    """Valid tokens per second that each part of the system could process if all others were infinitely fast. `mfu` is
+    the fraction of the chips' peak FLOPs that the forward pass reaches."""
+    chip, num_chips = tpu_slice.chip, tpu_slice.num_chips
+    limits = {
+        "compute": num_chips * chip.flops_per_s * mfu * cost.fill / cost.flops,
+        "device_to_host": num_chips * chip.host_bytes_per_s * cost.fill / cost.activation_bytes,
+        "host_copy": tpu_slice.num_hosts * HOST_COPY_BYTES_PER_S * cost.fill / cost.activation_bytes,
+        "network": num_chips * chip.network_bytes_per_s / cost.stored_bytes,
+        "store": store_bytes_per_s / cost.stored_bytes,
+    }
+    if cost.received_bytes:
+        limits["interconnect"] = tpu_slice.interconnect_bytes_per_s * cost.fill / cost.received_bytes
+    return limits
 
 
 def forward_mfu(chip: Chip, arch: Architecture, flops: float, attention_flops: float) -> float:
@@ -76,38 +65,11 @@ def forward_mfu(chip: Chip, arch: Architecture, flops: float, attention_flops: f
     return flops / ((flops - attention_flops) / mfu + attention_flops / attention_mfu) if flops else mfu
 
 
-def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_s: float) -> Limits:
-    """The limits of a job with this cost. `mfu` is the fraction of the chips' peak FLOPs that the forward pass
-    reaches."""
-    chip, num_chips = tpu_slice.chip, tpu_slice.num_chips
-    interconnect = tpu_slice.interconnect_bytes_per_s * cost.fill
-    return Limits(
-        compute=num_chips * chip.flops_per_s * mfu * cost.fill / cost.flops,
-        interconnect=interconnect / cost.received_bytes if cost.received_bytes else None,
-        device_to_host=num_chips * chip.host_bytes_per_s * cost.fill / cost.activation_bytes,
-        host_copy=tpu_slice.num_hosts * HOST_COPY_BYTES_PER_S * cost.fill / cost.activation_bytes,
-        network=num_chips * chip.network_bytes_per_s / cost.stored_bytes,
-        store=store_bytes_per_s / cost.stored_bytes,
-    )
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """A decoding step of generation. It computes little, so its time is limited by the bytes that each chip reads or
-    receives."""
-
-    hbm_bytes: int  # weights, keys and values
-    received_bytes: int  # from other chips
-    step_s: float
-    tokens_per_s: float
-
-
-def decoding(rows: int, hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> Decoding:
-    """The limits of a decoding step. `rows` counts all chips; bytes are per chip."""
-    seconds = hbm_bytes / tpu_slice.chip.hbm_bytes_per_s
-    if received_bytes:
-        seconds = max(seconds, received_bytes / tpu_slice.interconnect_bytes_per_s)
-    return Decoding(hbm_bytes, received_bytes, seconds, rows / seconds)
+def decoding_step_s(hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> float:
+    """Seconds of a decoding step. It computes little, so its time is limited by the bytes that each chip reads from its
+    memory, or receives from other chips."""
+    receiving_s = received_bytes / tpu_slice.interconnect_bytes_per_s if received_bytes else 0.0
+    return max(hbm_bytes / tpu_slice.chip.hbm_bytes_per_s, receiving_s)
 
 
 def received_bytes(weights: WeightBytes, sharding: Weights, data: int, tensor: int, summed: int) -> int:
@@ -115,44 +77,3 @@ def received_bytes(weights: WeightBytes, sharding: Weights, data: int, tensor: i
     along `tensor`, all-reduces of `summed` bytes of activations."""
     gathered = weights.on_device(tensor) - weights.on_device(tensor, data) if sharding is Weights.fsdp else 0
     return gathered + 2 * summed * (tensor - 1) // tensor
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes per second: from all devices to the hosts, through one host's memory, and from one host to the store."""
-
-    device_to_host: float
-    host_memory: float
-    network: float
-
-
-def traffic(cost: Cost, tpu_slice: Slice, tokens_per_s: float) -> Traffic:
-    device_to_host = tokens_per_s * cost.activation_bytes / cost.fill
-    return Traffic(
-        device_to_host=device_to_host,
-        host_memory=HOST_MEMORY_PASSES * device_to_host / tpu_slice.num_hosts,
-        network=tokens_per_s * cost.stored_bytes / tpu_slice.num_hosts,
-    )
-
-
-@dataclass(frozen=True)
-class Bill:
-    """The time and money that a job needs."""
-
-    hours: float
-    terabytes: float
-    chips_usd: float
-    store_usd_per_month: float
-
-
-def bill(
-    cost: Cost,
-    tpu_slice: Slice,
-    num_tokens: int,
-    tokens_per_s: float,
-    usd_per_chip_hour: float,
-    usd_per_tb_month: float,
-) -> Bill:
-    hours = num_tokens / tokens_per_s / 3600
-    terabytes = num_tokens * cost.stored_bytes / 1e12
-    return Bill(hours, terabytes, hours * tpu_slice.num_chips * usd_per_chip_hour, terabytes * usd_per_tb_month)

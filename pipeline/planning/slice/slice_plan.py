@@ -4,132 +4,36 @@ No TPU is needed. Data, tokenizer, weights and store are not opened; config.json
 """
 
 import json
-import logging
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
 from pipeline.cluster.topology import Topology, unreserved
-from pipeline.config.schema import PlanConfig, RunConfig
-from pipeline.core.counts import counted
-from pipeline.core.errors import ConfigError
+from pipeline.config.schema import RunConfig
+from pipeline.core.messages import counted
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.models.runs import layer_runs
 from pipeline.planning.encoders import open_encoders
-from pipeline.planning.plan import Plan, make_plan
-from pipeline.planning.slice.advice import advise
+from pipeline.planning.plan import Plan, make_plan, shown_bytes
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
-from pipeline.planning.slice.compile_check import Program, compile_program, largest_power, slice_devices
+from pipeline.planning.slice.compile_check import Program, compile_program, slice_devices
 from pipeline.planning.slice.roofline import (
     BUCKET_WRITES_PER_S,
-    Bill,
     Cost,
-    Decoding,
-    Limits,
-    Traffic,
-    bill,
-    decoding,
+    decoding_step_s,
     forward_mfu,
     received_bytes,
     throughput_limits,
-    traffic,
 )
-from pipeline.planning.units import shown_bytes
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS
 
-log = logging.getLogger("pipeline")
-
+_FILL = 0.95  # of token slots with a valid token, as packing reaches
+_USD_PER_TB_MONTH = 20.0  # list price of object storage
 _RECORDS_PER_BLOCK = 2  # the commit record, and the table of documents
-
-
-@dataclass(frozen=True)
-class SlicePlan:
-    """The plan. Bytes are per chip unless the name or a comment says otherwise; rates count valid tokens."""
-
-    family: str
-    num_layers: int
-    num_params: int  # needed for the captured activations
-    topology: str
-    num_chips: int
-    num_hosts: int
-    mesh: dict[str, int]
-    weights: str
-    rows: int  # per step, over all chips
-    rows_per_chip: int
-    length: int
-    steps_in_flight: int
-    weight_bytes: int  # calculated, to compare with the compiler's report
-    output_bytes: int  # calculated, too
-    program: Program
-    hbm_bytes: int  # without run.reserved_mib
-    hbm_bytes_needed: int  # with all steps in flight
-    flops_per_slot: int
-    mfu: float  # of the forward pass
-    activation_bytes_per_slot: float
-    stored_bytes_per_token: float
-    limits: Limits
-    binding: str
-    tokens_per_s: float
-    traffic: Traffic
-    host_bytes: int  # maximum of activations in one host's memory
-    shard_bytes: int  # the largest object
-    objects_per_block: int
-    slots_per_block: int
-    num_tokens: int | None  # run.max_tokens
-    bill: Bill | None  # None without run.max_tokens
-    decoding: Decoding | None  # for data=generate
-    usd_per_chip_hour: float
-    price_source: str
-    notes: tuple[str, ...]
-    advice: tuple[str, ...]
-
-    def describe(self) -> str:
-        """The plan as human-readable text."""
-        program, limits, traffic = self.program, self.limits, self.traffic
-        collectives = ", ".join(f"{count} {name}" for name, count in sorted(program.collectives.items())) or "none"
-        rates = ", ".join(f"{name.replace('_', ' ')} {rate:,.0f}" for name, rate in limits.rates.items())
-        axes = ", ".join(f"{name} {size}" for name, size in self.mesh.items())
-        lines = [
-            f"model     {self.family}, {self.num_layers} layers; the capture needs {self.num_params:,} parameters",
-            f"weights   {self.weights}: {self.weight_bytes / GIB:.2f} GiB on each chip",
-            f"slice     {self.topology}: {counted(self.num_chips, 'chip')}, {counted(self.num_hosts, 'host')}; "
-            f"mesh {axes}",
-            f"step      {counted(self.rows, 'row')} of {self.length} tokens, {self.rows_per_chip} per chip; "
-            f"{self.steps_in_flight} in flight",
-            f"memory    of {self.hbm_bytes / GIB:.2f} GiB per chip: arguments {program.argument_bytes / GIB:.2f}, "
-            f"outputs {program.output_bytes / GIB:.2f}, temporaries {program.temporary_bytes / GIB:.2f}, peak "
-            f"{program.peak_bytes / GIB:.2f}; {self.hbm_bytes_needed / GIB:.2f} with all steps in flight",
-            f"program   attention {program.attention}; collectives: {collectives}; compiled in "
-            f"{program.compile_s:.0f} s",
-            f"token     {self.flops_per_slot:,} FLOPs and {self.activation_bytes_per_slot:,.10g} bytes per slot; "
-            f"{self.stored_bytes_per_token:,.0f} bytes stored per valid token",
-            f"limits    tokens/s, computing at {self.mfu:.0%} of the peak: {rates}",
-            f"bound by  {self.binding.replace('_', ' ')}: {self.tokens_per_s:,.0f} tokens/s",
-            f"traffic   {traffic.device_to_host / 1e9:.1f} GB/s to the hosts; per host {traffic.host_memory / 1e9:.1f} "
-            f"GB/s of memory, {traffic.network / 1e9:.2f} GB/s to the store",
-            f"hosts     up to {self.host_bytes / GIB:.1f} GiB of activations on each",
-            f"store     shards of {self.shard_bytes / MIB:.1f} MiB, {self.objects_per_block} objects per block of "
-            f"{self.slots_per_block:,} slots",
-        ]
-        if self.bill is not None:
-            size = shown_bytes(self.bill.terabytes * 1e12)
-            lines += [
-                f"job       {self.num_tokens:,} tokens: {self.bill.hours:,.2f} hours, {size}, "
-                f"{self.bill.chips_usd:,.0f} USD for the chips, {self.bill.store_usd_per_month:,.0f} per month for the "
-                f"store",
-                f"price     {counted(self.num_chips, 'chip')} x {self.bill.hours:,.2f} hours x "
-                f"{self.usd_per_chip_hour:,.2f} USD ({self.price_source}); start-up, compilation and preemptions come "
-                f"on top",
-            ]
-        if self.decoding is not None:
-            usd = self.num_chips * self.usd_per_chip_hour / 3600 / self.decoding.tokens_per_s * 1e6
-            lines.append(
-                f"decoding  a step reads {self.decoding.hbm_bytes / 1e9:.2f} GB on each chip and receives "
-                f"{self.decoding.received_bytes / 1e9:.2f}: at least {self.decoding.step_s * 1e3:.1f} ms, at most "
-                f"{self.decoding.tokens_per_s:,.0f} tokens/s, {usd:.2f} USD per million tokens"
-            )
-        lines += [f"note      {line}" for line in self.notes]
-        return "\n".join([*lines, *(f"advice    {line}" for line in self.advice)])
+_MIN_REMOTE_SHARD = 64 * MIB
+_MAX_READING = 1 / 8  # time to read the weights in a step, as a share of the time to compute
 
 
 def print_slice_plan(config: RunConfig) -> None:
@@ -138,49 +42,17 @@ def print_slice_plan(config: RunConfig) -> None:
     model = open_model(
         config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
     )
-    plan = search(config, model, tpu_slice) if config.plan.search else plan_slice(config, model, tpu_slice)
-    print(json.dumps(asdict(plan), indent=2) if config.plan.json else plan.describe())
-
-
-def plan_slice(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
-    """Compiles the step for the slice, and plans the job. Raises ConfigError for a job that does not fit."""
     job = plan_job(config, model, tpu_slice)
-    return make_slice_plan(config, model, tpu_slice, *_compile(config, model, tpu_slice, job))
-
-
-def search(config: RunConfig, model: Model, tpu_slice: Slice) -> SlicePlan:
-    """The plan with the largest batch.rows, a power of two per chip, that fits with two steps in flight.
-
-    Compiles several times, and logs every attempt. Raises ConfigError if one row per chip does not fit.
-    """
-    num_data = tpu_slice.num_chips // config.mesh.tensor
-    plans: dict[int, SlicePlan] = {}
-
-    def fits(rows_per_chip: int) -> bool:
-        tried = replace(config, batch=replace(config.batch, rows=rows_per_chip * num_data))
-        try:
-            job = plan_job(tried, model, tpu_slice)
-            if job.memory.inflight_steps == 1 and rows_per_chip > 1:
-                log.info("%d rows per chip: two steps exceed run.max_inflight_mib", rows_per_chip)
-                return False
-            job, program = _compile(tried, model, tpu_slice, job)
-            if job.memory.inflight_steps == 1 and rows_per_chip > 1:
-                raise ConfigError(job.memory.notes[-1])
-        except ConfigError as error:
-            if rows_per_chip == 1:
-                raise
-            log.info("%d rows per chip: %s", rows_per_chip, error)
-            return False
-        plan = plans[rows_per_chip] = make_slice_plan(tried, model, tpu_slice, job, program)
-        log.info("%d rows per chip: %.2f of %.2f GiB", rows_per_chip, plan.hbm_bytes_needed / GIB, plan.hbm_bytes / GIB)
-        return True
-
-    return plans[largest_power(fits)]
+    # Before compiling, refuses a job whose weights and outputs alone are too large.
+    available = tpu_slice.chip.hbm_bytes - job.reserved_bytes
+    job = job.fitted(DeviceMemory(job.weights.device_bytes, _output_bytes(job, tpu_slice), 0, 0), available)
+    program = compile_program(model, job, config, slice_devices(tpu_slice))
+    plan = slice_plan(config, model, tpu_slice, job.fitted(program, available), program)
+    print(json.dumps(plan, indent=2) if config.plan.json else described(plan))
 
 
 def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
     """The plan of the first process. The data is not opened; it is assumed to have enough source shards."""
-    num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts)
     topology = Topology(
         devices=tpu_slice.num_chips,
         device_bytes=unreserved(tpu_slice.chip.hbm_bytes, config.run),
@@ -188,79 +60,112 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
         processes=tpu_slice.num_hosts,
     )
     encoders = tuple(encoder.spec for encoder in open_encoders(config.capture, model))
+    num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts)
     return make_plan(config, model, num_source_shards, topology, encoders=encoders)
 
 
-def _compile(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> tuple[Plan, Program]:
-    """Compiles the step, and plans the steps in flight that fit. Raises ConfigError if one does not, before compiling
-    if weights and outputs alone are too large."""
-    available = tpu_slice.chip.hbm_bytes - job.reserved_bytes
-    job = job.fitted(DeviceMemory(job.weights.device_bytes, _output_bytes(job, tpu_slice), 0, 0), available)
-    program = compile_program(model, job, config, slice_devices(tpu_slice))
-    return job.fitted(program, available), program
-
-
-def make_slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> SlicePlan:
-    """The plan of a job whose step was compiled. Pure arithmetic."""
-    options, step, memory = config.plan, job.step, job.memory
-    rows_per_chip = step.rows // job.mesh.data
+def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> dict[str, Any]:
+    """The plan of a job whose step was compiled, as JSON values. Bytes are per chip, or for hosts per host; rates count
+    valid tokens."""
+    step, memory, num_tokens = job.step, job.memory, job.streams.max_tokens
     flops = model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops
-    mfu = _mfu(config, model, tpu_slice, job, flops)
-    cost = Cost(
-        flops,
-        step.row_bytes / step.length,
-        options.fill,
-        _received_bytes(config, model, job) / (step.rows * step.length),
-        step.index_bytes,
-    )
-    limits = throughput_limits(cost, tpu_slice, mfu, _store_bytes_per_s(options, cost, job))
-    rate, num_tokens = limits.tokens_per_s, job.streams.max_tokens
-    price = tpu_slice.chip.usd_per_hour if options.usd_per_chip_hour is None else options.usd_per_chip_hour
-    shard_bytes = job.rows_per_block * step.largest_row_bytes
-    return SlicePlan(
-        family=model.family,
-        num_layers=model.num_layers,
-        num_params=num_params(model.leaves(step.forward_keys, with_head=bool(step.head_outputs))),
-        topology=tpu_slice.name,
-        num_chips=tpu_slice.num_chips,
-        num_hosts=tpu_slice.num_hosts,
-        mesh={"data": job.mesh.data, "tensor": job.mesh.tensor},
-        weights=str(job.weights.sharding),
-        rows=step.rows,
-        rows_per_chip=rows_per_chip,
-        length=step.length,
-        steps_in_flight=memory.inflight_steps,
-        weight_bytes=job.weights.device_bytes,
-        output_bytes=_output_bytes(job, tpu_slice),
-        program=program,
-        hbm_bytes=tpu_slice.chip.hbm_bytes - job.reserved_bytes,
-        hbm_bytes_needed=program.resident_bytes(memory.inflight_steps),
-        flops_per_slot=cost.flops,
-        mfu=mfu,
-        activation_bytes_per_slot=cost.activation_bytes,
-        stored_bytes_per_token=cost.stored_bytes,
-        limits=limits,
-        binding=limits.binding,
-        tokens_per_s=rate,
-        traffic=traffic(cost, tpu_slice, rate),
-        host_bytes=memory.host_bytes,
-        shard_bytes=shard_bytes,
-        objects_per_block=_objects_per_block(job),
-        slots_per_block=job.rows_per_block * step.length,
-        num_tokens=num_tokens,
-        bill=None if num_tokens is None else bill(cost, tpu_slice, num_tokens, rate, price, options.usd_per_tb_month),
-        decoding=_decoding(config, model, tpu_slice, job),
-        usd_per_chip_hour=price,
-        price_source="list price on demand" if options.usd_per_chip_hour is None else "plan.usd_per_chip_hour",
-        notes=_notes(job, program),
-        advice=tuple(advise(config, model.arch, tpu_slice, limits, mfu, shard_bytes, rows_per_chip * step.length)),
-    )
+    mfu = _expected_mfu(model, tpu_slice, job, flops) if config.plan.mfu is None else config.plan.mfu
+    received = _received_bytes(config, model, job) / (step.rows * step.length)
+    cost = Cost(flops, step.row_bytes / step.length, _FILL, received, step.index_bytes)
+    objects_per_block = _objects_per_block(job)
+    block_bytes = job.rows_per_block * step.length * cost.stored_bytes * _FILL
+    limits = throughput_limits(cost, tpu_slice, mfu, BUCKET_WRITES_PER_S * block_bytes / objects_per_block)
+    binding = min(limits, key=limits.__getitem__)
+    usd_per_hour = config.plan.usd_per_chip_hour
+    usd_per_hour = tpu_slice.chip.usd_per_hour if usd_per_hour is None else usd_per_hour
+    shard_bytes, rows_per_chip = job.rows_per_block * step.largest_row_bytes, step.rows // job.mesh.data
+    plan = {
+        "family": model.family,
+        "num_layers": model.num_layers,
+        "num_params": num_params(model.leaves(step.forward_keys, with_head=bool(step.head_outputs))),
+        "topology": tpu_slice.name,
+        "num_chips": tpu_slice.num_chips,
+        "num_hosts": tpu_slice.num_hosts,
+        "mesh": {"data": job.mesh.data, "tensor": job.mesh.tensor},
+        "weights": str(job.weights.sharding),
+        "rows": step.rows,  # per step, over all chips
+        "rows_per_chip": rows_per_chip,
+        "length": step.length,
+        "steps_in_flight": memory.inflight_steps,
+        "weight_bytes": job.weights.device_bytes,  # calculated, to compare with the compiler's report
+        "output_bytes": _output_bytes(job, tpu_slice),  # calculated, too
+        "program": asdict(program),
+        "hbm_bytes": tpu_slice.chip.hbm_bytes - job.reserved_bytes,
+        "hbm_bytes_needed": program.resident_bytes(memory.inflight_steps),
+        "flops_per_slot": cost.flops,
+        "mfu": mfu,
+        "activation_bytes_per_slot": cost.activation_bytes,
+        "stored_bytes_per_token": cost.stored_bytes,
+        "limits": limits,
+        "binding": binding,
+        "tokens_per_s": limits[binding],
+        "host_bytes": memory.host_bytes,
+        "shard_bytes": shard_bytes,  # the largest object
+        "objects_per_block": objects_per_block,
+        "slots_per_block": job.rows_per_block * step.length,
+        "usd_per_chip_hour": usd_per_hour,
+        "num_tokens": num_tokens,  # run.max_tokens
+        "hours": num_tokens and num_tokens / limits[binding] / 3600,
+        "terabytes": num_tokens and num_tokens * cost.stored_bytes / 1e12,
+        "decoding": _decoding(config, model, tpu_slice, job),  # for data=generate
+    }
+    notes = [*_notes(job, program), *_advice(config, limits, binding, shard_bytes)]
+    return plan | {"notes": [*notes, *_note_on_reading(model, tpu_slice, mfu, rows_per_chip * step.length)]}
 
 
-def _mfu(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, flops: int) -> float:
-    """plan.mfu, or what to expect if it is null. `flops` are per token slot."""
-    if config.plan.mfu is not None:
-        return config.plan.mfu
+def described(plan: Mapping[str, Any]) -> str:
+    """The plan as human-readable text."""
+    program, num_chips, rate = plan["program"], plan["num_chips"], plan["tokens_per_s"]
+    collectives = ", ".join(f"{count} {name}" for name, count in sorted(program["collectives"].items())) or "none"
+    rates = ", ".join(f"{name.replace('_', ' ')} {limit:,.0f}" for name, limit in plan["limits"].items())
+    axes = ", ".join(f"{name} {size}" for name, size in plan["mesh"].items())
+    gib = {name: f"{program[f'{name}_bytes'] / GIB:.2f}" for name in ("argument", "output", "temporary", "peak")}
+    usd_per_hour = num_chips * plan["usd_per_chip_hour"]
+    lines = [
+        f"model     {plan['family']}, {plan['num_layers']} layers; the capture needs {plan['num_params']:,} parameters",
+        f"weights   {plan['weights']}: {plan['weight_bytes'] / GIB:.2f} GiB on each chip",
+        f"slice     {plan['topology']}: {counted(num_chips, 'chip')}, {counted(plan['num_hosts'], 'host')}; "
+        f"mesh {axes}",
+        f"step      {counted(plan['rows'], 'row')} of {plan['length']} tokens, {plan['rows_per_chip']} per chip; "
+        f"{plan['steps_in_flight']} in flight",
+        f"memory    of {plan['hbm_bytes'] / GIB:.2f} GiB per chip: arguments {gib['argument']}, outputs "
+        f"{gib['output']}, temporaries {gib['temporary']}, peak {gib['peak']}; "
+        f"{plan['hbm_bytes_needed'] / GIB:.2f} with all steps in flight",
+        f"program   attention {program['attention']}; collectives: {collectives}; compiled in "
+        f"{program['compile_s']:.0f} s",
+        f"token     {plan['flops_per_slot']:,} FLOPs and {plan['activation_bytes_per_slot']:,.10g} bytes per slot; "
+        f"{plan['stored_bytes_per_token']:,.0f} bytes stored per valid token",
+        f"limits    tokens/s, computing at {plan['mfu']:.0%} of the peak: {rates}",
+        f"bound by  {plan['binding'].replace('_', ' ')}: {rate:,.0f} tokens/s",
+        f"hosts     up to {plan['host_bytes'] / GIB:.1f} GiB of activations on each",
+        f"store     shards of {plan['shard_bytes'] / MIB:.1f} MiB, {plan['objects_per_block']} objects per block of "
+        f"{plan['slots_per_block']:,} slots",
+    ]
+    if plan["num_tokens"] is not None:
+        hours, terabytes = plan["hours"], plan["terabytes"]
+        lines += [
+            f"job       {plan['num_tokens']:,} tokens: {hours:,.2f} hours, {shown_bytes(terabytes * 1e12)}",
+            f"price     {counted(num_chips, 'chip')} x {hours:,.2f} hours x {plan['usd_per_chip_hour']:,.2f} USD = "
+            f"{hours * usd_per_hour:,.0f} USD; start-up, compilation and preemptions come on top; storage "
+            f"{terabytes * _USD_PER_TB_MONTH:,.0f} USD per month",
+        ]
+    if (decoding := plan["decoding"]) is not None:
+        usd = usd_per_hour / 3600 / decoding["tokens_per_s"] * 1e6
+        lines.append(
+            f"decoding  a step reads {decoding['hbm_bytes'] / 1e9:.2f} GB on each chip and receives "
+            f"{decoding['received_bytes'] / 1e9:.2f}: at least {decoding['step_s'] * 1e3:.1f} ms, at most "
+            f"{decoding['tokens_per_s']:,.0f} tokens/s, {usd:.2f} USD per million tokens"
+        )
+    return "\n".join([*lines, *(f"note      {line}" for line in plan["notes"])])
+
+
+def _expected_mfu(model: Model, tpu_slice: Slice, job: Plan, flops: int) -> float:
+    """`flops` are per token slot."""
     step, window = job.step, None if model.arch.local is None else model.arch.local.window
     without_attention = model.flops_per_token(step.forward_keys, step.length, step.head_share, {None: 0, window: 0})
     return forward_mfu(tpu_slice.chip, model.arch, flops, flops - step.encoder_flops - without_attention)
@@ -275,18 +180,21 @@ def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     return received_bytes(weights, job.weights.sharding, mesh.data, mesh.tensor, summed)
 
 
-def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> Decoding | None:
+def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> dict[str, float] | None:
+    """What a decoding step reads and receives, and how long it takes at least."""
     generation, dtype = job.generation, str(config.model.dtype)
     if generation is None:
         return None
     weights = model.generation.weight_bytes(dtype, config.model.has_int8_weights)
     data = tpu_slice.num_chips // generation.tensor
-    summed = _summed_bytes(config, model, model.num_layers, generation.rows // data)
+    summed = _summed_bytes(config, model, model.num_layers, generation.spec.rows // data)
     received = received_bytes(weights, generation.weights.sharding, data, generation.tensor, summed)
     read = weights.on_device(generation.tensor) + generation.cache_bytes
     if model.head.tensor is not None:  # a step reads only a few rows of the embedding
         read -= replace(weights, leaves=weights.leaves["embed"]).on_device(generation.tensor)
-    return decoding(generation.rows, read, received, tpu_slice)
+    step_s = decoding_step_s(read, received, tpu_slice)
+    rate = generation.spec.rows / step_s
+    return {"hbm_bytes": read, "received_bytes": received, "step_s": step_s, "tokens_per_s": rate}
 
 
 def _summed_bytes(config: RunConfig, model: Model, num_layers: int, num_tokens: int) -> int:
@@ -308,23 +216,53 @@ def _objects_per_block(job: Plan) -> int:
     return arrays + job.step.statistics + _RECORDS_PER_BLOCK
 
 
-def _store_bytes_per_s(options: PlanConfig, cost: Cost, job: Plan) -> float:
-    """The store's bandwidth: as configured, else as allowed by a bucket's initial rate of writes."""
-    if options.store_gb_per_s:
-        return options.store_gb_per_s * 1e9
-    block_bytes = job.rows_per_block * job.step.length * cost.stored_bytes * cost.fill
-    return BUCKET_WRITES_PER_S * block_bytes / _objects_per_block(job)
-
-
-def _notes(job: Plan, program: Program) -> tuple[str, ...]:
-    notes = job.notes
+def _notes(job: Plan, program: Program) -> Iterator[str]:
+    yield from job.notes
     if job.generation:
-        notes += (job.generation.describe(), "hours, USD and tokens/s do not include generation; see decoding")
+        yield job.generation.describe()
+        yield "hours, USD and tokens/s do not include generation; see decoding"
     if program.attention_note:
-        notes += (program.attention_note,)
+        yield program.attention_note
     if program.computed_twice:
-        notes += (
-            f"the compiler recomputes {program.computed_twice} results to save memory; lower batch.rows or "
-            f"batch.length",
+        yield (
+            f"the compiler recomputes {program.computed_twice} results to save memory; lower batch.rows or batch.length"
         )
-    return notes
+
+
+def _advice(config: RunConfig, limits: Mapping[str, float], binding: str, shard_bytes: int) -> Iterator[str]:
+    """A sentence for each setting that should be changed."""
+    is_of_shard_mib = 2 * shard_bytes > config.store.shard_mib * MIB  # and not smaller for a small run.max_tokens
+    if "://" in config.store.path and shard_bytes < _MIN_REMOTE_SHARD and is_of_shard_mib:
+        yield (
+            f"store shards of {shard_bytes / MIB:.0f} MiB are small for object storage; raise store.shard_mib to "
+            f"{_MIN_REMOTE_SHARD // MIB}-512"
+        )
+    if binding == "interconnect":
+        yield (
+            f"exchanging weights or activations between chips takes {limits['compute'] / limits[binding]:.1f} times as "
+            f"long as computing; raise batch.rows if weights are gathered (fsdp), lower mesh.tensor if it is more than "
+            f"1, or use larger chips"
+        )
+    elif binding != "compute":
+        item_bytes = ITEM_BYTES[config.capture.dtype]
+        share = (1 + ITEM_BYTES["float32"] / 64) / item_bytes
+        int8 = f", or set capture.dtype=int8 capture.scale_group=64 for about {share:.0%} of the bytes"
+        yield (
+            f"{binding.replace('_', ' ')} limits this job to {limits[binding] / limits['compute']:.0%} of what the "
+            f"chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or use fewer chips"
+            f"{int8 if item_bytes > 1 and not config.capture.encode else ''}"
+        )
+
+
+def _note_on_reading(model: Model, tpu_slice: Slice, mfu: float, tokens_per_chip: int) -> Iterator[str]:
+    """A sentence if a step has so few tokens that reading the weights takes a part of its time."""
+    critical_tokens, experts = tpu_slice.chip.critical_tokens, model.arch.experts
+    if experts is not None:  # an expert's weights are read for its own tokens only
+        critical_tokens *= experts.num_experts / experts.per_token
+    reading = critical_tokens / tokens_per_chip * mfu  # as a share of the time to compute
+    if reading > _MAX_READING:
+        yield (
+            f"with {tokens_per_chip} tokens per chip and step, reading the weights takes {reading:.0%} of the time to "
+            f"compute at {mfu:.0%} of the peak (plan.mfu), which may therefore be too high; raise batch.rows to reach "
+            f"at least about {critical_tokens * mfu / _MAX_READING:.0f} tokens"
+        )

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import StoreRoot
@@ -47,9 +48,6 @@ class Scope:
     def is_everything(self) -> bool:
         return self.world == 1 and self.sample == 1 and self.level is Level.checksums
 
-    def streams(self, num_streams: int) -> range:
-        return range(self.rank, num_streams, self.world)
-
     def has_stream(self, stream: int) -> bool:
         return stream % self.world == self.rank
 
@@ -59,12 +57,32 @@ class Scope:
         digest = hashlib.sha256(f"{self.seed}/{stream}/{block}".encode()).digest()
         return int.from_bytes(digest[:_HASH_BYTES]) < self.sample * 256**_HASH_BYTES
 
+    def notes(self, num_streams: int) -> list[str]:
+        """A sentence about each thing that is not checked."""
+        notes = []
+        if self.world > 1:
+            num_checked = len(range(self.rank, num_streams, self.world))
+            rank_0 = "" if self.is_first else "; rank 0 also checks the arrays and what is merged over all streams"
+            notes.append(
+                f"rank {self.rank} of {self.world} checks {num_checked} of {num_streams} streams{rank_0}. The store is "
+                "sound if no rank finds a problem"
+            )
+        if self.level is Level.records:
+            notes.append("verify.level=records: arrays and blocks' objects are not checked")
+        elif self.level is Level.objects:
+            notes.append("verify.level=objects: blocks' objects are not read")
+        elif self.sample < 1:
+            notes.append(
+                f"verify.sample={self.sample:g}: outside the sample, only blocks' records and the existence of their "
+                "objects are checked"
+            )
+        return notes
+
 
 EVERYTHING = Scope()
 
 
-@dataclass(frozen=True)
-class OpenStore:
+class OpenStore(NamedTuple):
     """A store whose root can be read, and the layout that the root determines."""
 
     storage: Storage

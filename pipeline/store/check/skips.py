@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from pipeline.core.counts import counted
+from pipeline.core.messages import counted
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import read_commit_records
 from pipeline.store.io.storage import Storage

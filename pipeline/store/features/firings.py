@@ -3,8 +3,9 @@
 Shapes: n firings, F features of the SAE.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Float64, Int64
@@ -66,49 +67,43 @@ class FeatureStatistics:
         return cls(tokens, fired, mean, statistics.maximum, l0, explained, cosine)
 
 
-@dataclass(frozen=True)
-class FeatureIndexes:
-    """The indexes by feature of an SAE.
+def read_firings(
+    storage: Storage,
+    layout: StoreLayout,
+    sae: Mapping[str, Any],
+    blocks: Sequence[Block],
+    feature: int,
+    top: int | None = None,
+) -> Firings:
+    """All firings of a feature of an SAE in these blocks, or the `top` strongest.
 
-    features: the prefix of its arrays' names. width: F. blocks: the store's blocks, in row order.
+    Costs two small reads per block; with `top`, one per block and a second one for at most `top` blocks. Raises
+    StoreError.
     """
+    value_type = np.dtype(sae["dtype"])
+    keys = [index_key(sae["features"], block.stream, block.block) for block in blocks]
 
-    storage: Storage
-    features: str
-    width: int
-    layout: StoreLayout
-    blocks: Sequence[Block]
+    def read(numbers: Sequence[int], ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+        contents = storage.read_many([keys[n] for n in numbers], ranges)
+        for n, content in zip(numbers, contents, strict=True):
+            if content is None:
+                raise StoreInvalid(f"{storage.path}/{keys[n]} is missing. {DAMAGE_REMEDY}")
+            yield n, content
 
-    def read(self, feature: int, top: int | None = None) -> Firings:
-        """All firings of a feature, or the `top` strongest. Costs two small reads per block; with `top`, one per block
-        and a second one for at most `top` blocks. Raises StoreError."""
-        [value_type] = (np.dtype(spec.dtype) for spec in self.layout.outputs if spec.name == f"{self.features}.value")
-        keys = [index_key(self.features, block.stream, block.block) for block in self.blocks]
-        contents = _read(self.storage, keys, [entry_range(feature)] * len(keys))
-        entries = [decode_entry(content, feature, key) for key, content in zip(keys, contents, strict=True)]
-        fires = [n for n, entry in enumerate(entries) if entry["count"]]
-        if top is not None:  # the strongest firings are in the `top` blocks with the largest maxima
-            fires = sorted(sorted(fires, key=lambda n: -entries[n]["maximum"])[:top])
-        ranges = [firings_range(entries[n], self.width, value_type) for n in fires]
-        contents = _read(self.storage, [keys[n] for n in fires], ranges)
-        rows, slots, values = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.float32)]
-        for n, content in zip(fires, contents, strict=True):
-            block = self.blocks[n]
-            block_firings = decode_firings(content, entries[n], value_type, keys[n])
-            row, slot = np.divmod(block_firings.slots.astype(np.int64), self.layout.slots)
-            rows.append(self.layout.first_row(block.stream, block.block) + row)
-            slots.append(slot)
-            values.append(block_firings.values)
-        firings = Firings(*map(np.concatenate, (rows, slots, values)))
-        if top is None:
-            return firings
-        order = np.argsort(-firings.values, kind="stable")[:top]
-        return Firings(firings.rows[order], firings.slots[order], firings.values[order])
-
-
-def _read(storage: Storage, keys: list[str], ranges: list[tuple[int, int]]) -> Iterator[bytes]:
-    """Reads a range of bytes from each object. Raises StoreInvalid if one is missing."""
-    for key, content in zip(keys, storage.read_many(keys, ranges), strict=True):
-        if content is None:
-            raise StoreInvalid(f"{storage.path}/{key} is missing. {DAMAGE_REMEDY}")
-        yield content
+    headers = read(range(len(keys)), [entry_range(feature)] * len(keys))
+    entries = [decode_entry(content, feature, keys[n]) for n, content in headers]
+    fires = [n for n, entry in enumerate(entries) if entry["count"]]
+    if top is not None:  # the strongest firings are in the `top` blocks with the largest maxima
+        fires = sorted(sorted(fires, key=lambda n: -entries[n]["maximum"])[:top])
+    rows, slots, values = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.float32)]
+    for n, content in read(fires, [firings_range(entries[n], sae["width"], value_type) for n in fires]):
+        block_slots, block_values = decode_firings(content, entries[n], value_type, keys[n])
+        row, slot = np.divmod(block_slots.astype(np.int64), layout.slots)
+        rows.append(layout.first_row(blocks[n].stream, blocks[n].block) + row)
+        slots.append(slot)
+        values.append(block_values)
+    firings = Firings(*map(np.concatenate, (rows, slots, values)))
+    if top is None:
+        return firings
+    order = np.argsort(-firings.values, kind="stable")[:top]
+    return Firings(firings.rows[order], firings.slots[order], firings.values[order])

@@ -8,7 +8,6 @@ Shapes: R rows per block, S slots per row, k features stored per token, F featur
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from crc32c import crc32c
@@ -29,13 +28,6 @@ ENTRY = np.dtype(
     ]
 )
 _CHECKED = ENTRY.itemsize - 4  # bytes
-
-
-class BlockFirings(NamedTuple):
-    """The firings of one feature in a block. slots: row * S + slot, ascending."""
-
-    slots: UInt32[np.ndarray, " n"]
-    values: Float32[np.ndarray, " n"]
 
 
 @dataclass(frozen=True)
@@ -127,12 +119,15 @@ def firings_range(entry: np.void, width: int, value_type: np.dtype) -> tuple[int
     return first, first + int(entry["count"]) * size
 
 
-def decode_firings(content: bytes, entry: np.void, value_type: np.dtype, key: str) -> BlockFirings:
-    """A feature's firings. Raises StoreInvalid if they are damaged."""
+def decode_firings(
+    content: bytes, entry: np.void, value_type: np.dtype, key: str
+) -> tuple[UInt32[np.ndarray, " n"], Float32[np.ndarray, " n"]]:
+    """A feature's firings: row * S + slot of each, ascending, and its value. Raises StoreInvalid if they are
+    damaged."""
     if crc32c(content) != entry["firings_crc32c"]:
         raise StoreInvalid(f"{key} does not match its own checksums. {DAMAGE_REMEDY}")
     firings = np.frombuffer(content, firing_type(value_type))
-    return BlockFirings(firings["slot"], firings["value"].view(value_type).astype(np.float32))
+    return firings["slot"], firings["value"].view(value_type).astype(np.float32)
 
 
 def check_index(content: bytes | None, width: int, value_type: np.dtype, key: str) -> None:

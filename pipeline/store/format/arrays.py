@@ -1,13 +1,14 @@
 """The Zarr arrays of a store: their metadata, which follows from the root, and TensorStore arrays for users."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import tensorstore as ts
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.core.sites import ActivationKey
+from pipeline.store.format.keys import index_prefix, parse_key
 from pipeline.store.format.layout import (
     MAX_ROWS,
     SELECTED,
@@ -26,7 +27,6 @@ from pipeline.store.io.storage import Storage
 _MAX_CHUNK_BYTES = 1 << 28
 _MAX_SHARD_BYTES = 1 << 38
 
-_ATTEMPTS = 100  # to change the metadata of an array that other processes are changing
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
 _COMPRESSION = {"none": [], "zstd": [{"name": "zstd", "configuration": {"level": 1}}]}
@@ -60,6 +60,18 @@ def layout_of(root: StoreRoot) -> StoreLayout:
                 f"expected at most {_MAX_SHARD_BYTES} bytes in chunks of at most {_MAX_CHUNK_BYTES}. {DAMAGE_REMEDY}"
             )
     return layout
+
+
+def array_folders(root: StoreRoot) -> frozenset[str]:
+    """The folders of a store's arrays and indexes by feature. Raises StoreInvalid, as `layout_of`."""
+    indexes = (index_prefix(features).rstrip("/") for features in root.metadata.indexed_features)
+    return frozenset((*(spec.name for spec in layout_of(root).all_arrays), *indexes))
+
+
+def is_own_key(key: str, folders: Collection[str]) -> bool:
+    """Whether an object of the store with these `array_folders`, or a temporary file for it, may have this key."""
+    parsed = parse_key(key)
+    return parsed is not None and (parsed.folder is None or parsed.folder in folders)
 
 
 def array_key(name: str) -> str:
@@ -121,27 +133,12 @@ def grow_rows(storage: Storage, layout: StoreLayout, rows: int) -> None:
     """Sets the arrays' number of rows in their zarr.json, unless they have as many. Raises StoreInvalid for damage, and
     StoreError. Safe while other processes do the same."""
     for spec in layout.all_arrays:
-        for _ in range(_ATTEMPTS):
-            if _grow(storage, layout, spec, rows):
-                break
-        else:
-            raise StoreError(
-                f"{storage.url(array_key(spec.name))} could not be changed: other processes changed it first, "
-                f"{_ATTEMPTS} times in a row. Run the same command again."
-            )
 
+        def grown(content: bytes | None, spec: ArraySpec = spec) -> tuple[None, bytes | None]:
+            has_rows = parse_rows(content, layout, spec, storage.url(array_key(spec.name))) >= rows
+            return None, None if has_rows else encode_metadata(layout, spec, rows)
 
-def _grow(storage: Storage, layout: StoreLayout, spec: ArraySpec, rows: int) -> bool:
-    key = array_key(spec.name)
-
-    def read() -> tuple[int, bytes]:
-        [(content, generation)] = storage.read_with_generations([key])
-        return parse_rows(content, layout, spec, storage.url(key)), generation
-
-    stored_rows, generation = storage.retry_read(read)
-    if stored_rows >= rows:
-        return True
-    return storage.write_if_unchanged(key, encode_metadata(layout, spec, rows), generation) is not None
+        storage.update(array_key(spec.name), grown)
 
 
 class LazyArrays(Mapping[str, ts.TensorStore]):

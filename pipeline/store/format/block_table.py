@@ -5,7 +5,6 @@ records: the record of block b repeats the counts of the `num_recent(b)` blocks 
 counts of n blocks are read from about log2(n) records, and one more per 1,024 blocks.
 """
 
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
@@ -13,13 +12,13 @@ from typing import NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jaxtyping import Bool, Int64
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord, list_blocks, num_recent, read_commit_records
 from pipeline.store.format.layout import StoreLayout
-from pipeline.store.io.parquet import decode_parquet
+from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.parquet import decode_table_of, encode_table, require_schema
 from pipeline.store.io.storage import Storage
 
 _STREAMS_AT_ONCE = 32
@@ -129,29 +128,26 @@ class BlockTable(Sequence[Block]):
 
     def encode(self) -> bytes:
         """The table as parquet."""
-        sink = io.BytesIO()
-        table = pa.table([self.values[name] for name in DTYPE.names], schema=_SCHEMA)
-        pq.write_table(table, sink, compression="zstd")
-        return sink.getvalue()
+        return encode_table(pa.table([self.values[name] for name in DTYPE.names], schema=_SCHEMA))
 
     @classmethod
-    def decode(cls, content: bytes, num_streams: int) -> "BlockTable":
-        """The inverse of `encode`, for a table in row order. Raises ValueError or pyarrow's errors if it is not one of
-        `num_streams` streams' first blocks."""
-        table = decode_parquet(content, _MAX_BLOCKS)
-        if table.schema.remove_metadata() != _SCHEMA or any(column.null_count for column in table.columns):
-            raise ValueError(f"its columns are {table.schema.names}, expected {_SCHEMA.names}, without nulls")
+    def decode(cls, content: bytes | None, subject: str, sha256: str, num_streams: int) -> "BlockTable":
+        """The inverse of `encode`, for a table in row order. Raises StoreInvalid if it is not one of `num_streams`
+        streams' first blocks. sha256: of the content, from the root."""
+        table = decode_table_of(content, subject, sha256, "the root", _MAX_BLOCKS)
+        require_schema(table, _SCHEMA, subject)
         values = np.empty(table.num_rows, DTYPE)
         for name in DTYPE.names:
             values[name] = table[name].to_numpy()
         blocks = cls(values)
-        if (values["stream"] >= num_streams).any():
-            raise ValueError(f"it has blocks of stream {values['stream'].max()}, but the store has {num_streams}")
-        streams = split_streams(blocks, num_streams)
-        if not all(np.array_equal(part.values["block"], np.arange(len(part))) for part in streams):
-            raise ValueError("it lacks a stream's blocks, or has some twice")
-        if not np.array_equal(blocks.in_row_order(num_streams).values, values):
-            raise ValueError("its blocks are not in the order of their rows")
+        is_known = not (values["stream"] >= num_streams).any()
+        streams = split_streams(blocks, num_streams) if is_known else []
+        is_whole = all(np.array_equal(part.values["block"], np.arange(len(part))) for part in streams)
+        if not (is_known and is_whole and np.array_equal(blocks.in_row_order(num_streams).values, values)):
+            raise StoreInvalid(
+                f"{subject} is not a table of the first blocks of {num_streams} streams, in the order of their rows. "
+                f"{DAMAGE_REMEDY}"
+            )
         return blocks
 
 

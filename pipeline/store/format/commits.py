@@ -6,32 +6,51 @@ read for the counts of a whole stream; see `block_table.py`.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.keys import block_key, stream_prefix
+from pipeline.store.format.keys import Kind, block_key, parse_key, stream_prefix
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.failures import VERIFY_REMEDY
-from pipeline.store.io.parsing import parse_store_json
+from pipeline.store.io.parsing import Each, Of, Range, mismatch, parse_store_json
 from pipeline.store.io.storage import Storage
 
 COMMITS_PREFIX = "_commits/"
-_KEY = re.compile(r"_commits/stream-(\d{5,})/block-(\d{6,})\.json")
 _KEYS_IN_ORDER = 900_000  # from this block on, all keys are listed: those with seven digits sort before those with six
-_COUNTS = ("version", "stream", "block", "rows", "tokens", "documents")
-_MAX_COUNT, _MAX_CURSOR = 1 << 32, 1 << 63
-_CURSOR = {"shard", "document", "token", "ordinal"}
-_MAX_RECENT = 1023  # blocks whose counts a record repeats
 NUM_COUNTS = 8  # of a block in `recent`
+_MAX_RECENT = 1023  # blocks whose counts a record repeats
+_MAX_COUNT = 1 << 63
 
 
-def _is_skip(entry: Mapping[str, Any]) -> bool:
-    texts, numbers = (entry["source"], entry["reason"]), (entry["index"], entry.get("rows") or 0)
-    return all(type(text) is str for text in texts) and all(type(number) is int for number in numbers)
+def _are_counts(value: Any) -> bool:
+    """Whether this is a list of blocks' counts. Faster than a schema, for up to 1,023 blocks."""
+    return isinstance(value, list) and all(
+        isinstance(counts, list)
+        and len(counts) == NUM_COUNTS
+        and all(type(count) is int and 0 <= count < _MAX_COUNT for count in counts)
+        for counts in value
+    )
+
+
+_COUNT, _LARGE_COUNT = Range(0, (1 << 32) - 1), Range(0, _MAX_COUNT - 1)
+_CURSOR = dict.fromkeys(("shard", "document", "token", "ordinal"), _LARGE_COUNT)
+_RECORD = {
+    **dict.fromkeys(("version", "stream", "block", "rows", "tokens", "documents", "selected?"), _COUNT),
+    "tokens_cut": _LARGE_COUNT,
+    "skipped": [{"source": str, "index": int, "reason": str, "rows?": (None, int)}],
+    "start": _CURSOR,
+    "next": _CURSOR,
+    "exhausted": bool,
+    "documents_sha256": str,
+    "statistics_sha256": str,
+    "digests": Each(str),
+    "recent": Of(_are_counts, f"lists of {NUM_COUNTS} counts"),  # see `block_table.counts_of`
+    "written_by": str,
+    "sha256": str,
+}
 
 
 def num_recent(block: int) -> int:
@@ -97,43 +116,26 @@ class CommitRecord:
         return (json.dumps(content | {"sha256": json_digest(content)}, ensure_ascii=False) + "\n").encode()
 
     def _content(self) -> dict[str, Any]:
-        content = {"version": self.version, **{f.name: getattr(self, f.name) for f in fields(self)}}
-        content["skipped"] = [dict(entry) for entry in self.skipped]
-        content["start"], content["next"] = dict(self.start), dict(self.next)
-        content["recent"] = [list(counts) for counts in self.recent]
+        content = {"version": self.version, **asdict(self)}
         if self.selected is None:
             del content["selected"]
         return content
-
-    def _has_right_types(self) -> bool:
-        counts = [getattr(self, name) for name in _COUNTS] + ([] if self.selected is None else [self.selected])
-        cursors = [value for cursor in (self.start, self.next) for value in cursor.values()]
-        texts = [self.documents_sha256, self.statistics_sha256, self.written_by, *self.digests.values()]
-        large = (*cursors, self.tokens_cut, *(count for counts in self.recent for count in counts))
-        return (
-            all(type(count) is int and 0 <= count < _MAX_COUNT for count in counts)
-            and all(type(value) is int and 0 <= value < _MAX_CURSOR for value in large)
-            and type(self.exhausted) is bool
-            and all(type(text) is str for text in texts)
-            and _CURSOR == set(self.start) == set(self.next)
-            and all(map(_is_skip, self.skipped))
-            and len(self.recent) == num_recent(self.block)
-            and all(len(counts) == NUM_COUNTS for counts in self.recent)
-        )
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
         """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of a different version."""
         content = parse_store_json(text, subject, VERIFY_REMEDY)
-        try:
-            digest = content.pop("sha256")
-            tuples = {"skipped": tuple(content["skipped"]), "recent": tuple(map(tuple, content["recent"]))}
-            record = cls(**{**content, **tuples})
-            is_whole = content.keys() | {"selected"} == {f.name for f in fields(cls)} and record._has_right_types()
-        except (KeyError, TypeError, AttributeError) as error:
-            raise StoreInvalid(f"{subject} is not a commit record ({error}). {VERIFY_REMEDY}") from error
-        if not is_whole or digest != json_digest(content):
+        what = mismatch(content, _RECORD)
+        if what is None and len(content) != len(fields(cls)) + ("selected" in content):
+            what = f"it has the keys {', '.join(content)}"
+        if what is None and len(content["recent"]) != num_recent(content["block"]):
+            what = "'recent' does not have the counts of earlier blocks"
+        if what is not None:
+            raise StoreInvalid(f"{subject} is not a commit record: {what}. {VERIFY_REMEDY}")
+        digest = content.pop("sha256")
+        if digest != json_digest(content):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {VERIFY_REMEDY}")
+        record = cls(**content | {"skipped": tuple(content["skipped"]), "recent": tuple(map(tuple, content["recent"]))})
         if record.version != 1:
             raise StoreInvalid(
                 f"{subject} has version {record.version}, expected 1. Use a newer version of this program."
@@ -148,8 +150,9 @@ def commit_key(stream: int, block: int) -> str:
 
 def parse_commit_key(key: str) -> tuple[int, int] | None:
     """The (stream, block) of a commit record's key; None for any other key."""
-    match = _KEY.fullmatch(key)
-    return (int(match[1]), int(match[2])) if match else None
+    parsed = parse_key(key)
+    is_record = parsed is not None and parsed.kind is Kind.record and key.endswith(".json")  # no temporary file
+    return (parsed.stream, parsed.number) if is_record else None
 
 
 def list_blocks(storage: Storage, stream: int, first: int = 0) -> range:
@@ -178,17 +181,11 @@ def read_commit_records(storage: Storage, blocks: Iterable[tuple[int, int]]) -> 
 
 
 def require_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord:
-    """Parses the record of a committed block. Raises StoreInvalid if it is missing (`text` is None) or damaged."""
-    record = parse_record(storage, key, text)
-    if record is None:
+    """Parses the record of a committed block. Raises StoreInvalid if it is missing (`text` is None), damaged, or that
+    of another block."""
+    if text is None:
         raise StoreInvalid(f"{storage.path}/{key} is missing, although the block is committed. {VERIFY_REMEDY}")
-    return record
-
-
-def parse_record(storage: Storage, key: str, text: bytes | None) -> CommitRecord | None:
-    """Parses the record at this key; None if `text` is None. Raises StoreInvalid if it is damaged or belongs to a
-    different key."""
-    record = None if text is None else CommitRecord.from_json(text, f"{storage.path}/{key}")
-    if record is not None and record.key != key:
+    record = CommitRecord.from_json(text, f"{storage.path}/{key}")
+    if record.key != key:
         raise StoreInvalid(f"{storage.path}/{key} is the record of block {record.block} of stream {record.stream}.")
     return record

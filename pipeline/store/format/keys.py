@@ -1,39 +1,79 @@
-"""The keys of a store's objects. Objects with other keys at the same address are neither deleted nor read."""
+"""The kinds of a store's objects, and their keys. Objects with other keys at the same address are neither deleted nor
+read."""
 
 import re
-from collections.abc import Collection, Iterable
+from enum import Enum
+from typing import NamedTuple
 
 from pipeline.core.sites import ActivationKey
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
-from pipeline.store.format.scaled import scale_name
-from pipeline.store.io.storage import LOCK_SUFFIX
-
-_TEMPORARY = rf"((\.[0-9a-f]{{8}})?{re.escape(LOCK_SUFFIX)})"  # ends the names of a killed process's temporary files
-
-_INDEX_FOLDER = "_features"  # the indexes by feature
+from pipeline.store.io.local_files import LOCK_SUFFIX
 
 MANIFEST_KEY = "_data/manifest.json"  # the input files; written again where it is missing
 
 MAX_ENCODER_NAME = 100
 ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # an SAE's name, as it occurs in the names of its arrays
 
+_BLOCK = r"stream-(?P<stream>\d{5,12})/block-(?P<number>\d{6,12})"
+_GROUP = r"stream-(?P<stream>\d{5,12})/group-(?P<number>\d{6,12})"
 _RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
-_WORKER_KEYS = (
-    r"_leases/stream-\d{5,}\.json",
-    r"_probe/[^/]+-\d+-[0-9a-f]{8}",
-    rf"_metrics/{_RUN}(\.jsonl|-generate\.json)",
-    re.escape(MANIFEST_KEY),
-)
-_FIXED = (
-    *_WORKER_KEYS,
-    r"zarr\.json",
-    r"_commits/stream-\d{5,}/block-\d{6,}\.json",
-    r"(_documents|_statistics)/stream-\d{5,}/block-\d{6,}\.parquet",
-    r"_generated/stream-\d{5,}/group-\d{6,}\.parquet",
-    r"_summary/(blocks|statistics|ids)-[0-9a-f]{16}\.parquet",
-)
-_FOLDERS_OF_STREAMS = ("_commits", "_documents", "_statistics", "_generated")  # with a folder for each stream
-_FLAT_FOLDERS = ("_summary", "_leases", "_probe", "_metrics", "_data")
+_TEMPORARY = re.compile(rf"(\.[0-9a-f]{{8}})?{re.escape(LOCK_SUFFIX)}$")  # ends the names of a killed process's files
+
+
+class Kind(Enum):
+    """A kind of objects. The value is a regular expression of their keys: `folder` is that of an array or of an index
+    by feature, `number` that of a block or a group, or of a store shard (block * num_streams + stream)."""
+
+    shard = r"(?P<folder>[^/]+)/c\.(?P<number>\d{1,18})\.0(\.0)?"
+    documents = rf"_documents/{_BLOCK}\.parquet"
+    statistics = rf"_statistics/{_BLOCK}\.parquet"
+    feature_index = rf"(?P<folder>_features/[^/]+)/{_BLOCK}\.csc"
+    record = rf"_commits/{_BLOCK}\.json"
+    array = r"(?P<folder>[^/]+)/zarr\.json"
+    root = r"zarr\.json"
+    summary = r"_summary/(blocks|statistics|ids)-[0-9a-f]{16}\.parquet"
+    group = rf"_generated/{_GROUP}\.parquet"
+    lease = r"_leases/stream-\d{5,}\.json"
+    probe = r"_probe/[^/]+-\d+-[0-9a-f]{8}"
+    metrics = rf"_metrics/{_RUN}(\.jsonl|-generate\.json)"
+    manifest = re.escape(MANIFEST_KEY)
+
+    @property
+    def is_of_workers(self) -> bool:
+        """Whether workers write such objects in addition to the store's content, perhaps even after the store was
+        deleted."""
+        return self in (Kind.lease, Kind.probe, Kind.metrics, Kind.manifest)
+
+
+_PATTERNS = {kind: re.compile(kind.value, re.ASCII) for kind in Kind}
+_FOLDERS = ("_commits", "_documents", "_statistics", "_features", "_summary", "_generated")
+FOLDERS = (*_FOLDERS, "_leases", "_probe", "_metrics", "_data")
+"""The folders of a store besides its arrays; that of the commit records comes first."""
+
+
+class StoreKey(NamedTuple):
+    """What a key says about its object; see `Kind`."""
+
+    kind: Kind
+    folder: str | None
+    stream: int | None
+    number: int | None
+
+
+def parse_key(key: str) -> StoreKey | None:
+    """The object that a store may have at this key, or at the key of a temporary file for it; None if there is none."""
+    key = _TEMPORARY.sub("", key)
+    for kind, pattern in _PATTERNS.items():
+        if match := pattern.fullmatch(key):
+            groups = match.groupdict()
+            stream, number = (groups.get(name) and int(groups[name]) for name in ("stream", "number"))
+            return StoreKey(kind, groups.get("folder"), stream, number)
+    return None
+
+
+def is_worker_key(key: str) -> bool:
+    """Whether workers write this key, or a temporary file for it; see `Kind`."""
+    parsed = parse_key(key)
+    return parsed is not None and parsed.kind.is_of_workers
 
 
 def stream_prefix(prefix: str, stream: int) -> str:
@@ -44,12 +84,6 @@ def stream_prefix(prefix: str, stream: int) -> str:
 def block_key(prefix: str, stream: int, block: int, suffix: str) -> str:
     """The key of one of a block's own objects, relative to the store."""
     return f"{stream_prefix(prefix, stream)}block-{block:06d}{suffix}"
-
-
-def is_worker_key(key: str) -> bool:
-    """Whether workers write this key, or a temporary file for it, in addition to the store's content, perhaps even
-    after the store was deleted."""
-    return re.fullmatch(f"({'|'.join(_WORKER_KEYS)}){_TEMPORARY}?", key, re.ASCII) is not None
 
 
 def is_activation_name(name: object) -> bool:
@@ -66,11 +100,6 @@ def features_name(array: str, encoder: str = "") -> str:
     return ".".join(["features", array, *([encoder] if encoder else [])])
 
 
-def is_features_name(name: object) -> bool:
-    """Whether this is a valid prefix of the names of an SAE's arrays."""
-    return isinstance(name, str) and is_activation_name(encoded_array(name))
-
-
 def encoded_array(features: str) -> str | None:
     """The activation array that an SAE encodes, from a result of `features_name`. None for other names."""
     match = re.fullmatch(rf"features\.(blocks\.\d+\.\w+|\w+)(\.{ENCODER_NAME})?", features, re.ASCII)
@@ -79,48 +108,4 @@ def encoded_array(features: str) -> str | None:
 
 def index_prefix(features: str) -> str:
     """The prefix of the keys of an SAE's indexes by feature. `features`: a result of `features_name`."""
-    return f"{_INDEX_FOLDER}/{features.removeprefix('features.')}/"
-
-
-class StoreKeys:
-    """The keys of a store with these arrays.
-
-    activations: names of activation arrays; raises ValueError for an invalid one. outputs: names of the arrays of
-    `capture.outputs` and of SAEs.
-    """
-
-    def __init__(self, activations: Collection[str], outputs: Collection[str] = ()) -> None:
-        wrong = [name for name in activations if not is_activation_name(name)]
-        if wrong:
-            raise ValueError(f"{wrong!r} are not names of activation arrays")
-        sides = (spec.name for spec in (*SIDE_ARRAYS, SELECTED))
-        names = tuple(dict.fromkeys((*sides, *outputs, *activations, *map(scale_name, activations))))
-        arrays = _any_of(names)
-        indexed = _any_of(index_prefix(name.removesuffix(".index"))[:-1] for name in outputs if name.endswith(".index"))
-        patterns = (
-            *_FIXED,
-            rf"({arrays})/(zarr\.json|c\.\d+\.0(\.0)?)",
-            rf"({indexed})/stream-\d{{5,}}/block-\d{{6,}}\.csc",
-            rf"_generated/stream-\d{{5,}}/group-\d{{6,}}\.({_any_of(activations)})\.[0-9a-f]{{16}}\.activations",
-        )
-        self._keys = re.compile(f"({'|'.join(patterns)}){_TEMPORARY}?", re.ASCII)
-        flat = _any_of((*_FLAT_FOLDERS, _INDEX_FOLDER))
-        self._folders = re.compile(
-            rf"({_any_of(_FOLDERS_OF_STREAMS)}|{indexed})(/stream-\d{{5,}})?|{flat}|{arrays}", re.ASCII
-        )
-        folders = (*_FOLDERS_OF_STREAMS, *names, *_FLAT_FOLDERS, _INDEX_FOLDER)
-        self.prefixes = tuple(f"{folder}/" for folder in folders)
-        """The prefixes of all keys; that of the commit records comes first."""
-
-    def is_own(self, key: str) -> bool:
-        """Whether an object of the store may have this key."""
-        return self._keys.fullmatch(key) is not None
-
-    def is_own_folder(self, key: str) -> bool:
-        """Whether this is a folder (without a trailing slash) of a store on a local disk."""
-        return self._folders.fullmatch(key) is not None
-
-
-def _any_of(names: Iterable[str]) -> str:
-    """A regular expression for any of the names; it matches nothing if there are none."""
-    return "|".join(map(re.escape, names)) or "(?!)"
+    return f"_features/{features.removeprefix('features.')}/"

@@ -8,6 +8,7 @@ One block of one array is one store shard, which is one object. The chunks insid
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows the names of its types once it is imported
 import numpy as np
@@ -67,19 +68,18 @@ class ArraySpec:
         return ("row", self.slots) if self.width is None else ("row", self.slots, self.features)
 
 
-TOKENS = ArraySpec("tokens", "int32", attributes={"description": "token ids; 0 where segments is 0"})
-SEGMENTS = ArraySpec("segments", "int32", attributes={"description": "0: padding; k: the row's k-th document window"})
-POSITIONS = ArraySpec("positions", "int32", attributes={"description": "position fed to the model, from 0 per window"})
-DOCUMENTS = ArraySpec("documents", "int64", attributes={"description": "document number, -1: padding"}, fill=-1)
+def _spec(name: str, dtype: str, description: str, **more: Any) -> ArraySpec:
+    return ArraySpec(name, dtype, attributes={"description": description}, **more)
+
+
+TOKENS = _spec("tokens", "int32", "token ids; 0 where segments is 0")
+SEGMENTS = _spec("segments", "int32", "0: padding; k: the row's k-th document window")
+POSITIONS = _spec("positions", "int32", "position fed to the model, from 0 per window")
+DOCUMENTS = _spec("documents", "int64", "document number, -1: padding", fill=-1)
 SIDE_ARRAYS = (TOKENS, SEGMENTS, POSITIONS, DOCUMENTS)
 SIDE_BYTES = sum(spec.position_bytes for spec in SIDE_ARRAYS)  # per position
-SELECTED = ArraySpec(
-    "selected",
-    "int32",
-    attributes={"description": "row positions of the tokens whose activations are stored; -1: none"},
-    fill=-1,
-    slots="selection",
-)
+_SELECTED = "row positions of the tokens whose activations are stored; -1: none"
+SELECTED = _spec("selected", "int32", _SELECTED, fill=-1, slots="selection")
 
 
 def activation_spec(key: ActivationKey, hook_name: str, width: int, dtype: str, slots: str) -> ArraySpec:
@@ -90,17 +90,11 @@ def activation_spec(key: ActivationKey, hook_name: str, width: int, dtype: str, 
 
 _TOP = {"width": 1, "features": "rank"}  # `output_specs` sets the width to `capture.top_logprobs`
 OUTPUTS: Mapping[str, tuple[ArraySpec, ...]] = {
-    "loss": (
-        ArraySpec(
-            "loss",
-            "float32",
-            attributes={"description": "cross entropy of the next token, nats; NaN: no next token in the window"},
-        ),
-    ),
-    "entropy": (ArraySpec("entropy", "float32", attributes={"description": "of the next token's distribution, nats"}),),
+    "loss": (_spec("loss", "float32", "cross entropy of the next token, nats; NaN: no next token in the window"),),
+    "entropy": (_spec("entropy", "float32", "of the next token's distribution, nats"),),
     "top_logprobs": (
-        ArraySpec("top_logprobs", "float32", attributes={"description": "of the likeliest next tokens, nats"}, **_TOP),
-        ArraySpec("top_ids", "int32", attributes={"description": "the likeliest next tokens, in order"}, **_TOP),
+        _spec("top_logprobs", "float32", "of the likeliest next tokens, nats", **_TOP),
+        _spec("top_ids", "int32", "the likeliest next tokens, in order", **_TOP),
     ),
 }
 """The arrays of each of `capture.outputs`, by its name."""
@@ -131,25 +125,12 @@ def feature_specs(
     dimension. reconstructed: the array whose reconstruction is measured, if any.
     Chunks of `index` and `value` hold the same tokens.
     """
-    index = ArraySpec(
-        f"{name}.index",
-        "int32",
-        width=top,
-        attributes={"description": "features that fire, by falling value; -1: none"},
-        fill=-1,
-        slots=slots,
-        features="feature_rank",
-    )
-    value = replace(
-        index,
-        name=f"{name}.value",
-        dtype=dtype,
-        attributes={"description": "the features' values; 0 where there is none"},
-        fill=0,
-        chunked_as=index,
-    )
-    description = "how many features fire, also of those that are not stored"
-    n_active = ArraySpec(f"{name}.n_active", "int32", attributes={"description": description}, slots=slots)
+    by_rank = {"width": top, "slots": slots, "features": "feature_rank"}
+    index = _spec(f"{name}.index", "int32", "features that fire, by falling value; -1: none", fill=-1, **by_rank)
+    values = "the features' values; 0 where there is none"
+    value = _spec(f"{name}.value", dtype, values, chunked_as=index, **by_rank)
+    counts = "how many features fire, also of those that are not stored"
+    n_active = _spec(f"{name}.n_active", "int32", counts, slots=slots)
     if reconstructed is None:
         return index, value, n_active
     descriptions = ("|x - reconstruction|^2", "of the angle between x and its reconstruction")
@@ -162,15 +143,9 @@ def feature_specs(
 
 def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
     """The scales of a scaled array. Their chunks hold the same tokens, so that a piece of both is whole chunks."""
-    return ArraySpec(
-        name=scale_name(activation.name),
-        dtype="float32",
-        width=groups,
-        attributes={"description": f"of each group of features of {activation.name}: activation = value * scale"},
-        slots=activation.slots,
-        features="group",
-        chunked_as=activation,
-    )
+    what = f"of each group of features of {activation.name}: activation = value * scale"
+    more = {"slots": activation.slots, "features": "group", "chunked_as": activation}
+    return _spec(scale_name(activation.name), "float32", what, width=groups, **more)
 
 
 @dataclass(frozen=True)

@@ -5,38 +5,78 @@ It is attributes["activation_store"] of the root zarr.json.
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from shlex import quote
 from typing import Any, NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
-from pipeline.store.format.keys import encoded_array
-from pipeline.store.format.layout import SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
-from pipeline.store.format.root_types import require_root_types
+from pipeline.store.format.keys import encoded_array, is_activation_name
+from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.scaled import LARGEST
-from pipeline.store.format.target import Target
+from pipeline.store.format.target import ALL, Target
 from pipeline.store.io.digests import json_digest
-from pipeline.store.io.parsing import parse_store_json
+from pipeline.store.io.parsing import Each, Of, Range, mismatch, parse_store_json
 from pipeline.store.io.storage import Storage, StorageLike
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
 ROOT_KEY = "zarr.json"
 
-_ATTEMPTS = 100  # to change a root that other processes are changing
-
 _GROUP = {"zarr_format": 3, "node_type": "group"}
 
-# Fields of an SAE in `capture.encode` that a key `capture.encode_*` sets for all SAEs, with the value of an absent one.
-_ENCODER_SETTINGS = {"top": None, "dtype": None, "threshold": 0.0, "error": False}
+# Checked so that an edited root causes an error message instead of a traceback or huge allocations.
+_COUNT, _LENGTH, _WIDTH = Range(0, 1 << 62), Range(1, 1 << 24), Range(1, 1 << 24)
+_NAMES = Of(
+    lambda v: isinstance(v, list) and len(v) <= 1 << 16 and all(map(is_activation_name, v)),
+    "names of activation arrays",
+)
+_SHA256 = Of(lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) is not None, "a sha256")
+_FEATURES = Of(
+    lambda v: isinstance(v, str) and is_activation_name(encoded_array(v)), "the prefix of the names of an SAE's arrays"
+)
+_ENCODER = {"features": _FEATURES, "top": _WIDTH, "width": Range(1, 1 << 26), "dtype": {"bfloat16", "float32"}}
+_SUMMARY = {"blocks": _SHA256, "statistics": (None, _SHA256)}
+_ERRORS = (None, Each(Each((None, float))))
+_ATTRIBUTES = {
+    "num_streams": Range(1, 1 << 20),  # each takes memory and time
+    "rows_per_block": _LENGTH,
+    "arrays": _NAMES,
+    "widths": Each(_WIDTH),
+    "scale_groups": Each(_WIDTH),
+    "hook_names": Each(str),
+    "selected": (None, _LENGTH),
+    "complete": bool,
+    "created": str,
+    "fingerprint": str,
+    "summary": (None, _SUMMARY | {"ids": None}, _SUMMARY | {"ids": _SHA256, "ids_bytes": Range(1, 1 << 40)}),
+    "target": ({ALL}, _COUNT),
+    "may_be_not_finite": bool,
+    "weights_error": _ERRORS,
+    "cache_error": _ERRORS,
+    "model": dict,
+    "tokenizer": dict,
+    "data": dict,
+    "batch": {"length": _LENGTH},
+    "capture": {
+        "dtype": set(ITEM_BYTES),
+        "statistics": bool,
+        "outputs?": [set(OUTPUTS)],
+        "top_logprobs?": _WIDTH,
+        "encode?": [_ENCODER],
+    },
+    "store": {"compression?": {"none", "zstd"}},
+    "config": {
+        "run": {"max_tokens": (None, _COUNT)},
+        "model?": {"path?": (None, str), "tokenizer?": (None, str)},
+        "data?": {"path?": (None, str), "revision?": (None, str)},
+        **dict.fromkeys(("capture?", "batch?", "store?"), dict),
+    },
+}
 
 Json = Mapping[str, Any]
-
-
-class StoreOutdated(StoreInvalid):
-    """The store was made by a development version, before the first release."""
 
 
 class _RootMissing(StoreInvalid):
@@ -123,14 +163,12 @@ class StoreMetadata:
 
     def differences(self, asked: "StoreMetadata") -> list[Difference]:
         """The keys of this store's content whose values differ from those in `asked`."""
-        common = {sae["features"] for sae in self.encoders} & {sae["features"] for sae in asked.encoders}
-        stored, wanted = (dict(_leaves(metadata.content(), common)) for metadata in (self, asked))
-        keys = [*stored, *(key for key in wanted if key not in stored)]
-        pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in keys)
-        different = {pair.key: pair for pair in pairs if pair.stored != pair.asked}
-        if "capture.encode_error" in different:  # with it, the digests of SAEs also cover their decoders
-            return [pair for key, pair in different.items() if not key.endswith(".sha256") or "encode[" not in key]
-        return list(different.values())
+        stored, wanted = (dict(_leaves(metadata.content())) for metadata in (self, asked))
+        pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in {**stored, **wanted})
+        different = [pair for pair in pairs if pair.stored != pair.asked]
+        if any(pair.key == _ENCODERS for pair in different):  # other SAEs: their names say enough
+            return [pair for pair in different if not pair.key.startswith(f"{_ENCODERS}[")]
+        return different
 
     def require_same(self, asked: "StoreMetadata", path: str) -> None:
         """Raises StoreMismatch, listing every key that differs, unless `asked` has this store's fingerprint."""
@@ -189,10 +227,6 @@ class StoreRoot:
         creator_allowed = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
         return self.may_be_not_finite or creator_allowed
 
-    def unfinished(self) -> "StoreRoot":
-        """This root as it is while blocks may be missing."""
-        return replace(self, complete=False)
-
     def to_json(self) -> bytes:
         """The text of zarr.json, with a checksum that reveals edits."""
         own = [f.name for f in fields(self) if f.name != "metadata"]
@@ -213,13 +247,15 @@ class StoreRoot:
         """Raises StoreInvalid if the group at `path` is damaged or not an activation store of this format version."""
         subject = f"{path}/{ROOT_KEY}"
         attributes = _checked_attributes(parse_store_json(text, subject), path)
-        require_root_types(attributes, subject)
+        if what := mismatch(attributes, _ATTRIBUTES):
+            raise StoreInvalid(f"{subject} is damaged: {what}.")
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
             raise StoreInvalid(f"{subject} was edited: its fingerprint does not match its content.")
         arrays, captured = attributes["arrays"], metadata.capture.get("arrays")
-        by_array = {name: attributes[name].keys() for name in ("widths", "hook_names")}
-        if any(names != set(arrays) for names in by_array.values()) or captured not in (None, arrays):
+        by_array = [attributes[name] for name in ("widths", "hook_names")]
+        is_distinct = all(set(named) == set(arrays) and len(named) == len(arrays) for named in by_array)
+        if not is_distinct or captured not in (None, arrays):
             raise StoreInvalid(f"{subject} was edited: widths, hook_names, arrays and capture.arrays disagree.")
         if set(attributes["scale_groups"]) != (set(arrays) if metadata.has_scales else set()):
             raise StoreInvalid(f"{subject} was edited: scale_groups does not name the scaled arrays.")
@@ -232,7 +268,7 @@ class StoreRoot:
 def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
     """The attributes of a root, which match their checksum. Raises StoreInvalid."""
     subject = f"{path}/{ROOT_KEY}"
-    if not isinstance(group, dict) or not isinstance(group.get("attributes", {}), dict):
+    if mismatch(group, {"attributes?": dict}):
         raise StoreInvalid(f"{subject} is not the JSON of a Zarr group.")
     attributes = group.get("attributes", {}).get(ATTRIBUTE)
     if attributes is None:
@@ -245,7 +281,7 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
             f"the store {path} has format version {version!r:.80}, but this program reads version {FORMAT_VERSION}."
         )
     if "widths" not in attributes:
-        raise StoreOutdated(
+        raise StoreInvalid(
             f"the store {path} was made by a development version of this program: commit d322b78 is the last one that "
             "reads it."
         )
@@ -256,64 +292,48 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
 
 
 def read_metadata(store: StorageLike) -> StoreMetadata | None:
-    """A store's metadata; None if there is no store. Raises StoreError.
-
-    If there is an array but no root, reading the root is retried a few times, since a storage service may wrongly
-    report it as missing.
-    """
-    storage = Storage.open(store)
-
-    def read() -> StoreRoot | None:
-        root = read_root(storage)
-        if root is None and storage.read(f"{TOKENS.name}/zarr.json") is not None:
-            raise _RootMissing(f"{storage.path} has arrays, but no {ROOT_KEY}.")
-        return root
-
-    try:
-        root = storage.retry_read(read)
-    except _RootMissing:
-        return None
+    """A store's metadata; None if there is no store. Raises StoreError."""
+    root = read_root(Storage.open(store))
     return None if root is None else root.metadata
 
 
 def read_root(storage: Storage) -> StoreRoot | None:
-    """The root of the store; None if there is none. Raises StoreError."""
-    return read_root_generation(storage)[0]
+    """The root of the store; None if there is none. Raises StoreError.
+
+    If there is an array but no root, the root is read again a few times, since a storage service may wrongly report it
+    as missing.
+    """
+
+    def read() -> StoreRoot | None:
+        text = storage.read(ROOT_KEY)
+        if text is None and storage.read(f"{TOKENS.name}/zarr.json") is not None:
+            raise _RootMissing
+        return None if text is None else StoreRoot.from_json(text, storage.path)
+
+    try:
+        return storage.retry_read(read)
+    except _RootMissing:
+        return None
 
 
-def read_root_generation(storage: Storage) -> tuple[StoreRoot | None, bytes]:
-    """The root of the store (None if there is none) and the object's generation. Raises StoreError."""
-
-    def read() -> tuple[StoreRoot | None, bytes]:
-        [(text, generation)] = storage.read_with_generations([ROOT_KEY])
-        return None if text is None else StoreRoot.from_json(text, storage.path), generation
-
-    return storage.retry_read(read)
-
-
-def read_existing_root(storage: Storage) -> tuple[StoreRoot, bytes]:
-    """The root of a store that is being written, and the object's generation. Raises StoreError, also if it was
-    deleted meanwhile."""
-    root, generation = read_root_generation(storage)
-    if root is None:
-        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
-    return root, generation
-
-
-def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot]) -> StoreRoot:
-    """Replaces the root with `change(root)` and returns the new root. Raises StoreError.
+def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot | None]) -> StoreRoot | None:
+    """Replaces the root with `change(root)` and returns the new root; None if `change` returns it, which changes
+    nothing. Raises StoreError.
 
     Safe while other processes change the root too: `change` is called again with what they wrote.
     """
-    for _ in range(_ATTEMPTS):
-        root, generation = read_existing_root(storage)
-        changed = change(root)
-        if changed == root or storage.write_if_unchanged(ROOT_KEY, changed.to_json(), generation) is not None:
-            return changed
-    raise StoreError(
-        f"{storage.path}/{ROOT_KEY} could not be changed: other processes changed it first, {_ATTEMPTS} times in a "
-        "row. Run the same command again."
-    )
+
+    def changed(text: bytes | None) -> tuple[StoreRoot | None, bytes | None]:
+        if text is None:
+            raise _RootMissing
+        root = StoreRoot.from_json(text, storage.path)
+        new = change(root)
+        return new, None if new in (None, root) else new.to_json()
+
+    try:
+        return storage.update(ROOT_KEY, changed)
+    except _RootMissing:
+        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.") from None
 
 
 def require_root(storage: Storage) -> StoreRoot:
@@ -328,33 +348,21 @@ def require_root(storage: Storage) -> StoreRoot:
     return root
 
 
-def _leaves(value: Any, common: Collection[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts, with their dotted keys. Lists are leaves, but those of SAEs are divided. `common`:
-    the SAEs that both stores have, which are compared."""
-    if prefix == "capture.encode" and value:
-        yield from _encoder_leaves(value, common)
-    elif isinstance(value, dict) and (value or not prefix):
+_ENCODERS = "capture.encode"
+
+
+def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values in nested dicts, with their dotted keys. Lists are leaves, but that of SAEs is divided by SAE."""
+    if isinstance(value, dict) and (value or not prefix):
         for key, child in value.items():
-            yield from _leaves(child, common, f"{prefix}.{key}" if prefix else key)
+            yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
+    elif prefix == _ENCODERS and value:
+        named = {sae["features"].removeprefix("features."): sae for sae in value}
+        yield prefix, list(named)
+        for name, sae in named.items():
+            yield from _leaves(sae, f"{prefix}[{name}]")
     else:
         yield prefix, value
-
-
-def _encoder_leaves(encoders: list[Json], common: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """The names of all SAEs; of those in common, the settings that they share, by the keys of the configuration, and
-    what each SAE is."""
-    yield "capture.encode", [_short_name(sae) for sae in encoders]
-    compared = [sae for sae in encoders if sae["features"] in common]
-    for name, default in _ENCODER_SETTINGS.items() if compared else ():
-        values = [sae.get(name, default) for sae in compared]
-        yield f"capture.encode_{name}", values[0] if all(value == values[0] for value in values) else values
-    for sae in compared:
-        identity = ((name, value) for name, value in sae.items() if name not in _ENCODER_SETTINGS)
-        yield from ((f"capture.encode[{_short_name(sae)}].{name}", value) for name, value in identity)
-
-
-def _short_name(sae: Json) -> str:
-    return sae["features"].removeprefix("features.")
 
 
 def _shown(value: Any) -> str:

@@ -4,10 +4,8 @@ activation = value * scale, in float32. The scales of array x are in array x.sca
 [..., G]: one for every D / G neighbouring features.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
-from jaxtyping import Float32, Int, Num
+from jaxtyping import Float32, Num
 
 LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 """The scaled dtypes, and the value that the greatest magnitude of a group becomes."""
@@ -23,14 +21,3 @@ def dequantised(values: Num[np.ndarray, "*n D"], scales: Float32[np.ndarray, "*n
     activations = values.reshape(grouped_shape).astype(np.float32)
     activations *= scales[..., None]
     return activations.reshape(values.shape)
-
-
-@dataclass(frozen=True)
-class Dequantised:
-    """Scaled activations of n tokens, dequantised when they are indexed."""
-
-    values: Num[np.ndarray, "n D"]
-    scales: Float32[np.ndarray, "n G"]
-
-    def __getitem__(self, tokens: Int[np.ndarray, " m"]) -> Float32[np.ndarray, "m D"]:
-        return dequantised(self.values[tokens], self.scales[tokens])

@@ -9,7 +9,6 @@ Samples of a store are merged in the same way.
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,8 +21,9 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import block_key
 from pipeline.store.format.normalisation import Normalisation, l2_norms
-from pipeline.store.format.tables import decode_committed, encode_table
+from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.parquet import decode_table_of, encode_table, require_schema
 from pipeline.store.io.storage import Storage
 
 BINS_PER_OCTAVE = 32
@@ -31,7 +31,7 @@ _MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers are cou
 NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * BINS_PER_OCTAVE
 
 STATISTICS_PREFIX = "_statistics/"
-_STREAMS_AT_ONCE = 32
+_STREAMS_AT_ONCE = 16  # twice as many may be in memory
 _MAX_ROWS = 1 << 16  # of a file: two per array
 _SCHEMA = pa.schema(
     [
@@ -203,12 +203,13 @@ def block_parts(block: int, statistics: BlockStatistics, running: BlockStatistic
     return {block: statistics, 0: running}
 
 
-def decode_statistics(content: bytes | None, subject: str, sha256: str) -> dict[int, dict[str, Statistics]]:
-    """The inverse of `encode_statistics`. Raises StoreInvalid if the file is missing (`content` is None) or damaged."""
-    table = decode_committed(content, subject, sha256, _MAX_ROWS)
-    required = [name for name in _SCHEMA.names if name not in _OPTIONAL]
-    if table.schema.remove_metadata() != _SCHEMA or any(table[name].null_count for name in required):
-        raise StoreInvalid(f"{subject} does not have the columns of statistics, without nulls. {DAMAGE_REMEDY}")
+def decode_statistics(
+    content: bytes | None, subject: str, sha256: str, place: str = "the root"
+) -> dict[int, dict[str, Statistics]]:
+    """The inverse of `encode_statistics`. Raises StoreInvalid if the file is missing (`content` is None) or damaged.
+    place: where the sha256 is from."""
+    table = decode_table_of(content, subject, sha256, place, _MAX_ROWS)
+    require_schema(table, _SCHEMA, subject, _OPTIONAL)
     columns = {
         name: [None if v.values is None else v.values.to_numpy(zero_copy_only=False) for v in table[name]]
         if pa.types.is_list(table.schema.field(name).type)
@@ -231,7 +232,7 @@ def read_block_statistics(storage: Storage, record: CommitRecord) -> tuple[Block
     key = statistics_key(record.stream, record.block)
 
     def check(key: str, content: bytes | None) -> dict[int, dict[str, Statistics]]:
-        parts = decode_statistics(content, f"{storage.path}/{key}", record.statistics_sha256)
+        parts = decode_statistics(content, f"{storage.path}/{key}", record.statistics_sha256, record.key)
         if not {record.block, 0} <= parts.keys():
             raise StoreInvalid(f"{key} lacks statistics of the block, or of the stream up to it. {DAMAGE_REMEDY}")
         return parts
@@ -253,8 +254,6 @@ def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, S
     if not all(record.statistics_sha256 for record in last):
         return {}
     total: dict[str, Statistics] = {}
-    with ThreadPoolExecutor(_STREAMS_AT_ONCE, "statistics") as pool:
-        for start in range(0, len(last), _STREAMS_AT_ONCE):
-            for _, stream in pool.map(partial(read_block_statistics, storage), last[start : start + _STREAMS_AT_ONCE]):
-                total = merge_arrays(total, stream) if total else dict(stream)
+    for _, stream in map_ahead(partial(read_block_statistics, storage), last, _STREAMS_AT_ONCE):
+        total = merge_arrays(total, stream) if total else dict(stream)
     return total

@@ -4,24 +4,16 @@ They are immutable parquet files, whose names contain their digest. The root nam
 store again, or after an extension, changes nothing that a reader has opened.
 """
 
-import hashlib
-from collections.abc import Mapping
-from types import MappingProxyType
-
-import pyarrow as pa
-
-from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import BlockTable, join_streams, read_streams, split_streams
 from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.statistics import Statistics, decode_statistics, merge_streams
-from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.parquet import table_digest
 from pipeline.store.io.storage import Storage
 
 SUMMARY_PREFIX = "_summary/"
 BLOCKS, STATISTICS, IDS = "blocks", "statistics", "ids"  # keys of the root's summary: the sha256 of these files
 IDS_BYTES = "ids_bytes"  # the size of the file of ids, of which readers read parts
-_NONE: Mapping[str, str | None] = MappingProxyType({})
 
 
 def summary_key(kind: str, sha256: str) -> str:
@@ -31,7 +23,7 @@ def summary_key(kind: str, sha256: str) -> str:
 
 def put_summary(storage: Storage, kind: str, content: bytes) -> str:
     """Puts a summary's file unless the store has it. Returns its sha256, for the root. Raises StoreError."""
-    sha256 = hashlib.sha256(content).hexdigest()
+    sha256 = table_digest(content)
     storage.put(summary_key(kind, sha256), content)
     return sha256
 
@@ -41,26 +33,22 @@ def read_blocks(storage: Storage, root: StoreRoot) -> BlockTable:
 
     Raises StoreInvalid for damage, and StoreError.
     """
-    num_streams, table = root.metadata.num_streams, BlockTable()
-    if sha256 := (root.summary or _NONE).get(BLOCKS):
-        [table] = storage.read_checked(
-            [summary_key(BLOCKS, sha256)], lambda key, content: decode_blocks(content, key, sha256, num_streams)
-        )
+    num_streams, table = root.metadata.num_streams, read_summarised(storage, root)
     if root.complete:
         return table
     known = dict(enumerate(split_streams(table, num_streams)))
     return join_streams(read_streams(storage, range(num_streams), known))
 
 
-def decode_blocks(content: bytes | None, subject: str, sha256: str, num_streams: int) -> BlockTable:
-    """The table of a summary's blocks. Raises StoreInvalid if it is missing or damaged."""
-    if content is None or hashlib.sha256(content).hexdigest() != sha256:
-        what = "is missing" if content is None else "does not match its sha256 in the root"
-        raise StoreInvalid(f"{subject} {what}. {DAMAGE_REMEDY}")
-    try:
-        return BlockTable.decode(content, num_streams)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise StoreInvalid(f"{subject} is not a table of blocks: {error}. {DAMAGE_REMEDY}") from error
+def read_summarised(storage: Storage, root: StoreRoot) -> BlockTable:
+    """The blocks of a store's summary, in row order; none before the store is finished. Raises as `read_blocks`."""
+    if (sha256 := (root.summary or {}).get(BLOCKS)) is None:
+        return BlockTable()
+
+    def check(key: str, content: bytes | None) -> BlockTable:
+        return BlockTable.decode(content, key, sha256, root.metadata.num_streams)
+
+    return next(storage.read_checked([summary_key(BLOCKS, sha256)], check))
 
 
 def read_statistics(storage: Storage, root: StoreRoot, blocks: BlockTable) -> dict[str, Statistics]:
@@ -68,7 +56,7 @@ def read_statistics(storage: Storage, root: StoreRoot, blocks: BlockTable) -> di
 
     Those of a complete store are in one file. Otherwise they are merged from a file per stream.
     """
-    sha256 = (root.summary or _NONE).get(STATISTICS)
+    sha256 = (root.summary or {}).get(STATISTICS)
     if root.complete and sha256:
         [parts] = storage.read_checked(
             [summary_key(STATISTICS, sha256)], lambda key, content: decode_statistics(content, key, sha256)

@@ -1,11 +1,8 @@
 """Document tables: one parquet file per block. The same documents give the same bytes."""
 
-import hashlib
-import io
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import DOCUMENT_SCHEMA
@@ -13,7 +10,7 @@ from pipeline.store.format.block_table import Block
 from pipeline.store.format.commits import CommitRecord, commit_key, require_record
 from pipeline.store.format.keys import block_key
 from pipeline.store.io.failures import DAMAGE_REMEDY
-from pipeline.store.io.parquet import decode_parquet
+from pipeline.store.io.parquet import decode_table_of
 from pipeline.store.io.storage import Storage
 
 TABLES_PREFIX = "_documents/"
@@ -25,22 +22,10 @@ def table_key(stream: int, block: int) -> str:
     return block_key(TABLES_PREFIX, stream, block, ".parquet")
 
 
-def encode_table(table: pa.Table) -> bytes:
-    """The table as parquet. Deterministic: one row group, independent of time and machine."""
-    sink = io.BytesIO()
-    pq.write_table(table.combine_chunks(), sink, row_group_size=max(1, table.num_rows), compression="zstd")
-    return sink.getvalue()
-
-
-def table_digest(content: bytes) -> str:
-    """The sha256 of a parquet file, as hex, for the commit record: parquet has no checksum of the whole file."""
-    return hashlib.sha256(content).hexdigest()
-
-
 def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
     """Decodes a block's document table. Raises StoreInvalid when its file is missing (`content` is None) or damaged."""
     subject = table_key(record.stream, record.block)
-    table = decode_committed(content, subject, record.documents_sha256, record.documents)
+    table = decode_table_of(content, subject, record.documents_sha256, record.key, record.documents)
     names = table.column_names
     if missing := [name for name in DOCUMENT_SCHEMA.names if name not in names]:
         raise StoreInvalid(f"{subject} lacks the columns {missing}; it has {names}.")
@@ -56,19 +41,6 @@ def decode_table(content: bytes | None, record: CommitRecord) -> pa.Table:
             f"{wrong}. {DAMAGE_REMEDY}"
         )
     return table
-
-
-def decode_committed(content: bytes | None, subject: str, sha256: str, max_rows: int) -> pa.Table:
-    """Decodes a parquet file with the `sha256` of a commit record. Raises StoreInvalid if it is missing or damaged, or
-    has more rows."""
-    if content is None:
-        raise StoreInvalid(f"{subject} is missing, although the block is committed. {DAMAGE_REMEDY}")
-    if table_digest(content) != sha256:
-        raise StoreInvalid(f"the sha256 of {subject} differs from the one in the commit record. {DAMAGE_REMEDY}")
-    try:
-        return decode_parquet(content, max_rows)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
 
 
 def read_tables(storage: Storage, blocks: Sequence[Block]) -> Iterator[pa.Table]:

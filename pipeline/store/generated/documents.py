@@ -2,21 +2,31 @@
 
 Groups 0, 1, 2, ... contain a stream's documents in order, `size` documents each. The last group has fewer or none, and
 marks the end of the stream. A group is written as a whole, after the previous groups, and never replaced: if two runs
-generate a group, the first one that is stored stays.
+generate a group, the first one that is stored stays. With capture.when=decode it includes the activations that were
+captured during decoding, so that they always belong to its completions.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import ml_dtypes  # noqa: F401  registers "bfloat16" with NumPy
 import numpy as np
 import pyarrow as pa
+from jaxtyping import Float
 
-from pipeline.core.errors import StoreError
+from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.store.generated.group_files import encode_group, group_state, read_group, stored_groups
-from pipeline.store.generated.group_keys import group_key
-from pipeline.store.generated.kept_activations import KeptGroup, documents_digest, has_kept, put_kept
+from pipeline.store.generated.group_files import (
+    ACTIVATIONS,
+    REMEDY,
+    encode_group,
+    group_key,
+    group_state,
+    read_group,
+    stored_groups,
+)
 from pipeline.store.io.storage import Storage
 
 # The columns of a generated document, in addition to those of its source.
@@ -42,6 +52,7 @@ _GROUP_SCHEMA = pa.schema(
         ("skipped_rows", pa.int64()),  # the number of rows that this skip stands for; null if it is unknown
     ]
 )
+_ACTIVATIONS_PREFIX = "activations."  # of columns, followed by the array's name
 RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names])
 """Which columns a source of prompts cannot have."""
 
@@ -49,20 +60,21 @@ RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names])
 @dataclass(frozen=True)
 class Group:
     """A group of a stream's documents. A document's tokens are the prompt followed by the completion; its `info` has
-    the columns of `COMPLETION_SCHEMA`. next: the cursor at which the next group's prompts begin."""
+    the columns of `COMPLETION_SCHEMA`.
+
+    next: the cursor at which the next group's prompts begin. exhausted: the stream has no more documents. activations:
+    by index in `items`, those to be written for the document's tokens, by array name.
+    """
 
     index: int
-    items: tuple[TokenisedDocument | SkippedDocument, ...]
+    items: list[TokenisedDocument | SkippedDocument]
     next: Cursor
-    exhausted: bool  # the stream has no more documents
+    exhausted: bool
+    activations: dict[int, Mapping[str, Float[np.ndarray, "n D"]]] = field(default_factory=dict)
 
     @property
     def documents(self) -> list[TokenisedDocument]:
         return [item for item in self.items if isinstance(item, TokenisedDocument)]
-
-    def kept(self, stream: int) -> KeptGroup:
-        """Names the activations kept with the group, which is one of this stream."""
-        return KeptGroup(stream, self.index, documents_digest(document.tokens for document in self.documents))
 
 
 class GeneratedGroups:
@@ -76,45 +88,66 @@ class GeneratedGroups:
         self._num_streams = num_streams
         self._schema = pa.unify_schemas([_GROUP_SCHEMA, info_schema])
 
-    def count(self, kept: Sequence[str] = (), first: int = 0) -> int:
-        """The number of groups, up to the first one (not before `first`) without the kept activations of the arrays
-        `kept`. Raises StoreInvalid if a group among them is missing."""
-        count = len(stored_groups(self._storage, self.stream))
-        if not kept:
-            return count
-        groups = map(self.read, range(first, count))
-        lacking = (group.index for group in groups if not has_kept(self._storage, group.kept(self.stream), kept))
-        return next(lacking, count)
+    def stored(self) -> list[int]:
+        """The indices of the stored groups, ascending. After a run was killed, or groups were deleted, some may be
+        missing, which are generated again if they are needed."""
+        return stored_groups(self._storage, self.stream)
 
     def read(self, index: int) -> Group:
-        """Reads a group. Raises StoreInvalid if it is missing or damaged."""
-        table = read_group(self._storage, self.stream, index)
+        """Reads a group, without activations. Raises StoreInvalid if it is missing or damaged."""
+        table = self._table(index, self._schema.names)
         state = group_state(table, group_key(self.stream, index))
-        items = tuple(map(self._item, table.to_pylist()))
+        items = list(map(self._item, table.to_pylist()))
         return Group(index, items, Cursor(**state["next"]), state["exhausted"])
 
-    def write(self, group: Group, kept: Mapping[str, np.ndarray] | None = None) -> Group:
-        """Writes a group durably, unless the store has it. Returns the group that the store has now.
+    def read_activations(
+        self, index: int, widths: Mapping[str, int], dtype: str
+    ) -> dict[int, dict[str, Float[np.ndarray, "n D"]]]:
+        """The activations of a group's documents: by the document's number in its stream, then by array name.
 
-        kept: activations [n, D] of its documents' tokens, by array name, which are written first. Raises StoreError if
-        the store has a group with different completions, and lacks the activations kept with these.
+        widths: by array name. dtype: in which they were captured. Raises StoreInvalid if the group is missing or
+        damaged, or has no such activations.
         """
-        if kept:
-            put_kept(self._storage, group.kept(self.stream), kept)
+        columns = {name: f"{_ACTIVATIONS_PREFIX}{name}" for name in widths}
+        table = self._table(index, ("document", "prompt", "completion", *columns.values()))
+        if wrong := [column for column in columns.values() if table.schema.field(column).type != ACTIVATIONS]:
+            raise StoreInvalid(f"{group_key(self.stream, index)} has a column {wrong[0]} of another type. {REMEDY}")
+        activations = {}
+        for row, document in enumerate(table.drop_columns(list(columns.values())).to_pylist()):
+            if document["document"] is not None:
+                size = len(document["prompt"]) + len(document["completion"])
+                contents = {name: table[column][row].as_buffer() or b"" for name, column in columns.items()}
+                try:
+                    activations[self._ordinal(document)] = {
+                        name: np.frombuffer(content, dtype).reshape(size, widths[name])
+                        for name, content in contents.items()
+                    }
+                except ValueError as error:
+                    what = f"activations that do not fit its {size} tokens: {error}"
+                    raise StoreInvalid(f"{group_key(self.stream, index)} has {what}. {REMEDY}") from error
+        return activations
+
+    def write(self, group: Group) -> Group:
+        """Writes a group durably, unless the store has it. Returns the group that the store has now."""
         rows = [self._row(item) for item in group.items]
-        state = {"next": group.next.to_json(), "exhausted": group.exhausted}
         columns = {name: [row.get(name) for row in rows] for name in self._schema.names}
         table = pa.table(columns, schema=self._schema)
-        key = group_key(self.stream, group.index)
-        if self._storage.put(key, encode_group(table, state, self.stream, group.index)):
-            return group
-        stored = self.read(group.index)
-        if kept and not has_kept(self._storage, stored.kept(self.stream), kept):
-            raise StoreError(
-                f"the completions in {key} differ from those generated now, and their activations are not kept any "
-                "more. Run the same command with the mesh and data.rows of the run that wrote it."
-            )
-        return stored
+        for name in next(iter(group.activations.values()), {}):
+            arrays = [group.activations[row][name] if row in group.activations else None for row in range(len(rows))]
+            table = table.append_column(f"{_ACTIVATIONS_PREFIX}{name}", _binary_column(arrays))
+        state = {"next": group.next.to_json(), "exhausted": group.exhausted}
+        content = encode_group(table, state, self.stream, group.index)
+        is_new = self._storage.put(group_key(self.stream, group.index), content)
+        return group if is_new else self.read(group.index)
+
+    def _table(self, index: int, columns: Sequence[str]) -> pa.Table:
+        table = read_group(self._storage, self.stream, index)
+        if missing := [name for name in columns if name not in table.column_names]:
+            raise StoreInvalid(f"{group_key(self.stream, index)} has no column {missing[0]}. {REMEDY}")
+        return table.select(columns)
+
+    def _ordinal(self, row: Mapping[str, Any]) -> int:
+        return (row["document"] - self.stream) // self._num_streams
 
     def _row(self, item: TokenisedDocument | SkippedDocument) -> dict[str, object]:
         if isinstance(item, SkippedDocument):
@@ -137,8 +170,21 @@ class GeneratedGroups:
             return SkippedDocument(row["source"], row["index"], row["skipped"], row["skipped_rows"])
         info = {name: row[name] for name in self.info_schema.names}
         document = Document(row["id"], "", row["source"], row["index"], info)
-        cursor = Cursor(row["shard"], row["index"], 0, (row["document"] - self.stream) // self._num_streams)
+        cursor = Cursor(row["shard"], row["index"], 0, self._ordinal(row))
         return TokenisedDocument(document, np.array(row["prompt"] + row["completion"], np.int32), cursor)
+
+
+def _binary_column(arrays: Sequence[np.ndarray | None]) -> pa.Array:
+    """A column with the bytes of each array; None: empty. They are copied once."""
+    sizes = [0 if array is None else array.nbytes for array in arrays]
+    values = np.empty(sum(sizes), np.uint8)
+    offsets = np.cumsum([0, *sizes])
+    for array, start, stop in zip(arrays, offsets, offsets[1:], strict=False):
+        if array is not None:
+            values[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return pa.LargeBinaryArray.from_buffers(
+        ACTIVATIONS, len(arrays), [None, pa.py_buffer(offsets), pa.py_buffer(values)]
+    )
 
 
 class GeneratedDocuments:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jaxtyping import Int64, Shaped
+from jaxtyping import Bool, Int64, Shaped
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import BlockTable
@@ -132,18 +132,19 @@ class StoredIds:
                 f"{self._storage.path}/{self._key} is not an index of ids: {error}. {DAMAGE_REMEDY}"
             ) from error
 
-    def find(self, id: str, blocks: BlockTable) -> tuple[BlockTable, BlockTable]:
-        """Those of `blocks` that have a document with this id according to the index, and those that it does not cover.
+    def covers(self, blocks: BlockTable) -> Bool[np.ndarray, " n"]:
+        """Whether the index has the documents of each block."""
+        return blocks.column("block") < self.covered[blocks.column("stream")]
 
-        Reads one row group. Since the index contains hashes, the former may include blocks of a different id.
-        """
+    def find(self, id: str, blocks: BlockTable) -> BlockTable:
+        """Those of `blocks` that have a document with this id according to the index, which reads one row group. Since
+        it contains hashes, they may include blocks of a different id."""
         hash = np.uint64(id_hash(id))
         groups = np.flatnonzero((self._least <= hash) & (hash <= self._most)).tolist()
         entries = self._storage.retry_read(partial(self._checked, lambda: self._read(groups)))
-        found = np.unique(entries["shard"][entries["hash"] == hash])
         shards = blocks.column("block") * self._num_streams + blocks.column("stream")
-        is_covered = blocks.column("block") < self.covered[blocks.column("stream")]
-        return blocks[np.flatnonzero(is_covered & np.isin(shards, found))], blocks[np.flatnonzero(~is_covered)]
+        hits = np.isin(shards, entries["shard"][entries["hash"] == hash])
+        return blocks[np.flatnonzero(self.covers(blocks) & hits)]
 
     def entries(self) -> Entries:
         """All entries."""

@@ -1,14 +1,20 @@
-"""Decoding parquet files from memory, within bounds: a few bytes may be a page of 2 GiB, or a text in a million rows.
+"""The parquet files of a store: encoded, and decoded within bounds, since a few bytes may be a page of 2 GiB, or a text
+in a million rows.
 
 The bounds are checked before anything is decoded. The footer says how much a file has, but pages are decoded by their
 own headers, so these are read, too. Format: https://parquet.apache.org/docs/file-format
 """
 
-from collections.abc import Iterator
+import hashlib
+import io
+from collections.abc import Collection, Iterator
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
+from pipeline.core.errors import StoreInvalid
+from pipeline.store.io.failures import DAMAGE_REMEDY
 
 # A file may take this many bytes decoded, and this many times its size.
 _FREE_BYTES, _MAX_RATIO = 64 << 20, 256
@@ -26,6 +32,43 @@ _MAX_DEPTH = 8  # of the structures in a page's header
 # Fields of a page's header.
 _UNCOMPRESSED, _COMPRESSED = 2, 3
 _DATA, _DICTIONARY, _DATA_V2 = 5, 7, 8  # one of these, whose first field is the number of values
+
+
+def encode_table(table: pa.Table) -> bytes:
+    """The table as parquet. Deterministic: one row group, independent of time and machine."""
+    sink = io.BytesIO()
+    pq.write_table(table.combine_chunks(), sink, row_group_size=max(1, table.num_rows), compression="zstd")
+    return sink.getvalue()
+
+
+def table_digest(content: bytes) -> str:
+    """The sha256 of a parquet file, as hex: parquet has no checksum of the whole file."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def decode_table_of(content: bytes | None, subject: str, sha256: str, place: str, max_rows: int) -> pa.Table:
+    """Decodes the parquet file whose sha256 is in `place`: a commit record, or the root.
+
+    Raises StoreInvalid, naming `subject`, if it is missing (`content` is None) or damaged, or has more rows.
+    """
+    if content is None:
+        raise StoreInvalid(f"{subject} is missing, although it is in {place}. {DAMAGE_REMEDY}")
+    if table_digest(content) != sha256:
+        raise StoreInvalid(f"the sha256 of {subject} differs from the one in {place}. {DAMAGE_REMEDY}")
+    try:
+        return decode_parquet(content, max_rows)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise StoreInvalid(f"{subject} cannot be read: {error}. {DAMAGE_REMEDY}") from error
+
+
+def require_schema(table: pa.Table, schema: pa.Schema, subject: str, optional: Collection[str] = ()) -> None:
+    """Raises StoreInvalid unless the table has exactly these columns, with nulls only in `optional` ones."""
+    nulls = [name for name in schema.names if name in table.column_names and table[name].null_count]
+    if table.schema.remove_metadata() != schema or set(nulls) - set(optional):
+        found = f"the columns {table.schema.names}, with nulls in {nulls}"
+        raise StoreInvalid(
+            f"{subject} has {found}, expected {schema.names}, with nulls in none but {list(optional)}. {DAMAGE_REMEDY}"
+        )
 
 
 def decode_parquet(content: bytes, max_rows: int, verify_pages: bool = False) -> pa.Table:

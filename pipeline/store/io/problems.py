@@ -15,15 +15,11 @@ class Remedy(StrEnum):
     )
     summarise = (
         "takes the damaged summary out of the root, and deletes its files. The job's command writes it again, and "
-        "pipeline.index the index of ids."
+        "pipeline.finalize with index=true the index of ids."
     )
     discard = "deletes objects that belong to no committed block."
     recreate = "deletes the zarr.json of these arrays. The job's command writes it again."
-    regenerate = (
-        "deletes damaged groups and all later groups of their streams. The next run that needs them generates them "
-        "again."
-    )
-    regenerate_kept = "deletes activations kept during generation. The next run that needs them computes them again."
+    regenerate = "deletes damaged groups. The next run that needs them generates them again."
     other_dtype = (
         "The step produced these values; recomputing them would give the same ones. The largest finite value is 65504 "
         "in float16. Set capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path."

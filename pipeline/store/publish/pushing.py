@@ -19,14 +19,16 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub.hf_api import RepoFile
 
 from pipeline.core.errors import ConfigError, StoreInvalid, StoreMismatch
+from pipeline.store.format.arrays import array_folders, is_own_key
 from pipeline.store.format.commits import COMMITS_PREFIX
-from pipeline.store.format.keys import StoreKeys, is_worker_key
+from pipeline.store.format.keys import is_worker_key
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
 from pipeline.store.format.tables import TABLES_PREFIX
 from pipeline.store.io.failures import VERIFY_REMEDY
 from pipeline.store.io.hub_files import HubFiles
-from pipeline.store.io.storage import LOCK_SUFFIX, Storage
+from pipeline.store.io.local_files import LOCK_SUFFIX
+from pipeline.store.io.storage import Storage
 from pipeline.store.publish.card import CARD_KEY, card
 from pipeline.store.publish.repository import open_repository
 from pipeline.store.read.reader import ActivationStore
@@ -96,8 +98,8 @@ def push_store(
 def _keys_to_push(storage: Storage, root: StoreRoot) -> list[str]:
     """The keys of the store's objects except its root: the commit records after what they describe, and then the
     arrays' metadata. Without leases, logs and leftovers of interrupted writes."""
-    store_keys = StoreKeys(root.arrays, [spec.name for spec in root.metadata.outputs])
-    keys = [key for key in storage.list_keys() if store_keys.is_own(key) and key != ROOT_KEY]
+    folders = array_folders(root)
+    keys = [key for key in storage.list_keys() if is_own_key(key, folders) and key != ROOT_KEY]
     keys = [key for key in keys if not key.endswith(LOCK_SUFFIX) and not is_worker_key(key)]
     largest = max(Counter(key.rpartition("/")[0] for key in keys).values())
     if len(keys) > MAX_FILES or largest > MAX_FOLDER_FILES:

@@ -10,52 +10,20 @@ The stores must be made with the same data, tokenizer and `batch` settings, and 
 `store.rows_per_block`, whose default depends on the widest array. n: tokens per batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from pipeline.core.arguments import shown
-from pipeline.core.errors import ArgumentError, StoreInvalid, StoreMismatch
+from pipeline.core.errors import ArgumentError, StoreMismatch
+from pipeline.core.messages import shown
+from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import read_commit_records
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
-from pipeline.store.read.batch_options import BatchOptions
-from pipeline.store.read.batches import BatchReader
-from pipeline.store.read.gathering import Batch, Position
-from pipeline.store.read.reader import ActivationStore, HasBatches, Key
+from pipeline.store.read.batches import HasBatches, Stores
+from pipeline.store.read.options import BatchOptions, Key
+from pipeline.store.read.reader import ActivationStore
 
 _GEOMETRY = ("num_streams", "rows_per_block", "length", "selected")
-_COUNTS = ("stream", "block", "rows", "tokens", "activations")
-
-
-class AlignedReader(BatchReader):
-    """Iterates over batches of several stores, as `BatchReader` does over those of one. `activations`, `outputs` and
-    `features` of a batch are tuples with one entry per store."""
-
-    def _start(self) -> Iterator[tuple[Batch, Position]]:
-        return _aligned([source.read(self._position, self._end) for source in self._sources])
-
-
-def _aligned(readers: Sequence[Iterator[tuple[Batch, Position]]]) -> Iterator[tuple[Batch, Position]]:
-    """Raises StoreInvalid if the stores' tokens differ: a store has changed, or their completions differ."""
-    try:
-        while True:
-            items = [next(reader, None) for reader in readers]
-            if not any(items):
-                return
-            for before, item in pairwise(items):
-                if None in (before, item) or not np.array_equal(before[0].documents, item[0].documents):
-                    raise StoreInvalid("the stores no longer hold the same tokens. Open them again with open_aligned.")
-            parts = ("activations", "outputs", "features")
-            tuples = {part: tuple(getattr(batch, part) for batch, _ in items) for part in parts}
-            first, after = items[0]
-            yield replace(first, **tuples), after
-    finally:
-        for reader in readers:
-            reader.close()
 
 
 @dataclass(frozen=True)
@@ -70,14 +38,12 @@ class AlignedStores(HasBatches):
 
     stores: tuple[ActivationStore, ...]
 
-    def _batches(
+    def _stored(
         self,
         keys: Sequence[Key | Sequence[Key]],
-        batch_size: int,
-        normalisation: Sequence[Mapping[str, Normalisation] | None] | None,
         options: BatchOptions,
-        state: Mapping[str, Any] | None,
-    ) -> AlignedReader:
+        normalisation: Sequence[Mapping[str, Normalisation] | None] | None,
+    ) -> tuple[Stores, BlockTable]:
         normalisations = [None] * len(self.stores) if normalisation is None else normalisation
         for values, what in ((keys, "keys"), (normalisations, "normalisation")):
             if not isinstance(values, list | tuple) or len(values) != len(self.stores):
@@ -89,12 +55,9 @@ class AlignedStores(HasBatches):
                 "token_filter has norms, which would drop different tokens from each store. Remove them, and compare "
                 "norms in the batches."
             )
-        readings = [
-            store._readable.reading(key, batch_size, replace(options, normalisation=store_normalisation))
-            for store, key, store_normalisation in zip(self.stores, keys, normalisations, strict=True)
-        ]
-        stores = [(store._reads, reading) for store, reading in zip(self.stores, readings, strict=True)]
-        return AlignedReader.of(stores, self.stores[0].blocks, state)
+        entries = zip(self.stores, keys, normalisations, strict=True)
+        stored = [store._stored(entry, options, normalisation) for store, entry, normalisation in entries]
+        return [store for stores, _ in stored for store in stores], self.stores[0].blocks
 
 
 def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStores:
@@ -111,7 +74,6 @@ def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStor
     for other in opened[1:]:
         _require_same_geometry(opened[0], other)
         try:
-            _require_same_blocks(opened[0], other)
             _require_same_tokens(opened[0], other)
         except StoreMismatch as error:
             _require_same_tokenizer(opened[0], other, error)
@@ -148,31 +110,20 @@ def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> No
             )
 
 
-def _require_same_blocks(store: ActivationStore, other: ActivationStore) -> None:
-    for ours, theirs in zip(store.blocks, other.blocks, strict=False):
-        if different := [name for name in _COUNTS if getattr(ours, name) != getattr(theirs, name)]:
-            raise StoreMismatch(
-                f"block {ours.block} of stream {ours.stream}: {different[0]} is {getattr(ours, different[0])} in "
-                f"{store.path} and {getattr(theirs, different[0])} in {other.path}. Make both with the same data and "
-                "run.max_tokens, and wait until both jobs have finished."
-            )
-    longer, shorter = (store, other) if len(store.blocks) > len(other.blocks) else (other, store)
-    if len(longer.blocks) > len(shorter.blocks):
-        block = longer.blocks[len(shorter.blocks)]
-        raise StoreMismatch(
-            f"block {block.block} of stream {block.stream} is in {longer.path}, but not in {shorter.path}. Make both "
-            "with the same run.max_tokens, and wait until both jobs have finished."
-        )
-
-
 def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None:
-    """Compares the digests in the records: those of the same values are equal. Raises StoreMismatch."""
-    blocks = [(block.stream, block.block) for block in store.blocks]
+    """Compares the digests in the blocks' records: those of the same values are equal. Raises StoreMismatch."""
+    ours, theirs = (dict.fromkeys((block.stream, block.block) for block in each.blocks) for each in (store, other))
+    for stream, block in ours.keys() ^ theirs.keys():
+        first, second = (store, other) if (stream, block) in ours else (other, store)
+        raise StoreMismatch(
+            f"block {block} of stream {stream} is in {first.path}, but not in {second.path}. Make both with the same "
+            "run.max_tokens, and wait until both jobs have finished."
+        )
     names = [spec.name for spec in store._layout.side_arrays]
-    records = (read_commit_records(each.storage, blocks) for each in (store, other))
-    for (stream, block), ours, theirs in zip(blocks, *records, strict=True):
-        if different := [name for name in names if ours.digests.get(name) != theirs.digests.get(name)]:
+    records = (read_commit_records(each.storage, list(ours)) for each in (store, other))
+    for (stream, block), *pair in zip(ours, *records, strict=True):
+        if different := [name for name in names if pair[0].digests.get(name) != pair[1].digests.get(name)]:
             raise StoreMismatch(
                 f"block {block} of stream {stream}: {different[0]} differs between {store.path} and {other.path}. Make "
-                "both from the same data, with the same tokenizer."
+                "both from the same data, with the same tokenizer and run.max_tokens."
             )

@@ -1,15 +1,15 @@
 """The documents of a store: their table, and the location of one document, given its number or id."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Bool, Int32, Int64, Shaped
+from jaxtyping import Int32, Int64, Shaped
 
 from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
 from pipeline.store.format.block_table import BlockTable
@@ -27,7 +27,7 @@ log = logging.getLogger("pipeline")
 _MANY_TABLES = 1000
 _MANY_READ = (
     "%s: finding an id requires reading the document tables of %d blocks. To avoid that, write an index of ids: "
-    "python -m pipeline.index store.path=%s"
+    "python -m pipeline.finalize index=true store.path=%s"
 )
 
 
@@ -54,28 +54,17 @@ class DocumentActivations:
     places: Int64[np.ndarray, " n"]
 
 
-class DocumentSlots(NamedTuple):
-    """The rows of a document, which of their slots hold its tokens, and fields of `DocumentActivations`."""
-
-    rows: Int64[np.ndarray, " r"]
-    in_document: Bool[np.ndarray, "r S"]
-    fields: Mapping[str, Shaped[np.ndarray, " n"]]
-
-
 def document_slots(
     number: int, rows: Int64[np.ndarray, " R"], sides: Mapping[str, Shaped[np.ndarray, "R ..."]]
-) -> DocumentSlots:
-    """Finds a document in `rows`. sides: their side arrays tokens, positions, documents, and `selected` if the store
-    has it."""
-    has_document = (sides[DOCUMENTS.name] == number).any(axis=1)
-    rows, sides = rows[has_document], {name: values[has_document] for name, values in sides.items()}
+) -> tuple[Int64[np.ndarray, " n"], dict[str, Shaped[np.ndarray, "..."]]]:
+    """Finds a document in `rows`: the slots of its tokens in their rows, and fields of `DocumentActivations`. sides:
+    the rows' side arrays tokens, positions, documents, and `selected` if the store has it."""
     in_text = sides[DOCUMENTS.name] == number
-    sides["places"] = np.cumsum(in_text).reshape(in_text.shape) - 1
-    slots = slot_side_arrays(sides)
-    in_document = slots.pop(DOCUMENTS.name) == number
-    fields = {name: values[in_document] for name, values in slots.items()}
-    fields |= {"rows": np.repeat(rows, in_document.sum(axis=1)), "text": sides[TOKENS.name][in_text]}
-    return DocumentSlots(rows, in_document, fields)
+    places = np.cumsum(in_text).reshape(in_text.shape) - 1
+    slot_sides = slot_side_arrays({**sides, "places": places})
+    row, slots = np.nonzero(slot_sides.pop(DOCUMENTS.name) == number)
+    fields = {name: values[row, slots] for name, values in slot_sides.items()}
+    return slots, fields | {"rows": rows[row], "text": sides[TOKENS.name][in_text]}
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,8 @@ class Labels:
         places = np.minimum(np.searchsorted(self.numbers, wanted), len(self.numbers) - 1)
         is_known = self.numbers[places] == wanted if len(self.numbers) else np.zeros(wanted.shape, bool)
         if not np.all(is_known):
-            raise ArgumentError(f"documents {np.unique(wanted[~is_known])[:8].tolist()} have no {self.column}.")
+            unknown = np.unique(wanted[~is_known])[:8].tolist()
+            raise ArgumentError(f"documents {unknown} have no {self.column}, expected numbers of stored documents.")
         return self.values[places]
 
 
@@ -120,7 +110,6 @@ class StoredDocuments:
         self._root = root
         self._blocks = blocks
         self._num_streams = root.metadata.num_streams
-        self._not_indexed = BlockTable(), empty_table()  # blocks without an index of ids, and their document tables
 
     @cached_property
     def table(self) -> pa.Table:
@@ -132,29 +121,28 @@ class StoredDocuments:
         column that none of them has."""
         if blocks is None and columns is None:
             return self.table
-        tables = list(self._selected(self._blocks if blocks is None else blocks, columns))
-        table = _joined(tables or [empty_table()])
+        tables = read_tables(self._storage, self._blocks if blocks is None else blocks)
+        if columns is not None:  # while they are read, so that the other columns take no memory
+            tables = (table.select([name for name in columns if name in table.column_names]) for table in tables)
+        table = _joined(list(tables) or [empty_table()])
         if missing := [name for name in columns or () if name not in table.column_names]:
-            raise ArgumentError(f"the documents of {self._storage.path} have no columns {missing}.")
+            raise ArgumentError(
+                f"the documents of {self._storage.path} have no columns {missing}, expected {table.column_names}."
+            )
         return table if columns is None else table.select(columns)
-
-    def _selected(self, blocks: BlockTable, columns: Sequence[str] | None) -> Iterator[pa.Table]:
-        for table in read_tables(self._storage, blocks):
-            yield table if columns is None else table.select([n for n in columns if n in table.column_names])
-
-    def _read_not_indexed(self, blocks: BlockTable) -> pa.Table:
-        """The document tables of blocks without an index of ids, kept for the next lookup."""
-        blocks_read, table = self._not_indexed
-        if not np.array_equal(blocks_read.values, blocks.values):
-            if len(blocks) > _MANY_TABLES and self._storage.is_remote:
-                log.warning(_MANY_READ, self._storage.path, len(blocks), self._storage.path)
-            table = self.table if len(blocks) == len(self._blocks) else self.read(blocks)
-            self._not_indexed = blocks, table
-        return table
 
     @cached_property
     def _ids(self) -> StoredIds | None:
         return open_ids(self._storage, self._root)
+
+    @cached_property
+    def _not_indexed(self) -> pa.Table:
+        """The document tables of the blocks that the index of ids does not cover."""
+        if self._ids is None:
+            if len(self._blocks) > _MANY_TABLES and self._storage.is_remote:
+                log.warning(_MANY_READ, self._storage.path, len(self._blocks), self._storage.path)
+            return self.table
+        return self.read(self._blocks[np.flatnonzero(~self._ids.covers(self._blocks))])
 
     def blocks_with(self, number: int) -> BlockTable:
         """The blocks that contain tokens of a document, and at most one more."""
@@ -181,11 +169,8 @@ class StoredDocuments:
         """A document's rows in the document tables of all blocks. Reads those of the blocks that may contain the id
         according to the index of ids, and of all blocks without one. Raises StoreError unless exactly one document has
         the id."""
-        if "table" in vars(self):
-            return self._one_document(self.table, "id", id)
-        hits, not_indexed = (BlockTable(), self._blocks) if self._ids is None else self._ids.find(id, self._blocks)
-        tables = [self._read_not_indexed(not_indexed), *([self.read(hits)] if len(hits) else [])]
-        return self._one_document(_joined(tables), "id", id)
+        hits = BlockTable() if self._ids is None else self._ids.find(id, self._blocks)
+        return self._one_document(_joined([self._not_indexed, self.read(hits)]), "id", id)
 
     def _one_document(self, table: pa.Table, column: str, value: str | int) -> pa.Table:
         entries = table.filter(pc.equal(table[column], value))

@@ -12,8 +12,8 @@ import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
 from numpy.typing import DTypeLike
 
-from pipeline.core.arguments import shown
 from pipeline.core.errors import ArgumentError
+from pipeline.core.messages import shown
 
 Dtype = DTypeLike | str
 """A dtype of numpy, torch or JAX, or its name; "stored": the store's; None: the store's, but float32 for numpy's arrays

@@ -1,45 +1,39 @@
 """Memory for token slots, and the batches gathered from it ahead of training.
 
-The memory is filled from a store or by a model; `TokenMemory.order` then contains the slots to use, in order.
-Shapes: n tokens per batch, K keys, D features per activation, k features stored per token, S slots of a memory (slots
-per row times rows).
+The memory is filled from stores or by a model; `TokenMemory.order` then contains the slots to use, in order.
+Shapes: n tokens per batch, K keys, D features per activation, k features stored per token, S slots per row.
 """
 
-import json
-import operator
-import traceback
-from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NoReturn
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
-from crc32c import crc32c
 from jaxtyping import Bool, Int32, Int64
 
-from pipeline.core.arguments import require_not_forked, shown
 from pipeline.core.errors import ArgumentError
-from pipeline.core.memory import aligned_empty
+from pipeline.core.host import aligned_empty
 from pipeline.core.sites import ByName
-from pipeline.store.format.layout import SIDE_ARRAYS, StoreLayout
-from pipeline.store.format.scaled import Dequantised, dequantised, scale_name
+from pipeline.store.format.layout import SIDE_ARRAYS
+from pipeline.store.format.normalisation import l2_norms
+from pipeline.store.format.scaled import dequantised, scale_name
 from pipeline.store.format.statistics import Statistics, merge, token_statistics
-from pipeline.store.read.batch_options import Reading
 from pipeline.store.read.features import FeatureBatch, feature_batches
-from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import STORED, converter
+from pipeline.store.read.iterating import Position
+from pipeline.store.read.options import BatchArrays, BatchOptions, TokenFilter
 from pipeline.store.read.order import Buffer
 
 AHEAD = 4  # how many batches are gathered ahead
 GATHERING_THREADS = 2
 
-B = TypeVar("B")
+_TOKENS_AT_A_TIME = 1024  # few enough for the processor's caches
 
-STACKED = "stacked"  # the name of the memory [S, K, D] shared by arrays of the same width
+STACKED = "stacked"  # the name of a batch's memory [n, K, D], of which the activations' memory is parts
 
 
 @dataclass(frozen=True)
@@ -51,6 +45,8 @@ class Batch:
     documents: the document's number; with JAX this is a numpy array, since JAX has no int64 by default.
     outputs: those requested by the argument `outputs`, [n] or [n, k] by array name.
     features: with `features=True`, by the SAE's name: "blocks.5.resid_post" if one SAE encodes that array.
+
+    From aligned stores, `activations`, `outputs` and `features` are tuples with one entry per store.
     """
 
     activations: Any
@@ -62,143 +58,28 @@ class Batch:
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
 
 
-class Position(NamedTuple):
-    """A reader's position: after `batch` batches of epoch `epoch`; the next batch begins at `token` of `buffer`, which
-    has this `begin`."""
-
-    epoch: int = 0
-    batch: int = 0
-    buffer: int = 0
-    token: int = 0
-    begin: Any = None
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The position without `begin`, as JSON values."""
-        return {name: getattr(self, name) for name in self._fields[:-1]}
-
-
-class Reader(Iterator[B], Generic[B]):
-    """Iterates over batches. One thread may use it at a time.
-
-    All that a reader keeps is its position: after the last batch that `__next__` returned. Every `for` goes on from
-    there, also after Ctrl-C, an error (which is raised again if it persists) or `close`. After a complete pass, the
-    next `for` begins another one.
-    """
-
-    library = "TensorStore"  # what does not survive a fork
-
-    def __init__(self, position: Position, end: int | None, epochs: int | None) -> None:
-        """end: the epoch before which the pass ends; None for no end. epochs: per pass."""
-        self._position = position
-        self._end = end
-        self._epochs = epochs
-        self._batches: Iterator[tuple[B, Position]] | None = None
-        self._is_complete = self._is_closed = False
-
-    @abstractmethod
-    def _start(self) -> Iterator[tuple[B, Position]]:
-        """The batches from the reader's position to the end of the pass, each with the position after it."""
-
-    def __iter__(self) -> Self:
-        if self._is_complete:
-            begin, end = Position(self._end), self._end + self._epochs
-            self._position, self._end, self._is_complete = begin, end, False
-        self._is_closed = False
-        return self
-
-    def __next__(self) -> B:
-        require_not_forked(self.library)
-        if self._is_complete or self._is_closed:
-            raise StopIteration
-        # A signal may raise an exception after any call. Then this iterator is not used again, and the next one begins
-        # at the position, which is set when nothing can keep the batch from being returned.
-        batches, self._batches = self._batches, None
-        try:
-            batches = self._start() if batches is None else batches
-            batch, after = next(batches, (None, None))
-        except BaseException as error:
-            batches = None
-            traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the memory of buffers
-            raise
-        if after is None:
-            self._is_complete = True
-            raise StopIteration
-        self._batches, self._position = batches, after
-        return batch
-
-    def close(self) -> None:
-        """Ends the reader's threads after their current reads. Dropping the reader does the same."""
-        batches, self._batches = self._batches, None
-        self._is_closed = True
-        if batches is not None:
-            batches.close()
-
-
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A reader's state with a checksum, as JSON values."""
-    return {**state, "checksum": _checksum(state)}
-
-
-def unsealed(state: object) -> dict[str, Any]:
-    """The state that was sealed. Raises ArgumentError if it was changed, or is no state."""
-    content = dict(state) if isinstance(state, Mapping) else {}
-    try:
-        is_intact = content.pop("checksum", None) == _checksum(content)
-    except (TypeError, ValueError):  # not JSON
-        is_intact = False
-    if not is_intact:
-        raise ArgumentError(
-            f"state is {shown(state)}, not a state as a reader's state() returned it: it was changed or cut, or comes "
-            "from an earlier version. Use an unchanged one, or start again without a state."
-        )
-    return content
-
-
-def _checksum(content: Mapping[str, Any]) -> int:
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=operator.index)
-    return crc32c(canonical.encode())
-
-
 class TokenMemory:
-    """Memory for some rows of each array that is read.
+    """Memory for some rows of the arrays of one store or stream, or of several with the same tokens.
 
-    targets: the memory to fill by array name: [rows, slots, D] of activations, their scales if any, and features.
-    side_arrays: the same for side arrays and outputs, [rows, slots] or [rows, slots, k].
+    arrays: the memory to fill, [rows, S, ...], for each store by array name; the side arrays are the first store's.
     order: the slots that batches use, in order. users: the tasks that still read the memory.
-
-    Batches are gathered from the same memory by slot: [S, D], or [S, K, D] for `STACKED` activations, [S] or [S, k].
     """
 
-    def __init__(self, layout: StoreLayout, reading: Reading, rows: int) -> None:
+    def __init__(self, stores: Sequence[BatchArrays], rows: int) -> None:
         """Allocates the memory, whose pages are used only when it is filled."""
-        slots, stack, names = layout.slots, reading.options.stack, list(reading.names)
-        specs = {spec.name: spec for spec in (*layout.arrays, *layout.scales, *layout.outputs)}
         self.rows = rows
-        self.targets: dict[str, np.ndarray] = {}
-        self._slots: dict[str, np.ndarray] = {}
-        groups = {STACKED: names}
-        if layout.scales:
-            groups[scale_name(STACKED)] = [scale_name(name) for name in names]
-        separate = [] if stack else [name for group in groups.values() for name in group]
-        for stacked, group in groups.items() if stack else ():
-            first = specs[group[0]]
-            memory = np.empty((rows, slots, len(group), first.width), first.dtype)
-            self.targets |= {name: memory[:, :, k] for k, name in enumerate(group)}
-            self._slots[stacked] = memory.reshape(-1, *memory.shape[2:])
-        for name in (*separate, *reading.sparse):
-            self.targets[name] = np.empty((rows, slots, specs[name].width), specs[name].dtype)
-            self._slots[name] = self.targets[name].reshape(-1, specs[name].width)
-        self.side_arrays = {spec.name: np.empty((rows, slots), spec.dtype) for spec in SIDE_ARRAYS}
-        for spec in (spec for spec in layout.outputs if spec.name in reading.outputs):
-            self.side_arrays[spec.name] = np.empty((rows, *layout.shard_shape(spec)[1:]), spec.dtype)
-        self._slots |= {name: side.reshape(-1, *side.shape[2:]) for name, side in self.side_arrays.items()}
+        self._stores = stores
+        self.arrays: list[dict[str, np.ndarray]] = []
+        for number, arrays in enumerate(stores):
+            specs = {spec.name: spec for spec in arrays.layout.all_arrays}
+            sides = [spec.name for spec in SIDE_ARRAYS] if number == 0 else []
+            shapes = {
+                name: (rows, arrays.layout.slots, *specs[name].token_shape)
+                for name in (*arrays.by_piece, *arrays.by_block, *sides)
+            }
+            self.arrays.append({name: np.empty(shape, specs[name].dtype) for name, shape in shapes.items()})
         self.order: Int64[np.ndarray, " n"] = np.empty(0, np.int64)
         self.users: list[Future[None]] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(values.nbytes for values in self._slots.values())
 
     def wait_for_users(self) -> None:
         """Waits until no task uses the memory, so that it can be filled again."""
@@ -208,138 +89,172 @@ class TokenMemory:
         self.users = []
 
     def chosen(
-        self, token_filter: TokenFilter, num_rows: int, more: Mapping[str, Bool[np.ndarray, "rows slots"]] | None = None
+        self, token_filter: TokenFilter, num_rows: int, more: Mapping[str, Bool[np.ndarray, "rows S"]] | None = None
     ) -> Int64[np.ndarray, " n"]:
         """The slots in the first `num_rows` rows that pass the filter's conditions on side arrays. `more`: further side
         arrays for the filter."""
-        inputs = self.side_arrays | dict(more or {})
+        inputs = self.arrays[0] | dict(more or {})
         return np.flatnonzero(token_filter.keeps({name: side[:num_rows] for name, side in inputs.items()}))
 
     def within_norms(self, token_filter: TokenFilter, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " kept"]:
         """Those of `slots` whose activations pass the filter's condition on norms."""
-        flat = {name: target.reshape(-1, target.shape[2]) for name, target in self.targets.items()}
-        for name in [name for name in flat if scale_name(name) in flat]:
-            flat[name] = Dequantised(flat[name], flat.pop(scale_name(name)))
-        return token_filter.within_norms(slots, flat)
+        flat = {name: values.reshape(-1, *values.shape[2:]) for name, values in self.arrays[0].items()}
+        for name, (least, greatest) in token_filter.norms.items():
+            norms = np.empty(len(slots), np.float32)
+            for start in range(0, len(slots), _TOKENS_AT_A_TIME):
+                some = slots[start : start + _TOKENS_AT_A_TIME]
+                values = flat[name][some]
+                if scale_name(name) in flat:
+                    values = dequantised(values, flat[scale_name(name)][some])
+                norms[start : start + len(some)] = l2_norms(values)
+            slots = slots[(norms >= least) & (norms <= greatest)]
+        return slots
 
-    def like(self, num_tokens: int) -> dict[str, np.ndarray]:
-        """New memory for a batch of `num_tokens` tokens, by name."""
-        slots = self._slots.items()
+    def like(self, num_tokens: int, stack: bool) -> list[dict[str, np.ndarray]]:
+        """New memory for a batch of `num_tokens` tokens, for each store by name. stack: that of activations is a part
+        of `STACKED`."""
+        memory: list[dict[str, np.ndarray]] = []
         try:
-            return {name: aligned_empty((num_tokens, *values.shape[1:]), values.dtype) for name, values in slots}
+            for store, arrays in zip(self._stores, self.arrays, strict=True):
+                batch = {}
+                if stack:
+                    first, shape = arrays[store.names[0]], (num_tokens, len(store.names))
+                    batch[STACKED] = aligned_empty((*shape, *first.shape[2:]), first.dtype)
+                    batch |= {name: batch[STACKED][:, k] for k, name in enumerate(store.names)}
+                for name in arrays.keys() - batch.keys():
+                    batch[name] = aligned_empty((num_tokens, *arrays[name].shape[2:]), arrays[name].dtype)
+                memory.append(batch)
         except (MemoryError, ValueError) as error:
             raise ArgumentError(f"batch_size is {num_tokens}: a batch would not fit into memory. Lower it.") from error
+        return memory
 
-    def gather(self, start: int, stop: int, out: Mapping[str, np.ndarray], at: int) -> None:
+    def gather(self, start: int, stop: int, out: Sequence[Mapping[str, np.ndarray]], at: int) -> None:
         """Copies the tokens `order[start:stop]` to `out[at:]`."""
         slots = self.order[start:stop]
-        for name, values in self._slots.items():
-            # As integers, for which numpy releases the GIL. mode="raise" would copy twice.
-            integers = f"u{values.itemsize}"
-            target = out[name][at : at + len(slots)]
-            np.take(values.view(integers), slots, axis=0, out=target.view(integers), mode="clip")
+        for arrays, batch in zip(self.arrays, out, strict=True):
+            for name, values in arrays.items():
+                # As integers, for which numpy releases the GIL. mode="raise" would copy twice.
+                integers = values.reshape(-1, *values.shape[2:]).view(f"u{values.itemsize}")
+                target = batch[name][at : at + len(slots)].view(integers.dtype)
+                if target.flags.c_contiguous:
+                    np.take(integers, slots, axis=0, out=target, mode="clip")
+                    continue
+                for first in range(0, len(slots), _TOKENS_AT_A_TIME):  # numpy would copy all of a stacked part
+                    some = slice(first, first + _TOKENS_AT_A_TIME)
+                    target[some] = np.take(integers, slots[some], axis=0, mode="clip")
 
 
-class Gatherer:
-    """Makes batches from filled memory."""
+Filled = Iterator[tuple[Buffer, TokenMemory, bool]]
+"""Buffers in order, each with its filled memory and whether it is its epoch's last. A memory may be filled again, after
+its `users` are complete, when the next buffer is requested."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        drop_last: bool,
-        limit: Callable[[int], int | None] = lambda epoch: None,
-        refuse_empty: Callable[[int], None] = lambda tokens: None,
-    ) -> None:
-        """drop_last: drop the last batch of an epoch if it is not full. limit: the maximum number of batches of an
-        epoch. refuse_empty: called with the number of tokens of an epoch that has no batch."""
-        self._reading = reading
-        self._drop_last = drop_last
-        self._limit = limit
-        self._refuse_empty = refuse_empty
 
-    def batches(
-        self, filled: Iterator[tuple[Buffer, TokenMemory, bool]], start: Position
-    ) -> Iterator[tuple[Batch, Position]]:
-        """The batches from position `start` on, each with the position after it. `AHEAD` of them are gathered ahead.
+def gathered(
+    filled: Filled,
+    start: Position,
+    stores: Sequence[BatchArrays],
+    options: BatchOptions,
+    limit: Callable[[int], int | None] = lambda epoch: None,
+) -> Iterator[tuple[Batch, Position]]:
+    """The batches from position `start` on, each with the position after it. `AHEAD` of them are gathered ahead.
 
-        filled: the buffers from that position on, each with its filled memory and whether it is the epoch's last. When
-        the next one is requested, the memory's `users` are complete.
-        """
-        gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
-        ahead: deque[tuple[Future[Batch], Position]] = deque()
-        try:
-            for batch in self._submitted(gatherers, filled, start):
-                ahead.append(batch)
-                if len(ahead) > AHEAD:
-                    yield _done(ahead.popleft())
-            while ahead:
+    filled: the buffers from that position on. limit: the maximum number of batches of an epoch.
+    """
+    gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
+    ahead: deque[tuple[Future[Batch], Position]] = deque()
+    try:
+        for batch in _submitted(gatherers, filled, start, _finisher(stores, options), options, limit):
+            ahead.append(batch)
+            if len(ahead) > AHEAD:
                 yield _done(ahead.popleft())
-        finally:  # without waiting, since a dropped reader may be garbage-collected in one of these threads
-            gatherers.shutdown(wait=False, cancel_futures=True)
+        while ahead:
+            yield _done(ahead.popleft())
+    finally:  # without waiting, since a dropped reader may be garbage-collected in one of these threads
+        gatherers.shutdown(wait=False, cancel_futures=True)
 
-    def _submitted(
-        self, gatherers: ThreadPoolExecutor, filled: Iterator[tuple[Buffer, TokenMemory, bool]], begin: Position
-    ) -> Iterator[tuple[Future[Batch], Position]]:
-        """Batches whose gathering has been started, each with the position after it."""
-        size = self._reading.batch_size
-        finish = self._finisher()
-        batch, start = begin.batch, begin.token
-        limit = self._limit(begin.epoch)
-        parts, num_tokens, out = [], 0, {}
-        for buffer, memory, is_last in filled:
-            stop = start
-            while stop < len(memory.order) and batch != limit:
-                start, stop = stop, min(stop + size - num_tokens, len(memory.order))
-                out = out or memory.like(size)
-                parts.append(gatherers.submit(memory.gather, start, stop, out, num_tokens))
-                memory.users.append(parts[-1])
-                num_tokens += stop - start
-                if num_tokens == size:
-                    batch += 1
-                    after = Position(buffer.epoch, batch, buffer.index, stop, buffer.begin)
-                    yield gatherers.submit(finish, parts, out, num_tokens), after
-                    parts, num_tokens, out = [], 0, {}
-            start = 0
-            if is_last:
-                after = Position(buffer.epoch + 1)
-                if num_tokens and not self._drop_last:
-                    yield gatherers.submit(finish, parts, out, num_tokens), after
-                elif not batch:
-                    self._refuse_empty(num_tokens)
-                parts, num_tokens, out, batch = [], 0, {}, 0
-                limit = self._limit(buffer.epoch + 1)
 
-    def _finisher(self) -> Callable[[Sequence[Future[None]], dict[str, np.ndarray], int], Batch]:
-        """A function that turns gathered memory into a batch: normalises, casts, and converts to the framework."""
-        reading, options = self._reading, self._reading.options
-        convert = converter(options.framework, options.dtype, options.pin_memory)
-        convert_side = converter(options.framework, STORED if options.dtype == STORED else None, options.pin_memory)
+def _submitted(
+    gatherers: ThreadPoolExecutor,
+    filled: Filled,
+    begin: Position,
+    finish: Callable[..., Batch],
+    options: BatchOptions,
+    limit: Callable[[int], int | None],
+) -> Iterator[tuple[Future[Batch], Position]]:
+    """Batches whose gathering has been started, each with the position after it."""
+    size, batch, start, most = options.batch_size, begin.batch, begin.token, limit(begin.epoch)
+    parts, num_tokens, out = [], 0, []
+    for buffer, memory, is_last in filled:
+        stop = start
+        while stop < len(memory.order) and batch != most:
+            start, stop = stop, min(stop + size - num_tokens, len(memory.order))
+            out = out or memory.like(size, options.stack)
+            parts.append(gatherers.submit(memory.gather, start, stop, out, num_tokens))
+            memory.users.append(parts[-1])
+            num_tokens += stop - start
+            if num_tokens == size:
+                batch += 1
+                after = Position(buffer.epoch, batch, buffer.index, stop, buffer.begin)
+                yield gatherers.submit(finish, parts, out, num_tokens), after
+                parts, num_tokens, out = [], 0, []
+        start = 0
+        if is_last:
+            if num_tokens and not options.drop_last:
+                yield gatherers.submit(finish, parts, out, num_tokens), Position(buffer.epoch + 1)
+            elif not batch and options.epochs is None:  # it would never end
+                refuse_epoch(num_tokens, options)
+            parts, num_tokens, out, batch = [], 0, [], 0
+            most = limit(buffer.epoch + 1)
 
-        def normalised(name: str, values: np.ndarray) -> np.ndarray:
-            if name not in reading.normalisation:
-                return values
-            result = reading.normalisation[name].apply(values)
-            return result.astype(values.dtype) if options.dtype == STORED else result
 
-        def finish(parts: Sequence[Future[None]], out: dict[str, np.ndarray], num_tokens: int) -> Batch:
-            for part in parts:
-                part.result()
-            out = {name: values[:num_tokens] for name, values in out.items()}
-            for name in [name for name in out if scale_name(name) in out]:
-                out[name] = dequantised(out[name], out.pop(scale_name(name)))
-            side_arrays = {spec.name: convert_side(out.pop(spec.name)) for spec in SIDE_ARRAYS}
-            more = {name: convert_side(out.pop(name)) for name in {*reading.sparse, *reading.outputs}}
-            side_arrays["outputs"] = {name: more[name] for name in options.outputs}
-            side_arrays["features"] = feature_batches(reading.features, more, options.framework)
-            if not options.stack:
-                activations = ByName((name, convert(normalised(name, values))) for name, values in out.items())
-                return Batch(activations[reading.names[0]] if reading.single else activations, **side_arrays)
-            stacked = out[STACKED]
-            if reading.normalisation:
-                stacked = np.stack([normalised(name, stacked[:, k]) for k, name in enumerate(reading.names)], axis=1)
-            return Batch(convert(stacked), **side_arrays)
+def _finisher(
+    stores: Sequence[BatchArrays], options: BatchOptions
+) -> Callable[[Sequence[Future[None]], list[dict[str, np.ndarray]], int], Batch]:
+    """A function that turns gathered memory into a batch: normalises, casts, and converts to the framework."""
+    convert = converter(options.framework, options.dtype, options.pin_memory)
+    convert_side = converter(options.framework, STORED if options.dtype == STORED else None, options.pin_memory)
 
-        return finish
+    def activations(arrays: BatchArrays, out: Mapping[str, np.ndarray]) -> Any:
+        if options.stack and not (arrays.layout.scales or arrays.normalisation):
+            return convert(out[STACKED])
+        values = {name: out[name] for name in arrays.names}
+        if arrays.layout.scales:
+            values = {name: dequantised(values[name], out[scale_name(name)]) for name in values}
+        for name, normalisation in arrays.normalisation.items():
+            normalised = normalisation.apply(values[name])
+            values[name] = normalised.astype(values[name].dtype) if options.dtype == STORED else normalised
+        if options.stack:
+            return convert(np.stack(list(values.values()), axis=1))
+        values = ByName((name, convert(array)) for name, array in values.items())
+        return values[arrays.names[0]] if arrays.is_single else values
+
+    def finish(parts: Sequence[Future[None]], out: list[dict[str, np.ndarray]], num_tokens: int) -> Batch:
+        for part in parts:
+            part.result()
+        out = [{name: values[:num_tokens] for name, values in arrays.items()} for arrays in out]
+        contents = []
+        for arrays, values in zip(stores, out, strict=True):
+            more = {name: convert_side(values[name]) for name in (*arrays.sparse, *arrays.by_block)}
+            outputs = {name: more[name] for name in arrays.outputs}
+            features = feature_batches(arrays.features, more, options.framework)
+            contents.append((activations(arrays, values), outputs, features))
+        parts = contents[0] if len(stores) == 1 else zip(*contents, strict=True)
+        side_arrays = {spec.name: convert_side(out[0][spec.name]) for spec in SIDE_ARRAYS}
+        return Batch(**dict(zip(("activations", "outputs", "features"), parts, strict=True)), **side_arrays)
+
+    return finish
+
+
+def refuse_epoch(num_tokens: int, options: BatchOptions) -> NoReturn:
+    """Raises ArgumentError for an epoch with so few tokens that it has no batch."""
+    size, world = options.batch_size, options.world
+    if world > 1:
+        raise ArgumentError(
+            f"one of {world} readers has {num_tokens} tokens in an epoch, less than one batch of {size}. Use fewer "
+            "readers or a smaller batch_size."
+        )
+    remedy = "Use a smaller batch_size." if num_tokens else "The store is empty, or no token passes the filter."
+    raise ArgumentError(f"an epoch has {num_tokens} tokens, less than one batch of {size}. {remedy}")
 
 
 def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, Statistics]:
@@ -352,7 +267,7 @@ def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, St
         parts.append({name: token_statistics(values[:num_tokens]) for name, values in batch.activations.items()})
         num_tokens -= len(batch.tokens)
     if not parts:
-        raise ArgumentError("no token passes the filter, so there is nothing to sample")
+        raise ArgumentError("no token passes the filter: nothing to sample. Allow more tokens.")
     return {name: merge(part[name] for part in parts) for name in parts[0]}
 
 

@@ -14,7 +14,7 @@ tokens' activations), D features per activation.
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, SupportsIndex
 
@@ -26,27 +26,26 @@ import tensorstore as ts
 from jaxtyping import Int32, Int64
 
 from pipeline.core import arguments
-from pipeline.core.arguments import flag, integer, path, shown
-from pipeline.core.counts import counted
+from pipeline.core.arguments import flag, integer, path
 from pipeline.core.errors import ArgumentError, StoreError
+from pipeline.core.messages import counted, shown
 from pipeline.core.sites import ActivationKey, ByName, Site
 from pipeline.store.format.arrays import layout_of, open_arrays
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.layout import DOCUMENTS, POSITIONS, SEGMENTS, SELECTED, SIDE_ARRAYS, TOKENS
+from pipeline.store.format.layout import SEGMENTS, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
 from pipeline.store.format.summary import read_blocks
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.batch_options import BatchOptions, Key, Readable, as_keys
-from pipeline.store.read.batches import BatchReader, HasBatches
+from pipeline.store.read.batches import BatchReader, HasBatches, Stores
 from pipeline.store.read.documents import DocumentActivations, Labels, StoredDocuments, document_slots
 from pipeline.store.read.features import feature_batches
-from pipeline.store.read.filters import TokenFilter
 from pipeline.store.read.frameworks import STORED, Dtype, cast, parsed_dtype
 from pipeline.store.read.gathering import Batch, sample_statistics
+from pipeline.store.read.options import ArrayNames, BatchOptions, Key, TokenFilter, as_keys
 from pipeline.store.read.rows import Rows, StoredRows, is_one_row, require_positions, slot_side_arrays
-from pipeline.store.read.shard_reads import REMOTE_REQUESTS, ShardReads, StoreIdentity
+from pipeline.store.read.shard_reads import REMOTE_REQUESTS, ShardReads, store_id
 from pipeline.store.read.stored_statistics import HasStatistics
 
 # The size of the shuffle buffer from which `sample` takes tokens.
@@ -96,7 +95,7 @@ class ActivationStore(HasBatches, HasStatistics):
         self.sites: tuple[Site, ...] = tuple(dict.fromkeys(key.site for key in self.keys))
         self.length: int = self._layout.length
         self.slots: int = self._layout.slots
-        self._reads = ShardReads(storage, self._layout, StoreIdentity(storage, root))
+        self._reads = ShardReads(storage, self._layout, store_id(root))
         self._rows = StoredRows(self._reads, blocks)
         self._documents = StoredDocuments(storage, root, blocks)
 
@@ -117,7 +116,7 @@ class ActivationStore(HasBatches, HasStatistics):
 
         Raises StoreInvalid if the store was deleted, whether or not there is another one now, and StoreError.
         """
-        self._reads.identity.require()
+        self._reads.require_same_store()
         return ActivationStore.open(self.storage)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -160,7 +159,7 @@ class ActivationStore(HasBatches, HasStatistics):
         if not (blocks is None or isinstance(blocks, BlockTable)):
             raise ArgumentError(f"blocks is {shown(blocks)}, expected store.blocks or a part of it.")
         table = self._documents.read(blocks, columns)
-        self._reads.identity.require()
+        self._reads.require_same_store()
         return table
 
     def labels(self, column: str, table: pa.Table | None = None) -> Labels:
@@ -169,7 +168,7 @@ class ActivationStore(HasBatches, HasStatistics):
         if not isinstance(column, str) or not (table is None or isinstance(table, pa.Table)):
             raise ArgumentError(f"expected a column and a pyarrow.Table, got {shown(column)} and {shown(table)}.")
         labels = self._documents.labels(column, table)
-        self._reads.identity.require()
+        self._reads.require_same_store()
         return labels
 
     def read(self, key: Key, rows: Rows, dtype: Dtype = None) -> np.ndarray:
@@ -181,7 +180,7 @@ class ActivationStore(HasBatches, HasStatistics):
         StoreError for a row that is not stored or damaged.
         """
         dtype = parsed_dtype(dtype)
-        [(_, values)] = self._rows.activations([self._readable.key(key).name], self._rows.chosen(rows))
+        [values] = self._rows.read([self._names.key(key).name], self._rows.chosen(rows)).values()
         return cast(values[0] if is_one_row(rows) else values, dtype)
 
     def tokens_at(
@@ -201,18 +200,19 @@ class ActivationStore(HasBatches, HasStatistics):
             )
         if places.size and not 0 <= places.min() <= places.max() < self.length:
             raise ArgumentError(f"positions are {places.min()} to {places.max()}, expected 0 to {self.length - 1}.")
-        names = [key.name for key in self._keys(keys)]
-        distinct, index = np.unique(numbers, return_inverse=True)
-        sides = self._rows.reads([spec.name for spec in SIDE_ARRAYS], distinct)
-        places = places.astype(np.int64)
-        tokens = {name: values[index, places] for name, values in sides}
-        fits = self.read_selected(distinct)[index] == places[:, None]
-        if not fits.any(axis=1).all():
-            absent = np.flatnonzero(~fits.any(axis=1))[:4]
+        names, slots = [key.name for key in self._keys(keys)], places.astype(np.int64)
+        tokens = self._rows.read([spec.name for spec in SIDE_ARRAYS], numbers, slots)
+        is_stored = tokens[SEGMENTS.name] > 0
+        if self._layout.selected is not None:
+            distinct, index = np.unique(numbers, return_inverse=True)
+            fits = self.read_selected(distinct)[index] == slots[:, None]
+            slots, is_stored = fits.argmax(axis=1), fits.any(axis=1)
+        if not is_stored.all():
+            absent = np.flatnonzero(~is_stored)[:4]
             pairs = list(zip(numbers[absent].tolist(), places[absent].tolist(), strict=True))
             raise StoreError(f"{self.path} has no activations at the (row, position) pairs {pairs}.")
-        arrays = self._rows.tokens(names, numbers, fits.argmax(axis=1))
-        activations = ByName((name, cast(values, dtype)) for name, values in arrays)
+        arrays = self._rows.read(names, numbers, slots)
+        activations = ByName((name, cast(values, dtype)) for name, values in arrays.items())
         return Batch(activations[names[0]] if isinstance(keys, Key) else activations, **tokens)
 
     def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
@@ -222,17 +222,17 @@ class ActivationStore(HasBatches, HasStatistics):
         """
         row_numbers = self._rows.chosen(rows)
         specs = SIDE_ARRAYS if flag("whole", whole) else self._layout.side_arrays
-        sides = slot_side_arrays(dict(self._rows.reads([spec.name for spec in specs], row_numbers)))
+        sides = slot_side_arrays(self._rows.read([spec.name for spec in specs], row_numbers))
         return TokenRows(**{name: values[0] if is_one_row(rows) else values for name, values in sides.items()})
 
     def read_selected(self, rows: Rows) -> Int32[np.ndarray, "*n S"]:
         """The positions, within their row, of the tokens whose activations `read` returns; -1 in slots without one."""
         row_numbers = self._rows.chosen(rows)
         if self._layout.selected is not None:
-            selected = self._rows.read(SELECTED.name, row_numbers)
+            selected = self._rows.read([SELECTED.name], row_numbers)[SELECTED.name]
             require_positions(selected, self.length)
         else:
-            segments = self._rows.read(SEGMENTS.name, row_numbers)
+            segments = self._rows.read([SEGMENTS.name], row_numbers)[SEGMENTS.name]
             selected = np.where(segments > 0, np.arange(self.length, dtype=np.int32), np.int32(-1))
         return selected[0] if is_one_row(rows) else selected
 
@@ -249,8 +249,8 @@ class ActivationStore(HasBatches, HasStatistics):
         wanted = stored if names is None else arguments.names("names", names)
         if unknown := sorted(set(wanted) - set(stored)):
             raise StoreError(f"{self.path} has no outputs {unknown}; it has {stored} (capture.outputs).")
-        outputs = self._rows.reads([name for name in stored if name in wanted], self._rows.chosen(rows))
-        return {name: cast(values[0] if is_one_row(rows) else values, dtype) for name, values in outputs}
+        outputs = self._rows.read([name for name in stored if name in wanted], self._rows.chosen(rows))
+        return {name: cast(values[0] if is_one_row(rows) else values, dtype) for name, values in outputs.items()}
 
     def document(
         self, id: str | SupportsIndex, keys: Key | Sequence[Key] | None = None, dtype: Dtype = None
@@ -268,36 +268,32 @@ class ActivationStore(HasBatches, HasStatistics):
         by_id = documents.with_id(id) if isinstance(id, str) else None
         number = number if by_id is None else by_id["document"][0].as_py()
         blocks = documents.blocks_with(number)
-        selects = self._layout.selected is not None
-        sides = [TOKENS.name, POSITIONS.name, DOCUMENTS.name, *([SELECTED.name] if selects else [])]
         rows = self._rows.row_numbers(blocks)
-        side_reads = {name: self._rows.start(name, rows) for name in sides}  # in flight while the table is read
+        specs = (spec for spec in self._layout.side_arrays if spec is not SEGMENTS)
+        side_reads = {spec.name: self._rows.start(spec.name, rows) for spec in specs}  # while the table is read
         entries = documents.with_number(number, blocks) if by_id is None else by_id
         expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
-        slots = document_slots(number, rows, {name: read.wait() for name, read in side_reads.items()})
-        if (found := len(slots.fields["text"])) != expected:
+        slots, fields = document_slots(number, rows, {name: read.wait() for name, read in side_reads.items()})
+        if (found := len(fields["text"])) != expected:
             raise StoreError(f"{self.path} has {found} tokens of document {number}, expected {expected}.")
-        reads = self._rows.activations(names, slots.rows)
-        activations = ByName((name, cast(values[slots.in_document], dtype)) for name, values in reads)
-        output_reads = self._rows.reads([spec.name for spec in self._layout.outputs], slots.rows)
-        outputs = {name: cast(values[slots.in_document], dtype) for name, values in output_reads}
+        outputs = [spec.name for spec in self._layout.outputs]
+        values = self._rows.read([*names, *outputs], fields["rows"], slots)
+        values = {name: cast(array, dtype) for name, array in values.items()}
+        activations, outputs = ByName((name, values[name]) for name in names), {name: values[name] for name in outputs}
         id, features = entries["id"][0].as_py(), feature_batches(self._feature_widths, outputs)
-        return DocumentActivations(number, id, activations, outputs, features, **slots.fields)
+        return DocumentActivations(number, id, activations, outputs, features, **fields)
 
     def __getitem__(self, key: Key) -> "StoredArray":
         """One array, whose rows are read when it is indexed: store["blocks.2.resid_post"][5]."""
-        return StoredArray(self, self._readable.key(key))
+        return StoredArray(self, self._names.key(key))
 
-    def _batches(
+    def _stored(
         self,
         keys: Key | Sequence[Key],
-        batch_size: int,
-        normalisation: Mapping[str, Normalisation] | None,
         options: BatchOptions,
-        state: Mapping[str, Any] | None,
-    ) -> BatchReader:
-        reading = self._readable.reading(keys, batch_size, replace(options, normalisation=normalisation))
-        return BatchReader.of([(self._reads, reading)], self.blocks, state)
+        normalisation: Mapping[str, Normalisation] | None = None,
+    ) -> tuple[Stores, BlockTable]:
+        return [(self._reads, self._names.batch_arrays(keys, options, normalisation))], self.blocks
 
     def sample(
         self,
@@ -310,22 +306,20 @@ class ActivationStore(HasBatches, HasStatistics):
 
         The same arguments give the same sample. Raises ArgumentError if no token passes the filter.
         """
-        arrays = [self._readable.key(key).name for key in as_keys(keys)]
         options = BatchOptions(
-            shuffle=True, seed=seed, token_filter=token_filter, dtype=STORED, buffer_mib=SAMPLE_BUFFER_MIB
+            **dict(batch_size=4096, shuffle=True, seed=seed, token_filter=token_filter, dtype=STORED),
+            buffer_mib=SAMPLE_BUFFER_MIB,
         )
-        reading = self._readable.reading(arrays, 4096, options)
-        batches = BatchReader.of([(self._reads, reading)], self.blocks, warns=False)
-        with closing(batches):
+        with closing(BatchReader(*self._stored(as_keys(keys), options), options)) as batches:
             return sample_statistics(batches, integer("num_tokens", num_tokens, 1))
 
     def _keys(self, keys: Key | Sequence[Key] | None) -> Sequence[ActivationKey]:
-        return self.keys if keys is None else [self._readable.key(key) for key in as_keys(keys)]
+        return self.keys if keys is None else [self._names.key(key) for key in as_keys(keys)]
 
     @cached_property
-    def _readable(self) -> Readable:
+    def _names(self) -> ArrayNames:
         subject = f"the store {self.path}"
-        return Readable(subject, self._layout, self._feature_widths, StoreError, self._root.hook_names)
+        return ArrayNames(subject, self._layout, self._feature_widths, StoreError, self._root.hook_names)
 
 
 def _storage(address: StorageLike) -> Storage:

@@ -4,24 +4,22 @@ Shapes: R rows, T positions per row, S slots per row for activations, K slots pe
 are -1 in `selected`).
 """
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple, SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
 
-from pipeline.core.arguments import shown
 from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
+from pipeline.core.messages import shown
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.layout import MIB, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
 from pipeline.store.format.scaled import dequantised, scale_name
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.read.shard_reads import ShardReads
-
-BYTES_AHEAD = 256 * MIB  # reads of further arrays are started until this many bytes are being read
 
 Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
 
@@ -30,7 +28,7 @@ class StartedRead(NamedTuple):
     """Values that are being read."""
 
     values: np.ndarray
-    reads: Sequence[Future[object]]
+    reads: Sequence[Future[None]]
 
     def wait(self) -> np.ndarray:
         """The values. Raises StoreError."""
@@ -80,9 +78,9 @@ class StoredRows:
     def chosen(self, rows: Rows) -> Int64[np.ndarray, " n"]:
         """The row numbers selected by an index. Raises StoreError for rows that are not stored."""
         if isinstance(rows, slice):
-            last = int((self._first_rows + self._num_rows).max(initial=0))
+            end = int((self._first_rows + self._num_rows).max(initial=0))
             try:
-                numbers = np.arange(*rows.indices(last), dtype=np.int64)
+                numbers = np.arange(*rows.indices(end), dtype=np.int64)
             except (TypeError, ValueError) as error:
                 raise ArgumentError(f"rows is {shown(rows)}, expected a slice of integers.") from error
             return numbers[self._are_stored(numbers)]
@@ -95,77 +93,42 @@ class StoredRows:
         if index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
             raise StoreError(
                 f"rows have the shape {list(index.shape)} and dtype {index.dtype}; expected a row number, a list of "
-                f"them, a slice, or a mask of the {self._num_rows.sum()} rows of the store {self._path}."
+                f"them, a slice, or a mask of the {self._num_rows.sum()} rows of the store {self._reads.storage.path}."
             )
         given, numbers = np.atleast_1d(index), np.atleast_1d(index).astype(np.int64)
         absent = given[(numbers != given) | ~self._are_stored(numbers)][:8].tolist()
         if absent:
-            raise StoreError(f"rows {absent} are not in the store {self._path}; `rows` lists those that are.")
+            path = self._reads.storage.path
+            raise StoreError(f"rows {absent} are not in the store {path}; `rows` lists those that are.")
         return numbers
 
-    @property
-    def _path(self) -> str:
-        return self._reads.storage.path
+    def start(
+        self, name: str, rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"] | None = None
+    ) -> StartedRead:
+        """Starts reading an array's rows in any order, [n, S, ...], or one slot of each, [n, ...]."""
+        if slots is None:
+            values = self._reads.memory(name, len(rows))
+            ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]  # of runs of consecutive rows
+            runs = pairwise([0, *ends]) if len(rows) else ()
+            reads = [self._reads.start(name, int(rows[begin]), values[begin:end]) for begin, end in runs]
+            return StartedRead(values, [read for run in reads for read in run])
+        _, num_slots, *sizes = (row := self._reads.memory(name, 1)).shape
+        values = np.empty((len(rows), *sizes), row.dtype)
+        return StartedRead(values, self._reads.start_slots(name, rows * num_slots + slots, values))
 
-    def activations(
-        self, names: Sequence[str], rows: Int64[np.ndarray, " n"]
-    ) -> Iterator[tuple[str, Shaped[np.ndarray, "n S D"]]]:
-        """The names and values of activation arrays, dequantised if they are scaled. Raises StoreError."""
-        return self._dequantised(self.reads(self._with_scales(names), rows))
-
-    def _with_scales(self, names: Sequence[str]) -> list[str]:
-        scaled = bool(self._layout.scales)
-        return [part for name in names for part in ([name, scale_name(name)] if scaled else [name])]
-
-    def _dequantised(self, arrays: Iterator[tuple[str, np.ndarray]]) -> Iterator[tuple[str, np.ndarray]]:
-        for name, values in arrays:
-            yield name, dequantised(values, next(arrays)[1]) if self._layout.scales else values
-
-    def read(self, name: str, rows: Int64[np.ndarray, " n"]) -> np.ndarray:
-        """An array's rows as stored, [n, ...]. Raises StoreError if one is damaged or missing."""
-        [(_, values)] = self.reads([name], rows)
+    def read(
+        self, names: Sequence[str], rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"] | None = None
+    ) -> dict[str, np.ndarray]:
+        """The values of arrays by name, see `start`; activations that are scaled are dequantised. Raises StoreError if
+        one is damaged or missing."""
+        scales = {spec.name for spec in self._layout.scales} & set(map(scale_name, names))
+        started = {name: self.start(name, rows, slots) for name in (*names, *scales)}
+        check = self._reads.start_check()
+        values = {name: read.wait() for name, read in started.items()}
+        check.result()
+        for name in (name for name in dict.fromkeys(names) if scale_name(name) in scales):
+            values[name] = dequantised(values[name], values.pop(scale_name(name)))
         return values
-
-    def reads(self, names: Sequence[str], rows: Int64[np.ndarray, " n"]) -> Iterator[tuple[str, np.ndarray]]:
-        """The names of arrays and their rows as stored, in order; up to BYTES_AHEAD are read ahead. Raises
-        StoreError."""
-        started: deque[tuple[str, StartedRead]] = deque()
-        for name in names:
-            started.append((name, self.start(name, rows)))
-            while sum(read.values.nbytes for _, read in started) > BYTES_AHEAD:
-                name, read = started.popleft()
-                yield name, read.wait()
-        if not names:
-            return
-        check = self._reads.start_check()
-        for name, read in started:
-            values = read.wait()
-            check.result()
-            yield name, values
-        check.result()
-
-    def start(self, name: str, rows: Int64[np.ndarray, " n"]) -> StartedRead:
-        """Starts reading an array's rows, in any order."""
-        out = self._reads.memory(name, len(rows))
-        starts = np.flatnonzero(np.diff(rows, prepend=np.iinfo(np.int64).min) != 1)  # of runs of consecutive rows
-        stops = np.append(starts, len(rows))[1:]
-        runs = zip(starts.tolist(), stops.tolist(), strict=True)
-        parts = (self._reads.start(name, int(rows[start]), out[start:stop]) for start, stop in runs)
-        return StartedRead(out, [read for part in parts for read in part])
-
-    def tokens(
-        self, names: Sequence[str], rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"]
-    ) -> Iterator[tuple[str, Shaped[np.ndarray, "n D"]]]:
-        """The names of activation arrays, and their values in one slot of each row. Raises StoreError."""
-        numbers = rows * self._layout.slots + slots
-        started = []
-        for name in self._with_scales(names):
-            out = self._reads.memory(name, 1)
-            out = np.empty((len(rows), *out.shape[2:]), out.dtype)
-            started.append((name, StartedRead(out, self._reads.start_slots(name, numbers, out))))
-        check = self._reads.start_check()
-        yield from self._dequantised((name, read.wait()) for name, read in started)
-        check.result()
 
 
 def is_one_row(rows: Rows) -> bool:

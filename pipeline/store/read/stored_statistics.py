@@ -1,13 +1,13 @@
 """The stored statistics of a store's arrays and features, and single features."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import SupportsIndex
 
 from pipeline.core.arguments import flag, integer
 from pipeline.core.errors import StoreError
 from pipeline.core.sites import ActivationKey, find_array, spelled
-from pipeline.store.features.firings import FeatureIndexes, FeatureStatistics, Firings
+from pipeline.store.features.firings import FeatureStatistics, Firings, read_firings
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.keys import features_name
 from pipeline.store.format.layout import StoreLayout
@@ -16,7 +16,7 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
 from pipeline.store.format.summary import read_statistics
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.batch_options import Key, Readable, as_keys
+from pipeline.store.read.options import ArrayNames, Key, as_keys
 from pipeline.store.read.shard_reads import ShardReads
 
 
@@ -27,7 +27,7 @@ class HasStatistics:
     blocks: BlockTable
     _root: StoreRoot
     _layout: StoreLayout
-    _readable: Readable
+    _names: ArrayNames
     _reads: ShardReads
 
     @property
@@ -39,7 +39,7 @@ class HasStatistics:
 
         Raises StoreError for a store made with capture.statistics=false.
         """
-        return self._statistics_of(self._readable.key(key).name)
+        return self._statistics_of(self._names.key(key).name)
 
     def normalisation(self, keys: Key | Sequence[Key], per_feature: bool = False) -> dict[str, Normalisation]:
         """The normalisation to zero mean and unit variance, by array name, from the stored statistics.
@@ -47,7 +47,7 @@ class HasStatistics:
         See `Statistics.normalisation`. Raises StoreError for a store made with capture.statistics=false; use the
         statistics from `sample` there.
         """
-        parsed, per_feature = [self._readable.key(key) for key in as_keys(keys)], flag("per_feature", per_feature)
+        parsed, per_feature = [self._names.key(key) for key in as_keys(keys)], flag("per_feature", per_feature)
         return {key.name: self.statistics(key).normalisation(per_feature) for key in parsed}
 
     def feature_statistics(self, name: Key) -> FeatureStatistics:
@@ -70,18 +70,18 @@ class HasStatistics:
         by feature.
         """
         features = self._features_name(name)
-        width = self._feature_widths[features]
+        [sae] = (sae for sae in self._root.metadata.encoders if sae["features"] == features)
         feature, top = integer("feature", feature), None if top is None else integer("top", top, 1)
-        if feature >= width:
-            raise StoreError(f"feature {feature} of {name}: the SAE has features 0 to {width - 1}.")
+        if feature >= sae["width"]:
+            raise StoreError(f"feature {feature} of {name}: the SAE has features 0 to {sae['width'] - 1}.")
         if features not in self._root.metadata.indexed_features:
             raise StoreError(
                 f"the store {self.path} has no index by feature: it was made with capture.encode_index=false. Read all "
                 "features with batches(..., features=True)."
             )
-        indexes = FeatureIndexes(self.storage, features, width, self._layout, self.blocks)
-        firings = self.storage.retry_read(lambda: indexes.read(feature, top))
-        self._reads.identity.require()
+        read = partial(read_firings, self.storage, self._layout, sae, self.blocks, feature, top)
+        firings = self.storage.retry_read(read)
+        self._reads.require_same_store()
         return firings
 
     @cached_property
@@ -92,7 +92,7 @@ class HasStatistics:
     @cached_property
     def _statistics(self) -> Mapping[str, Statistics]:
         statistics = read_statistics(self.storage, self._root, self.blocks)
-        self._reads.identity.require()
+        self._reads.require_same_store()
         return statistics
 
     def _statistics_of(self, name: str) -> Statistics:

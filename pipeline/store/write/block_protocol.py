@@ -16,11 +16,13 @@ import pyarrow as pa
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import ArraySpec, StoreLayout
-from pipeline.store.format.statistics import decode_statistics, statistics_key
-from pipeline.store.format.tables import encode_table, table_digest, table_key
+from pipeline.store.format.statistics import STATISTICS_PREFIX, decode_statistics, statistics_key
+from pipeline.store.format.tables import TABLES_PREFIX, table_key
 from pipeline.store.io.failures import DAMAGE_REMEDY
-from pipeline.store.io.parquet import decode_parquet
+from pipeline.store.io.parquet import decode_parquet, decode_table_of, encode_table, table_digest
 from pipeline.store.io.shards import Buffer, ShardFormat, decode_shard, encode_shard
+
+_MAX_DOCUMENTS = 1 << 32  # of a block
 
 T = TypeVar("T")
 
@@ -67,16 +69,7 @@ def run_steps(steps: Steps[T], answer: Callable[[Requests], Sequence[Any]]) -> T
         answers = answer(requests)
 
 
-class Derived(NamedTuple):
-    """What a writer derives from a block's stored arrays.
-
-    statistics: the file's content; None if the store has none. indexes: by feature, by key.
-    recent: see `CommitRecord`.
-    """
-
-    statistics: bytes | None
-    indexes: Mapping[str, bytes]
-    recent: tuple[tuple[int, ...], ...]
+Recent = tuple[tuple[int, ...], ...]  # see `CommitRecord`
 
 
 @dataclass(frozen=True)
@@ -84,13 +77,14 @@ class NewBlock:
     """A block to write.
 
     record: without what the writer sets. arrays: every array by name, [R, ...]. Adopted values are copied into them.
-    derive: called once, when all arrays are stored, with the names of those whose values were adopted.
+    derive: called once, when all arrays are stored, with the names of those whose values were adopted. Returns the
+    files that follow from the arrays, by key: statistics and indexes by feature; and the record's `recent`.
     """
 
     record: CommitRecord
     arrays: Mapping[str, np.ndarray]
     table: pa.Table
-    derive: Callable[[Collection[str]], Derived]
+    derive: Callable[[Collection[str]], tuple[Mapping[str, bytes], Recent]]
 
 
 def write_block(layout: StoreLayout, block: NewBlock) -> Steps[CommitRecord]:
@@ -99,15 +93,17 @@ def write_block(layout: StoreLayout, block: NewBlock) -> Steps[CommitRecord]:
     Raises StoreError if an object exists whose integers, documents or counts differ, and StoreInvalid for a damaged
     one.
     """
-    digests, adopted, documents_sha256 = yield from _write_contents(layout, block)
-    derived = block.derive(adopted)
-    statistics_sha256 = yield from _write_derived(block.record, derived)
+    digests, adopted = yield from _write_arrays(layout, block)
+    files, recent = block.derive(adopted)
+    stream, number = block.record.stream, block.record.block
+    stored_files = yield from _write_files({table_key(stream, number): encode_table(block.table), **files})
+    documents, statistics = (stored_files.get(key_of(stream, number)) for key_of in (table_key, statistics_key))
     record = replace(
         block.record,
         digests=digests,
-        documents_sha256=documents_sha256,
-        statistics_sha256=statistics_sha256,
-        recent=derived.recent,
+        documents_sha256=table_digest(documents),
+        statistics_sha256="" if statistics is None else table_digest(statistics),
+        recent=recent,
     )
     [put] = yield [_put(record.key, record.to_json())]
     if put.is_new:
@@ -118,20 +114,15 @@ def write_block(layout: StoreLayout, block: NewBlock) -> Steps[CommitRecord]:
     return stored
 
 
-def _write_contents(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[str, str], set[str], str]]:
-    """Writes the arrays and the document table. Returns the digests of the stored arrays, the names of those whose
-    values were adopted, and the sha256 of the stored table."""
-    stream, number = block.record.stream, block.record.block
-    specs = {layout.shard_key(spec, stream, number): spec for spec in layout.all_arrays}
-    documents_key, documents = table_key(stream, number), encode_table(block.table)
-    shards = [
+def _write_arrays(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[str, str], set[str]]]:
+    """Writes the arrays. Returns the digests of the stored ones, and the names of those whose values were adopted."""
+    specs = {layout.shard_key(spec, block.record.stream, block.record.block): spec for spec in layout.all_arrays}
+    puts = yield [
         Put(key, partial(encode_shard, block.arrays[spec.name], layout.shard_format(spec)))
         for key, spec in specs.items()
     ]
-    answers = yield [*shards, _put(documents_key, documents)]
-    *shard_puts, documents_put = answers
     digests, adopted = {}, set()
-    for (key, spec), put in zip(specs.items(), shard_puts, strict=True):
+    for (key, spec), put in zip(specs.items(), puts, strict=True):
         digests[spec.name] = put.digest
         if not put.is_new:  # one after the other, since each takes memory
             [(values, digest)] = yield [Read(key, partial(_decode_shard, layout.shard_format(spec)))]
@@ -141,30 +132,31 @@ def _write_contents(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[st
                 block.arrays[spec.name][...] = values
                 digests[spec.name] = digest
                 adopted.add(spec.name)
-    if not documents_put.is_new:
-        [stored] = yield [Read(documents_key, _require)]
-        if stored != documents:
-            num_rows = block.table.num_rows
-            if not _decode(documents_key, stored, num_rows).equals(decode_parquet(documents, num_rows)):
-                raise StoreError(f"the store has {documents_key}, {_OTHER_CONTENT}")
-            documents = stored
-    return digests, adopted, table_digest(documents)
+    return digests, adopted
 
 
-def _write_derived(record: CommitRecord, derived: Derived) -> Steps[str]:
-    """Writes statistics and indexes. Returns the sha256 of the stored statistics."""
-    key, statistics = statistics_key(record.stream, record.block), derived.statistics
-    contents = dict(derived.indexes) if statistics is None else {key: statistics, **derived.indexes}
-    puts = (yield [_put(*item) for item in contents.items()]) if contents else []
-    for name, put in zip(contents, puts, strict=True):
+def _write_files(contents: Mapping[str, bytes]) -> Steps[dict[str, bytes]]:
+    """Writes the document table, statistics and indexes, by key. Returns what is stored."""
+    stored_files = dict(contents)
+    puts = yield [_put(*item) for item in contents.items()]
+    for (key, content), put in zip(contents.items(), puts, strict=True):
         if not put.is_new:
-            [stored] = yield [Read(name, _require)]
-            # Statistics of the same values may be rounded in other ways: those of rows are computed on the devices.
-            is_same = stored == contents[name] or (name == key and _counts(key, stored) == _counts(key, statistics))
-            if not is_same:
-                raise StoreError(f"the store has {name}, {_OTHER_CONTENT}")
-            contents[name] = stored
-    return "" if statistics is None else table_digest(contents[key])
+            [stored] = yield [Read(key, _require)]
+            if stored != content and not _is_same(key, stored, content):
+                raise StoreError(f"the store has {key}, {_OTHER_CONTENT}")
+            stored_files[key] = stored
+    return stored_files
+
+
+def _is_same(key: str, stored: bytes, content: bytes) -> bool:
+    """Whether different bytes say the same."""
+    if key.startswith(STATISTICS_PREFIX):
+        # Statistics of the same values may be rounded in other ways: those of rows are computed on the devices.
+        return _counts(key, stored) == _counts(key, content)
+    if key.startswith(TABLES_PREFIX):  # written by another version of the library
+        ours = decode_parquet(content, _MAX_DOCUMENTS)
+        return decode_table_of(stored, key, table_digest(stored), "the store", ours.num_rows).equals(ours)
+    return False
 
 
 def _put(key: str, content: bytes) -> Put:
@@ -187,13 +179,6 @@ def _decode_shard(format: ShardFormat, key: str, content: bytes | None) -> tuple
         return decode_shard(_require(key, content), format)
     except ValueError as error:
         raise StoreInvalid(f"{key} is damaged: {error}. {DAMAGE_REMEDY}") from error
-
-
-def _decode(key: str, content: bytes, max_rows: int) -> pa.Table:
-    try:
-        return decode_parquet(content, max_rows)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise StoreInvalid(f"{key} cannot be read: {error}. {DAMAGE_REMEDY}") from error
 
 
 def _counts(key: str, content: bytes) -> dict[tuple[int, str], tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Marks a store complete, for the command `pipeline.finalize`."""
 
-from pipeline.core.counts import counted
+from pipeline.core.messages import counted
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import has_share, stream_share
 from pipeline.store.write.store_writer import StoreWriter
@@ -24,14 +24,9 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
 
 
 def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
-    """Prints what a stream holds; returns whether it is at its end."""
-    end = end_of(blocks, stream_share(store.target, store.metadata.num_streams, stream))
-    print(f"stream {stream}: {counted(len(blocks), 'block')}, {blocks.total('tokens'):,} tokens, {end or 'UNFINISHED'}")
-    return end is not None
-
-
-def end_of(blocks: BlockTable, share: int | None) -> str | None:
-    """Why a stream ends where it does; None if it holds less than its share of the store's target."""
-    if not has_share(blocks, share):
-        return None
-    return "the end of its data" if len(blocks) and blocks[-1].exhausted else "the end of its share of run.max_tokens"
+    """Prints what a stream holds, and why it ends there; returns whether it is at its end."""
+    is_whole = has_share(blocks, stream_share(store.target, store.metadata.num_streams, stream))
+    end = "the end of its data" if len(blocks) and blocks[-1].exhausted else "the end of its share of run.max_tokens"
+    state = end if is_whole else "UNFINISHED"
+    print(f"stream {stream}: {counted(len(blocks), 'block')}, {blocks.total('tokens'):,} tokens, {state}")
+    return is_whole

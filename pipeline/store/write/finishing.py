@@ -7,18 +7,15 @@ change, the arrays' rows only grow, and the root is replaced only if it has not 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from pipeline.core.errors import StoreError
 from pipeline.store.format.arrays import grow_rows
 from pipeline.store.format.block_table import StreamBlocks, join_streams
 from pipeline.store.format.layout import StoreLayout
-from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_existing_root, read_root
+from pipeline.store.format.metadata import StoreRoot, change_root
 from pipeline.store.format.statistics import encode_statistics, merge_streams
 from pipeline.store.format.summary import BLOCKS, IDS, STATISTICS, put_summary
 from pipeline.store.format.target import is_reached
-from pipeline.store.generated.kept_activations import kept_keys
-from pipeline.store.io.storage import Storage, write_many
-
-_ATTEMPTS = 20
+from pipeline.store.generated.group_files import delete_used_groups
+from pipeline.store.io.storage import Storage
 
 Streams = Mapping[int, StreamBlocks]  # all streams of a store, in order
 
@@ -30,24 +27,23 @@ def finish_store(
     store complete. Returns its root. An interrupted call is repeated as a whole; it writes nothing twice.
 
     Returns None and changes nothing if the root's target is not reached, because another run is extending the store, or
-    the store has lost records. `force` completes it anyway. Deletes the activations kept during generation. Raises
-    StoreError.
+    the store has lost records. `force` completes it anyway. See also `delete_used_groups`. Raises StoreError.
     """
-    for _ in range(_ATTEMPTS):
-        kept = kept_keys(storage)  # before the root is read: those of a later extension stay
-        root, generation = read_existing_root(storage)
+    num_documents: dict[int, int] = {}
+
+    def finished(root: StoreRoot) -> StoreRoot | None:
         streams = read()
         if not (force or is_reached([stream.table for stream in streams.values()], root.target)):
             return None
-        finished = replace(root, complete=True, summary=_summary(storage, root, streams))
+        summary = _summary(storage, root, streams)
         grow_rows(storage, layout, _num_rows(layout, streams))
-        is_written = (
-            finished == root or storage.write_if_unchanged(ROOT_KEY, finished.to_json(), generation) is not None
-        )
-        if is_written or read_root(storage) == finished:  # another process may have written an equal root
-            write_many(storage, ((key, None) for key in kept))
-            return finished
-    raise StoreError(f"cannot complete {storage.path}: other processes changed it {_ATTEMPTS} times. Try again.")
+        num_documents.update({stream: blocks.last.next["ordinal"] for stream, blocks in streams.items() if blocks.last})
+        return replace(root, complete=True, summary=summary)
+
+    root = change_root(storage, finished)
+    if root is not None:
+        delete_used_groups(storage, root.metadata, num_documents)
+    return root
 
 
 def _summary(storage: Storage, root: StoreRoot, streams: Streams) -> dict[str, str | int | None]:

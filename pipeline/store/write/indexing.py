@@ -1,4 +1,4 @@
-"""Writes the index of a store's document ids from its document tables, for the command `pipeline.index`."""
+"""Writes the index of a store's document ids from its document tables, for the command `pipeline.finalize`."""
 
 from collections.abc import Callable
 from dataclasses import replace

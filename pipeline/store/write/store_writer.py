@@ -26,18 +26,17 @@ from pipeline.store.format.metadata import (
     StoreMetadata,
     StoreRoot,
     change_root,
-    read_existing_root,
     require_root,
 )
-from pipeline.store.format.statistics import BlockStatistics, block_parts, encode_statistics
+from pipeline.store.format.statistics import BlockStatistics, block_parts, encode_statistics, statistics_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.block_protocol import (
-    Derived,
     NewBlock,
     Put,
     PutAnswer,
     Read,
+    Recent,
     Requests,
     run_steps,
     write_block,
@@ -106,7 +105,7 @@ class StoreWriter:
         storage = Storage.open(place)
         if storage.read(ROOT_KEY) is None and require_vacant(storage):
             storage.put(ROOT_KEY, new_root(metadata, layout).to_json())
-        root, _ = read_existing_root(storage)  # perhaps of another process
+        root = require_root(storage)  # perhaps of another process
         root.metadata.require_same(metadata, storage.path)
         writer = cls(storage, root)
         create_arrays(storage, writer.layout)
@@ -133,11 +132,14 @@ class StoreWriter:
 
     def record(self, **facts: Json | bool) -> None:
         """Records `weights_error`, `cache_error` or `may_be_not_finite` in the root. See `StoreRoot`."""
+        self._change_root(lambda root: replace(root, **facts))
 
-        def recorded(root: StoreRoot) -> StoreRoot:
-            return replace(root, **facts)
+    def reopen(self, target: Target | None = None) -> None:
+        """Opens a store, complete or not, for more blocks. No process completes it before it holds `target` tokens."""
+        self._change_root(lambda root: replace(root, complete=False, target=larger(root.target, target or root.target)))
 
-        self.root = change_root(self.storage, recorded) if self._exists else recorded(self.root)
+    def _change_root(self, change: Callable[[StoreRoot], StoreRoot]) -> None:
+        self.root = change_root(self.storage, change) if self._exists else change(self.root)
 
     def start_block(
         self, record: CommitRecord, arrays: Mapping[str, np.ndarray], table: pa.Table, summarise: Summarise
@@ -164,13 +166,14 @@ class StoreWriter:
         before = self._last.get(stream)
         before = None if before is None or before.done() else before
 
-        def derive(adopted: Collection[str]) -> Derived:
+        def derive(adopted: Collection[str]) -> tuple[Mapping[str, bytes], Recent]:
             statistics, indexes = summarise(adopted)
             if set(indexes) != (needed := set(index_keys(self.metadata, stream, number))):
                 raise ValueError(f"a block needs the indexes {needed}, got {set(indexes)}")
             if before is not None:
                 before.result()
-            return self._derived(record, statistics, indexes)
+            files, recent = self._encode_statistics(record, statistics)
+            return {**files, **indexes}, recent
 
         block = NewBlock(replace(record, written_by=self._name), arrays, table, derive)
         self._last[stream] = started = self._blocks.submit(self._write, block)
@@ -194,9 +197,10 @@ class StoreWriter:
                 self.streams.append(record)
         return record
 
-    def _derived(
-        self, record: CommitRecord, statistics: BlockStatistics | None, indexes: Mapping[str, bytes]
-    ) -> Derived:
+    def _encode_statistics(
+        self, record: CommitRecord, statistics: BlockStatistics | None
+    ) -> tuple[Mapping[str, bytes], Recent]:
+        """The file of a block's statistics, by key; none without statistics. And the record's `recent`."""
         stream, number = record.stream, record.block
         with self._committing:
             table = self.streams[stream].table
@@ -204,9 +208,10 @@ class StoreWriter:
                 raise ValueError(f"stream {stream} has {len(table)} blocks; {number} is not the next")
             recent = table.recent(number)
             if statistics is None:
-                return Derived(None, indexes, recent)
+                return {}, recent
             running = self.streams.add_statistics(stream, number, statistics)
-        return Derived(encode_statistics(block_parts(number, statistics, running)), indexes, recent)
+        content = encode_statistics(block_parts(number, statistics, running))
+        return {statistics_key(stream, number): content}, recent
 
     def _answers(self, requests: Requests) -> list[Any]:
         """Carries out requests concurrently. When it returns or raises, all of them have ended."""
@@ -222,17 +227,6 @@ class StoreWriter:
             return next(storage.read_checked([request.key], request.check))
         parts, digest = request.encode()
         return PutAnswer(storage.put(request.key, *parts), digest)
-
-    def reopen(self, target: Target | None = None) -> None:
-        """Opens a store, complete or not, for more blocks. No process completes it before it holds `target` tokens."""
-        if not self._exists:
-            self.root = replace(self.root, target=target)
-            return
-
-        def reopened(root: StoreRoot) -> StoreRoot:
-            return replace(root.unfinished(), target=larger(root.target, target or root.target))
-
-        self.root = change_root(self.storage, reopened)
 
     def finish(self, force: bool = False) -> bool:
         """Marks the store complete unless it holds less than its target. Returns whether it is complete.

@@ -1,17 +1,14 @@
 """Checks before a store is written: its path has no other objects, and its storage honours conditions of writes."""
 
-import os
-from collections.abc import Iterator
 from itertools import islice
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX
-from pipeline.store.format.keys import is_worker_key
+from pipeline.store.format.keys import Kind, parse_key
 from pipeline.store.format.metadata import ROOT_KEY
-from pipeline.store.io.directories import raise_unless_gone
-from pipeline.store.io.storage import LOCK_SUFFIX, Storage
+from pipeline.store.io.local_files import files_below
+from pipeline.store.io.storage import Storage
 
-PROBE_PREFIX = "_probe/"
 _MAX_NAMED = 3  # foreign files that the message names
 
 
@@ -22,14 +19,21 @@ def require_vacant(storage: Storage) -> bool:
     These may exist: objects that a worker wrote after the store was deleted, temporary files of its root, empty
     folders, names that begin with a dot, and lost+found. Raises StoreInvalid for others, and StoreError.
     """
-    foreign = list(islice((key for key in _keys(storage) if not _may_stay(key)), _MAX_NAMED + 1))
+    # Local files are listed lazily, since a folder may be large.
+    keys = storage.list_keys() if storage.directory is None else files_below(storage.directory)
+    try:
+        foreign = list(islice((key for key in keys if not _may_stay(key)), _MAX_NAMED + 1))
+    except OSError as error:
+        raise StoreError(
+            f"{storage.directory} cannot be listed: {error}. Check access to it, or choose another store.path."
+        ) from error
     if not foreign:
         return True
 
     def require_root(_key: str, content: bytes | None) -> bool:
         if content is not None:
             return False
-        if any(key.startswith(COMMITS_PREFIX) for key in foreign):
+        if storage.list_keys(COMMITS_PREFIX):
             raise StoreInvalid(
                 f"{storage.path} has commit records, but its {ROOT_KEY} is missing. Restore it, or choose another "
                 "store.path."
@@ -46,39 +50,9 @@ def _may_stay(key: str) -> bool:
     """Whether a store may be created while this key exists."""
     if not key or key.endswith("/"):  # stands for an empty folder in web consoles and mounted buckets
         return True
-    first = key.split("/")[0]
-    is_root = key == ROOT_KEY or (key.startswith(f"{ROOT_KEY}.") and key.endswith(LOCK_SUFFIX))
-    return is_root or is_worker_key(key) or first.startswith(".") or first == "lost+found"
-
-
-def _keys(storage: Storage) -> Iterator[str]:
-    """All keys, commit records first. Local files are listed lazily, since a folder may be large."""
-    folder = storage.directory
-    if folder is not None:
-        yield from _files(folder)
-        return
-    yield from sorted(storage.list_keys(), key=lambda key: (not key.startswith(COMMITS_PREFIX), key))
-
-
-def _files(folder: str) -> Iterator[str]:
-    """The files and links in a folder and in the folders below it, top-down."""
-    try:
-        for directory, folders, files in os.walk(folder, onerror=raise_unless_gone):
-            inner = os.path.relpath(directory, folder)
-            if inner == ".":
-                folders[:] = sorted(
-                    (f for f in folders if _may_have_foreign(f)), key=lambda f: f + "/" != COMMITS_PREFIX
-                )
-            links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
-            yield from (os.path.normpath(os.path.join(inner, name)) for name in (*links, *files))
-    except OSError as error:
-        raise StoreError(
-            f"{folder} cannot be listed: {error}. Check access to it, or choose another store.path."
-        ) from error
-
-
-def _may_have_foreign(top_folder: str) -> bool:
-    return not _may_stay(f"{top_folder}/x")
+    parsed = parse_key(key)
+    is_known = parsed is not None and (parsed.kind is Kind.root or parsed.kind.is_of_workers)
+    return is_known or key.startswith((".", "lost+found/"))
 
 
 def probe_storage(storage: Storage, process: str, is_exclusive: bool) -> None:
@@ -87,7 +61,7 @@ def probe_storage(storage: Storage, process: str, is_exclusive: bool) -> None:
     Raises StoreInvalid if the storage ignores the conditions on which objects are put and changed, unless
     `is_exclusive`: no other process writes the store. Raises StoreError.
     """
-    key = f"{PROBE_PREFIX}{process}"
+    key = f"_probe/{process}"
     storage.put(key, b"1")
     ignores_absent = storage.put(key, b"2")
     [(_, generation)] = storage.read_with_generations([key])

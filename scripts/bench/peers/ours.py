@@ -9,14 +9,14 @@ from workload import Workload
 
 from pipeline.cluster import devices, preemption
 from pipeline.config import composing
-from pipeline.extraction.job_run import fill, load_step
+from pipeline.job.loaded_step import load_step
+from pipeline.job.loop import fill
 from pipeline.job.opening import open_job
 from pipeline.store import ActivationStore
 from pipeline.store.write.store_writer import StoreWriter
 
 
 class Extractor:
-    alignment = "token ids, documents, positions, segments"
     isolates = True
 
     def __init__(self, workload: Workload) -> None:

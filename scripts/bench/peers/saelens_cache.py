@@ -12,7 +12,6 @@ from workload import Workload
 
 
 class Extractor:
-    alignment = "token ids"
     isolates = False  # documents are joined, and attend to each other
 
     def __init__(self, workload: Workload) -> None:

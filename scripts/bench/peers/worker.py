@@ -33,8 +33,7 @@ def main() -> None:
         return {"tokens": tokens, "seconds": seconds, "cpu_s": cpu_s, "bytes": num_bytes, "peak_mib": peak_mib()}
 
     first = Path(f"{workload.directory}-{name}")
-    facts = {"alignment": extractor.alignment, "isolates": extractor.isolates}
-    print(json.dumps(measure(first) | facts), file=answers)
+    print(json.dumps(measure(first) | {"isolates": extractor.isolates}), file=answers)
     for line in sys.stdin:
         print(json.dumps(measure(Path(line.strip()))), file=answers)
     for layer, values in zip(workload.layers, extractor.stored(first), strict=True):  # last, since it takes memory

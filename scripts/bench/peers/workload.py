@@ -45,7 +45,6 @@ WORKLOADS = {
 class Extractor(Protocol):
     """A tool in the comparison, with the model loaded and nothing computed."""
 
-    alignment: ClassVar[str]  # what is stored about the text, apart from activations
     isolates: ClassVar[bool]  # whether documents cannot attend to each other
 
     def run(self, out: Path) -> int:

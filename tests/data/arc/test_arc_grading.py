@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.config.schema import ArcData
 from pipeline.data.arc.encoders import grid_encoder
-from pipeline.data.arc.grading import grade, grid_text
+from pipeline.data.arc.prompts import grade, grid_text
 from pipeline.data.documents import Document
 
 PLAIN, CHAT = "input:\n3\noutput:\n", "[user]input:\n3[end]\n[assistant]"
@@ -34,6 +34,6 @@ def test_grids_in_completions_are_graded(prompt, completion, predicted, answer):
 
 
 def test_a_prediction_is_digits_whatever_the_encoder():
-    encoder = grid_encoder(ArcData(path="", encoder="symbols+separated", symbols="abcdefghij", row_numbers=True))
-    found = grade(Document("a#0", PLAIN, "a", 0, {}, ANSWER), "1 b c\n2 d e\n", encoder)
+    encoder = grid_encoder(ArcData(path="", encoder="symbols+separated", symbols="abcdefghij"))
+    found = grade(Document("a#0", PLAIN, "a", 0, {}, ANSWER), "b c\nd e\n", encoder)
     assert found == {"predicted_grid": ANSWER, "correct": True}

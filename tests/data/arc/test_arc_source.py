@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from material import word_library_tokenizer, word_tokenizer
 
-from pipeline.config.choices import Geometry, OnError, Template
+from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import ConfigError, InputError
+from pipeline.data.arc import source as arc_source
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import dataset_tasks, open_tasks
 from pipeline.data.arc.source import ArcSource
@@ -56,15 +57,10 @@ def test_every_test_input_has_a_prompt(folder):
     ]
 
 
-def test_a_known_solution_ends_the_prompt(folder):
-    texts = [document.text for document in documents(source(folder, include_solution=True))]
-    assert [text.rpartition("output:\n")[2] for text in texts] == ["4", "", ""]
-
-
 def test_known_answers_are_augmented_like_the_prompts(folder):
-    found = documents(source(folder, augmentations=3, geometry=Geometry.none))
+    found = documents(source(folder, augmentations=3))
     colors = [document.info["colors"] for document in found]
-    assert [document.answer for document in found] == [*(colors[k][4] for k in range(3)), *[None] * 6]
+    assert [document.answer for document in found] == [*(colors[k][4] for k in range(3)), *[None] * 6]  # of one cell
 
 
 def test_augmented_versions_are_recorded(folder):
@@ -85,14 +81,15 @@ def test_augmented_versions_are_recorded(folder):
     assert [document.index for document in found] == list(range(9))
 
 
-def test_shards_are_groups_of_tasks(folder):
-    opened = source(folder, tasks_per_shard=1, augmentations=2)
+def test_shards_are_groups_of_tasks(folder, monkeypatch):
+    monkeypatch.setattr(arc_source, "_TASKS_PER_SHARD", 1)
+    opened = source(folder, augmentations=2)
     assert opened.shards == ("tasks-000000", "tasks-000001")
     assert [document.id for document in opened.read(1, 0)] == ["b#0", "b#1", "b#0@1", "b#1@1"]
     assert [(document.id, document.index) for document in opened.read(1, 3)] == [("b#1@1", 3)]
-    # How tasks are grouped changes no document.
-    together = documents(source(folder, augmentations=2))
-    assert [document.text for document in documents(opened)] == [document.text for document in together]
+    texts = [document.text for document in documents(opened)]
+    monkeypatch.undo()  # how tasks are grouped changes no document
+    assert texts == [document.text for document in documents(source(folder, augmentations=2))]
 
 
 PLACES = {
@@ -121,12 +118,13 @@ def test_files_of_every_format_are_read(tmp_path, name, content, tasks):
     assert found[0].text == "input:\n1\noutput:\n2\n\ninput:\n3\noutput:\n"
 
 
-def test_solutions_are_read_from_another_file(tmp_path):
+def test_solutions_are_read_from_the_file_next_to_the_challenges(tmp_path):
     challenges = write(tmp_path / "x_challenges.json", {"a": ONE, "b": TWO_TESTS})
-    solutions = write(tmp_path / "x_solutions.json", {"a": [[[0]]], "b": [[[1]], [[2]]]})
-    opened = source(challenges, solutions=str(solutions), include_solution=True)
+    without = source(challenges, include_solution=True).fingerprint()
+    write(tmp_path / "x_solutions.json", {"a": [[[0]]], "b": [[[1]], [[2]]]})
+    opened = source(challenges, include_solution=True)
     assert [document.text[-1] for document in documents(opened)] == ["0", "1", "2"]
-    assert opened.fingerprint() != source(challenges, include_solution=True).fingerprint()
+    assert opened.fingerprint() != without
 
 
 @pytest.mark.parametrize("columns", ["examples", "train and test"])
@@ -141,15 +139,24 @@ def test_data_sets_are_read(columns):
         dataset_tasks(datasets.Dataset.from_list([{"text": "a"}]), "hf://datasets/some/texts", ())
 
 
+GRIDS = {
+    "ragged": [[1, 2], [3]],
+    "empty grid": [],
+    "empty row": [[]],
+    "colour 10": [[10]],
+    "negative": [[-1]],
+    "boolean": [[True]],
+    "fraction": [[1.0]],
+    "text": "12",
+    "large": [[10**30]],
+    "deep": [[[1]]],
+    "null": [[None]],
+}
 BAD_TASKS = {
-    "ragged": ({"train": [], "test": [{"input": [[1, 2], [3]]}]}, "has rows of 1 and of 2 cells, expected a rectangle"),
-    "empty grid": ({"train": [], "test": [{"input": []}]}, "expected a list of rows of colours"),
-    "empty row": ({"train": [], "test": [{"input": [[]]}]}, "expected a list of rows of colours"),
-    "colour 10": ({"train": [], "test": [{"input": [[10]]}]}, "has the cell 10, expected a colour 0 to 9"),
-    "negative": ({"train": [], "test": [{"input": [[-1]]}]}, "has the cell -1"),
-    "boolean": ({"train": [], "test": [{"input": [[True]]}]}, "has the cell True"),
-    "fraction": ({"train": [], "test": [{"input": [[1.0]]}]}, "has the cell 1.0"),
-    "text": ({"train": [], "test": [{"input": "12"}]}, "the input of test 0 is '12', expected a list of rows"),
+    **{
+        name: ({"train": [], "test": [{"input": grid}]}, "the input of test 0 is .*, expected rows of the same length")
+        for name, grid in GRIDS.items()
+    },
     "no test pair": ({"train": ONE["train"], "test": []}, "it has no test pair"),
     "no test": ({"train": ONE["train"]}, "test is missing, expected a list"),
     "no output": ({"train": [{"input": [[1]]}], "test": ONE["test"]}, "example 0 has no output"),
@@ -157,6 +164,29 @@ BAD_TASKS = {
     "a list": ([1, 2], r"the task is \[1, 2\], expected an object"),
     "broken JSON": ('{"train": [', "is not JSON"),
 }
+NO_TASKS = [  # a file's content, settings, and the message
+    ("{", {}, "x.json is not JSON"),
+    ({}, {}, "x.json has no tasks"),
+    ([ONE], {}, "x.json has no tasks"),
+    ({"b": ONE}, {"path": "texts"}, "has no .json file. Set data.path"),
+]
+
+
+@pytest.mark.parametrize("on_error", OnError)
+@pytest.mark.parametrize(("content", "settings", "message"), NO_TASKS)
+def test_files_without_tasks_are_refused(tmp_path, content, settings, message, on_error):
+    write(tmp_path / "y.json", {})
+    write(tmp_path / "texts" / "notes.txt", "")
+    path = write(tmp_path / "x.json", content)
+    settings = {"path": str(path)} | {name: str(tmp_path / value) for name, value in settings.items()}
+    with pytest.raises(InputError, match=message):
+        source(**settings, on_error=on_error)
+
+
+def test_a_name_that_is_not_utf8_is_a_bad_task(tmp_path):
+    path = write(tmp_path / "x_challenges.json", {"a": ONE, "\ud800": ONE})
+    with pytest.raises(InputError, match=r"task \\ud800: its name has a lone surrogate"):
+        documents(source(path))
 
 
 @pytest.mark.parametrize(("content", "reason"), BAD_TASKS.values(), ids=BAD_TASKS)
@@ -171,55 +201,6 @@ def test_a_bad_task_is_reported_or_skipped(folder, content, reason):
     assert (skipped.source, skipped.index) == ("tasks-000000", 2)
     resumed = source(folder, augmentations=2, on_error=OnError.skip).read(0, 3)
     assert [item.id for item in resumed] == ["b#0", "b#1", "b#0@1", "b#1@1"]
-
-
-def test_a_name_that_is_not_utf8_is_reported_or_skipped(tmp_path):
-    path = write(tmp_path / "x_challenges.json", {"a": ONE, "\ud800": ONE})
-    with pytest.raises(InputError, match=r"task \\ud800: its name has a lone surrogate"):
-        documents(source(path, augmentations=2))
-    ends = documents(source(path, augmentations=2, on_error=OnError.skip))
-    assert [isinstance(item, SkippedDocument) for item in ends] == [False, False, True]
-
-
-@pytest.mark.parametrize("on_error", OnError)
-@pytest.mark.parametrize(
-    ("name", "content", "settings", "message"),
-    [
-        ("x_challenges.json", "{", {}, "x_challenges.json is not JSON"),
-        ("x_challenges.json", {}, {}, "x_challenges.json has no tasks"),
-        ("x_challenges.json", [ONE], {}, "x_challenges.json has no tasks"),
-        ("notes.txt", "", {"path": "."}, "has no .json file. Set data.path"),
-    ],
-)
-def test_files_without_tasks_are_refused(tmp_path, name, content, settings, message, on_error):
-    write(tmp_path / name, content)
-    with pytest.raises(InputError, match=message):
-        source(tmp_path / settings.get("path", name), on_error=on_error)
-
-
-def test_a_chat_needs_a_template(folder):
-    with pytest.raises(ConfigError, match="tokenizer words has no chat template"):
-        source(folder, template=Template.chat)
-
-
-@pytest.mark.parametrize(
-    ("solutions", "message"),
-    [
-        ("tasks", "data.solutions is .*tasks, which has 2 files, expected one"),
-        ("none.json", "there is no .*none.json. Set data.solutions to a .json file"),
-    ],
-)
-def test_solutions_are_one_file(folder, solutions, message):
-    challenges = write(folder.parent / "x_challenges.json", {"b": TWO_TESTS})
-    with pytest.raises(InputError, match=message):
-        source(challenges, solutions=str(folder.parent / solutions))
-
-
-def test_a_missing_solution_is_refused(tmp_path):
-    challenges = write(tmp_path / "x_challenges.json", {"b": TWO_TESTS})
-    solutions = write(tmp_path / "x_solutions.json", {"b": [[[1]]]})
-    with pytest.raises(InputError, match="task b: it has 2 test inputs and 1 solutions"):
-        documents(source(challenges, solutions=str(solutions)))
 
 
 @pytest.mark.parametrize(
@@ -238,19 +219,21 @@ def test_prompts_are_rendered_with_the_chat_template(folder, include_solution, e
 
 
 @pytest.mark.parametrize("template", Template)
-@pytest.mark.parametrize("include_solution", [False, True])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"encoder": "symbols+separated", "symbols": "inputoxyzw", "row_numbers": True}, {"code_block": True}],
+    [{}, {"encoder": "symbols+separated+row_numbers", "symbols": "inputoxyzw"}],
 )
-def test_grids_are_recovered_from_prompts(folder, template, include_solution, settings):
+def test_grids_are_recovered_from_prompts(folder, template, settings):
     tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=ChatTemplate(CHAT, "words"))
-    opened = source(folder, tokenizer=tokenizer, template=template, include_solution=include_solution, **settings)
-    example, test = decode_prompt(documents(opened)[1].text, grid_encoder(opened._config))
-    assert (example.input.tolist(), example.output.tolist()) == ([[5, 6]], [[7]])
-    assert (test.input.tolist(), test.output) == ([[8]], None)
-    solved = decode_prompt(documents(opened)[0].text, grid_encoder(opened._config))[-1].output
-    assert np.array_equal(solved, [[4]]) if include_solution else solved is None
+    for include_solution in (False, True):
+        opened = source(folder, tokenizer=tokenizer, template=template, include_solution=include_solution, **settings)
+        example, test = decode_prompt(documents(opened)[1].text, grid_encoder(opened._config))
+        assert (example.input.tolist(), example.output.tolist()) == ([[5, 6]], [[7]])
+        assert (test.input.tolist(), test.output) == ([[8]], None)
+        solved = decode_prompt(documents(opened)[0].text, grid_encoder(opened._config))[-1].output
+        assert np.array_equal(solved, [[4]]) if include_solution else solved is None
+    with pytest.raises(ConfigError, match="tokenizer words has no chat template"):
+        source(folder, template=Template.chat)
 
 
 def test_a_data_set_of_the_hub_is_read(tmp_path, monkeypatch):
@@ -263,3 +246,13 @@ def test_a_data_set_of_the_hub_is_read(tmp_path, monkeypatch):
             ConfigError, match="data.split=test, but hf://datasets/some/tasks has the splits train. Set data.split"
         ):
             open_tasks(ArcData(source="arc", path="hf://datasets/some/tasks", split="test"))
+
+
+def test_a_globs_challenges_have_only_their_own_solutions(tmp_path):
+    write(tmp_path / "b_challenges.json", {"b": {"train": ONE["train"], "test": [{"input": [[5]]}]}})
+    write(tmp_path / "a_solutions.json", {"b": [[[0]]]})
+    opened = source(tmp_path / "*_challenges.json", include_solution=True)
+    assert [document.text.rpartition("output:\n")[2] for document in documents(opened)] == [""]
+    write(tmp_path / "b_solutions.json", {"b": [[[7]]]})
+    opened = source(tmp_path / "*_challenges.json", include_solution=True)
+    assert [document.text.rpartition("output:\n")[2] for document in documents(opened)] == ["7"]

@@ -10,9 +10,9 @@ by the norms of the decoder's rows, which are 1 after the authors' processing.
 import numpy as np
 
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, Source, check_tensors, divide_by, multiply_by
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.folder import read_config
-from pipeline.models.sae.spec import Activation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
@@ -41,13 +41,13 @@ def read_sae(files: Files) -> SAE:
     input_factor, output_factor = (float(np.sqrt(d_in)) / norms.positive_float(end) for end in ("in", "out"))
     norms.finish()
     config.finish(_HARMLESS)
-    spec = SAESpec(d_in, width, d_in, Activation.jumprelu, is_transcoder=hook_name != hook_out)
+    spec = SAESpec(d_in, width, d_in, FeatureActivation.jumprelu, is_transcoder=hook_name != hook_out)
     sources = {
-        "w_enc": Source("encoder.weight", "FD", multiply_by(input_factor)),
-        "b_enc": Source("encoder.bias", "F"),
+        "w_enc": TensorSource("encoder.weight", "FD", multiply_by(input_factor)),
+        "b_enc": TensorSource("encoder.bias", "F"),
         "threshold": threshold * input_factor,
-        "w_dec": Source("decoder.weight", "OF", divide_by(output_factor)),
+        "w_dec": TensorSource("decoder.weight", "OF", divide_by(output_factor)),
     }
     if has_bias:
-        sources["b_out"] = Source("decoder.bias", "O", divide_by(output_factor))
+        sources["b_out"] = TensorSource("decoder.bias", "O", divide_by(output_factor))
     return check_tensors(SAE("llama_scope", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))

@@ -11,22 +11,21 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, Source, check_tensors, divide_by, multiply_by
-from pipeline.models.sae.config import SAEConfig
-from pipeline.models.sae.folder import read_config
-from pipeline.models.sae.spec import Activation, InputScaling, SAESpec
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
+from pipeline.models.sae.folder import SAEConfig, read_config
+from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
 _ARCHITECTURES = {
-    "standard": Activation.relu,
-    "gated": Activation.gated,
-    "topk": Activation.topk,
-    "jumprelu": Activation.jumprelu,
-    "transcoder": Activation.relu,
-    "skip_transcoder": Activation.relu,
-    "jumprelu_transcoder": Activation.jumprelu,
-    "jumprelu_skip_transcoder": Activation.jumprelu,
+    "standard": FeatureActivation.relu,
+    "gated": FeatureActivation.gated,
+    "topk": FeatureActivation.topk,
+    "jumprelu": FeatureActivation.jumprelu,
+    "transcoder": FeatureActivation.relu,
+    "skip_transcoder": FeatureActivation.relu,
+    "jumprelu_transcoder": FeatureActivation.jumprelu,
+    "jumprelu_skip_transcoder": FeatureActivation.jumprelu,
 }
 _AVERAGE = "expected_average_only_in"
 _SCALINGS = {
@@ -85,14 +84,14 @@ def read_sae(files: Files) -> SAE:
             f"apply_b_dec_to_input is {str(subtracts_bias).lower()}: expected d_out equal to d_in, or a transcoder "
             f"with apply_b_dec_to_input false. Save it again with SAELens."
         )
-    has_decoder_norms = spec.activation is Activation.topk and config.flag("rescale_acts_by_decoder_norm", False)
+    has_decoder_norms = spec.activation is FeatureActivation.topk and config.flag("rescale_acts_by_decoder_norm", False)
     config.expect("rescale_acts_by_decoder_norm", has_decoder_norms)
     hook_name = _hook_name(config)
     config.finish(_HARMLESS)
     factor = _input_factor(files, config.where) if normalisation == _AVERAGE else None
     sources = _sources(spec, subtracts_bias, "skip" in architecture, factor)
     if has_decoder_norms:
-        sources["feature_scale"] = Source("W_dec", "FO", partial(_row_norms, factor))
+        sources["feature_scale"] = TensorSource("W_dec", "FO", partial(_row_norms, factor))
     tensors = SafetensorsTensors(files, WEIGHTS)
     return check_tensors(SAE("saelens", spec, hook_name, tensors, sources), _neutral_scales(tensors))
 
@@ -114,7 +113,7 @@ def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
     old = config.nested("activation_fn_kwargs")
     old.expect("signed", False)
     k = None
-    if spec.activation is Activation.topk:
+    if spec.activation is FeatureActivation.topk:
         k = (old if "k" in old else config).positive_int("k")
         config.expect("k", k)
         if k > spec.width:
@@ -125,7 +124,7 @@ def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
 
 def _normalisation(config: SAEConfig) -> str:
     """How activations are scaled. Before version 3, this was a bool."""
-    if config.is_bool("normalize_activations"):
+    if isinstance(config.values.get("normalize_activations"), bool):
         return _AVERAGE if config.flag("normalize_activations", default=False) else "none"
     return config.choice("normalize_activations", _SCALINGS, default="none")
 
@@ -167,24 +166,24 @@ def _input_factor(files: Files, where: str) -> float:
 
 def _sources(
     spec: SAESpec, subtracts_bias: bool, has_skip: bool, input_factor: float | None
-) -> dict[str, Source | float]:
+) -> dict[str, TensorSource | float]:
     """The sources of all arrays. `input_factor` is folded like in `fold_activation_norm_scaling_factor`."""
     scale = None if input_factor is None else multiply_by(input_factor)
     unscale = None if input_factor is None else divide_by(input_factor)
-    sources: dict[str, Source | float] = {
-        "w_enc": Source("W_enc", "DF", scale),
-        "b_enc": Source("b_mag" if spec.activation is Activation.gated else "b_enc", "F"),
-        "w_dec": Source("W_dec", "FO", unscale),
-        "b_out": Source("b_dec", "O", unscale),
+    sources: dict[str, TensorSource | float] = {
+        "w_enc": TensorSource("W_enc", "DF", scale),
+        "b_enc": TensorSource("b_mag" if spec.activation is FeatureActivation.gated else "b_enc", "F"),
+        "w_dec": TensorSource("W_dec", "FO", unscale),
+        "b_out": TensorSource("b_dec", "O", unscale),
     }
     if subtracts_bias:
-        sources["b_in"] = Source("b_dec", "D", unscale)
-    if spec.activation is Activation.jumprelu:
-        sources["threshold"] = Source("threshold", "F")
-    if spec.activation is Activation.gated:
-        sources |= {"gate_scale": Source("r_mag", "F", np.exp), "gate_bias": Source("b_gate", "F")}
+        sources["b_in"] = TensorSource("b_dec", "D", unscale)
+    if spec.activation is FeatureActivation.jumprelu:
+        sources["threshold"] = TensorSource("threshold", "F")
+    if spec.activation is FeatureActivation.gated:
+        sources |= {"gate_scale": TensorSource("r_mag", "F", np.exp), "gate_bias": TensorSource("b_gate", "F")}
     if has_skip:
-        sources["w_skip"] = Source("W_skip", "OD")
+        sources["w_skip"] = TensorSource("W_skip", "OD")
     return sources
 
 

@@ -2,9 +2,9 @@
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, Source, check_tensors
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
 from pipeline.models.sae.folder import read_config
-from pipeline.models.sae.spec import Activation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
@@ -26,15 +26,15 @@ def read_sae(files: Files) -> SAE:
     config.finish(_HARMLESS)
     if k > width:
         raise CheckpointError(f"{config.where}: k is {k}, expected at most the width {width}. Download it again.")
-    spec = SAESpec(d_in, width, d_in, Activation.topk, k=k, is_transcoder=is_transcoder)
+    spec = SAESpec(d_in, width, d_in, FeatureActivation.topk, k=k, is_transcoder=is_transcoder)
     sources = {
-        "w_enc": Source("encoder.weight", "FD"),
-        "b_enc": Source("encoder.bias", "F"),
-        "w_dec": Source("W_dec", "FO"),
-        "b_out": Source("b_dec", "O"),
+        "w_enc": TensorSource("encoder.weight", "FD"),
+        "b_enc": TensorSource("encoder.bias", "F"),
+        "w_dec": TensorSource("W_dec", "FO"),
+        "b_out": TensorSource("b_dec", "O"),
     }
     if not is_transcoder:
-        sources["b_in"] = Source("b_dec", "D")
+        sources["b_in"] = TensorSource("b_dec", "D")
     if has_skip:
-        sources["w_skip"] = Source("W_skip", "OD")
+        sources["w_skip"] = TensorSource("W_skip", "OD")
     return check_tensors(SAE("sparsify", spec, None, SafetensorsTensors(files, WEIGHTS), sources))

@@ -8,15 +8,12 @@ Shapes: n rows, S slots per row, k features stored per token, m firings.
 """
 
 import json
-import os
-import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -24,16 +21,16 @@ from tqdm import tqdm
 
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError
-from pipeline.core.file_errors import named_writing_errors
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import FEATURE_PARTS, MIB
+from pipeline.store.read.exports.new_folder import new_folder
 from pipeline.store.read.exports.saelens import converted
 from pipeline.store.read.rows import at_selected
 
-UNFINISHED = "delphi.unfinished"  # the folder for all files until they are complete
 BATCH_MIB = 4  # of stored features, read at a time; processing them takes about ten times as much memory
 _PREFIX = "features."
 _UINT16_VALUES = 1 << 16
+_DTYPES = {"int64": "I64", "float32": "F32", "float16": "F16", "uint32": "U32", "uint16": "U16"}
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,20 @@ class Exported:
     not_stored: int
 
 
-@dataclass(frozen=True)
-class _Split:
-    """The file of one SAE's features first .. last, written as several parts that are joined at the end. dtype: that of
-    `locations`."""
+class _Split(NamedTuple):
+    """The file of one SAE's features first .. last, and the file of its records until all are known.
 
-    folder: Path
+    record: the dtype of (location, activation).
+    """
+
+    path: Path
     first: int
     last: int
-    dtype: np.dtype
+    record: np.dtype
 
-    @cached_property
-    def _parts(self) -> Mapping[str, Path]:
-        return {name: self.folder / f"{self.first}.{name}" for name in ("activations", "locations")}
+    @property
+    def records_path(self) -> Path:
+        return self.path.with_suffix(".records")
 
     def append(self, places: Int64[np.ndarray, "m 2"], index: Int32[np.ndarray, " m"], values: np.ndarray) -> int:
         """Writes those of m firings whose features are in the range, and returns their number.
@@ -71,34 +69,33 @@ class _Split:
         places: (context, position). index: features. values: [m].
         """
         in_range = (index >= self.first) & (index <= self.last)
-        locations = np.column_stack([places[in_range], index[in_range] - self.first]).astype(self.dtype)
-        for name, array in (("activations", values[in_range]), ("locations", locations)):
-            with self._parts[name].open("ab") as part:
-                part.write(array.tobytes())
-        return len(locations)
+        records = np.empty(in_range.sum(), self.record)
+        records["location"] = np.column_stack([places[in_range], index[in_range] - self.first])
+        records["activation"] = values[in_range]
+        with self.records_path.open("ab") as file:
+            records.tofile(file)
+        return len(records)
 
-    def finish(self, tokens: Path, contexts: int, context: int, dtype: str) -> None:
-        """Joins the parts into one safetensors file, those with the widest numbers first, so that all are aligned."""
-        parts = {"tokens": tokens, **self._parts}
-        num_firings = self._parts["activations"].stat().st_size // np.dtype(dtype).itemsize
-        shapes = {"tokens": [contexts, context], "activations": [num_firings], "locations": [num_firings, 3]}
-        dtypes = {"tokens": "I64", "activations": {"float32": "F32", "float16": "F16"}[dtype]}
-        dtypes["locations"] = "U16" if self.dtype == np.uint16 else "U32"
-        header, end = {}, 0
-        for name, part in parts.items():
-            begin, end = end, end + part.stat().st_size
-            header[name] = {"dtype": dtypes[name], "shape": shapes[name], "data_offsets": [begin, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        with (self.folder / f"{self.first}_{self.last}.safetensors").open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for part in parts.values():
-                with part.open("rb") as source:
-                    shutil.copyfileobj(source, file, MIB)
-            file.flush()
-            os.fsync(file.fileno())
-        for part in self._parts.values():
-            part.unlink()
+    def finish(self, tokens: Int64[np.ndarray, "contexts context"]) -> None:
+        """Writes the file from its records, which must fit into memory: delphi reads it whole, too."""
+        records = np.fromfile(self.records_path, self.record)
+        arrays = {"tokens": tokens, "activations": records["activation"], "locations": records["location"]}
+        _write_safetensors(self.path, arrays)
+        self.records_path.unlink()
+
+
+def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays in the order of falling item sizes, so that all are aligned."""
+    header, end = {}, 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": _DTYPES[array.dtype.name], "shape": array.shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays.values():
+            array.tofile(file)
 
 
 def write_latents(
@@ -107,11 +104,10 @@ def write_latents(
     """Writes the features of the SAEs `names`, as in `Batch.features`, to the folder `path`.
 
     context: tokens per context. Contexts are cut from the stored tokens in row order, without padding. splits: files
-    per SAE. dtype: that of the features' values. Files of an interrupted export are replaced.
+    per SAE. dtype: that of the features' values.
 
-    Raises ConfigError for a folder with any other files, unknown names, a store with less than one context, an SAE with
-    fewer features than `splits`, and values that do not fit into `dtype`; StoreError; PipelineError if the files cannot
-    be written.
+    Raises ConfigError for unknown names, a store with less than one context, an SAE with fewer features than `splits`,
+    and values that do not fit into `dtype`; StoreError; and what `new_folder` raises.
     """
     widths = {sae["features"].removeprefix(_PREFIX): sae["width"] for sae in store.metadata.encoders}
     if unknown := sorted(set(names) - set(widths)):
@@ -123,47 +119,26 @@ def write_latents(
         )
     if narrow := sorted(name for name in names if widths[name] < splits):
         raise ConfigError(f"export.splits={splits}: {narrow[0]} has only {widths[narrow[0]]} features. Lower it.")
-    with named_writing_errors(f"export.path={path}"), _unfinished(path, names) as folder:
-        divided = {name: _splits(folder / name, widths[name], splits, contexts, context) for name in names}
+    with new_folder(path) as folder:
+        num_values = max(contexts, context, *(-(-widths[name] // splits) for name in names))
+        locations = np.uint16 if num_values <= _UINT16_VALUES else np.uint32
+        record = np.dtype([("location", locations, 3), ("activation", dtype)])
+        divided = {name: _splits(folder / name, widths[name], splits, record) for name in names}
         firings, not_stored = _write_parts(store, folder / "tokens", divided, contexts, context, dtype)
+        tokens = np.fromfile(folder / "tokens", np.int64).reshape(contexts, context)
         for name, parts in divided.items():
             for split in parts:
-                split.finish(folder / "tokens", contexts, context, dtype)
+                split.finish(tokens)
             config = json.dumps(_config(store, contexts, context, splits), indent=4)
             (folder / name / "config.json").write_text(config)
         (folder / "tokens").unlink()
     return Exported(contexts, store.num_tokens - contexts * context, firings, not_stored)
 
 
-@contextmanager
-def _unfinished(path: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A folder in `path` to write to. Its content is moved to `path` at the end, or deleted after an error.
-
-    Raises ConfigError if `path` has anything that is not from an interrupted export.
-    """
-    present = {file.name for file in path.iterdir()} if path.exists() else set()
-    if present and (UNFINISHED not in present or present - {UNFINISHED, *names}):
-        raise ConfigError(f"export.path={path} is not empty. Choose a different path, or delete its content.")
-    for name in present:
-        shutil.rmtree(path / name)
-    folder = path / UNFINISHED
-    folder.mkdir(parents=True)
-    try:
-        yield folder
-        for finished in sorted(folder.iterdir()):
-            finished.rename(path / finished.name)
-        folder.rmdir()
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-def _splits(folder: Path, width: int, splits: int, contexts: int, context: int) -> list[_Split]:
+def _splits(folder: Path, width: int, splits: int, record: np.dtype) -> list[_Split]:
     folder.mkdir()
-    edges = [width * k // splits for k in range(splits + 1)]
-    num_values = max(contexts, context, -(-width // splits))
-    dtype = np.dtype(np.uint16 if num_values <= _UINT16_VALUES else np.uint32)
-    return [_Split(folder, first, end - 1, dtype) for first, end in pairwise(edges)]
+    edges = pairwise(width * k // splits for k in range(splits + 1))
+    return [_Split(folder / f"{first}_{end - 1}.safetensors", first, end - 1, record) for first, end in edges]
 
 
 def _write_parts(

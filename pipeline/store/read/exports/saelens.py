@@ -2,10 +2,8 @@
 
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +12,13 @@ from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 
 from pipeline.core.errors import ConfigError, StoreInvalid
-from pipeline.core.file_errors import named_writing_errors
 from pipeline.core.sites import Site, find_array
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB
 from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.read.exports.new_folder import new_folder
 
 FILE = "data-00000-of-00001.arrow"
-UNFINISHED = f"{FILE}.unfinished"  # the file's name until it is complete
 BATCH_MIB = 64  # of activations, written at a time
 
 
@@ -31,13 +28,11 @@ def write_cached_activations(
     """Writes the activation arrays `names` to the folder `path`. Returns the number of contexts, and the number of
     tokens that were left out at the end.
 
-    context: tokens per context. dtype: that of the values. Files of an interrupted export are replaced.
+    context: tokens per context. dtype: that of the values.
 
-    Raises ConfigError for a folder with any other files, unknown names, a store with less than one context, and values
-    that do not fit into `dtype`; StoreError; PipelineError if the files cannot be written.
+    Raises ConfigError for unknown names, a store with less than one context, and values that do not fit into `dtype`;
+    StoreError; and what `new_folder` raises.
     """
-    with named_writing_errors(f"export.path={path}"):
-        left_over = _unfinished_files(path)
     known = store._root.hook_names
     names = [find_array(name, known) or name for name in names]
     if unknown := sorted(set(names) - set(known)):
@@ -57,9 +52,8 @@ def write_cached_activations(
     batch_size = context * max(1, BATCH_MIB * MIB // context_bytes)
     num_contexts = num_tokens = 0
     with (
-        named_writing_errors(f"export.path={path}"),
-        _unfinished(path, left_over) as file,
-        ArrowWriter(features=features, path=str(file)) as writer,
+        new_folder(path) as folder,
+        ArrowWriter(features=features, path=str(folder / FILE)) as writer,
         tqdm(total=store.num_activations, unit="token", desc="export", file=sys.stderr) as bar,
     ):
         for batch in store.batches(names, batch_size):
@@ -75,34 +69,8 @@ def write_cached_activations(
             num_tokens += len(batch.tokens)
             bar.update(len(batch.tokens))
         writer.finalize()
-        _describe(path, features, f"{store.metadata.fingerprint()} {num_tokens} {names} {context} {dtype}")
+        _describe(folder, features, f"{store.metadata.fingerprint()} {num_tokens} {names} {context} {dtype}")
     return num_contexts, num_tokens - num_contexts * context
-
-
-def _unfinished_files(path: Path) -> list[Path]:
-    """The files of an interrupted export. Raises ConfigError if the folder has any other files."""
-    files = sorted(path.iterdir()) if path.exists() else []
-    names = {file.name for file in files}
-    if files and (UNFINISHED not in names or names - {UNFINISHED, "dataset_info.json", "state.json"}):
-        raise ConfigError(f"export.path={path} is not empty. Choose a different path, or delete its content.")
-    return files
-
-
-@contextmanager
-def _unfinished(path: Path, left_over: Sequence[Path]) -> Iterator[Path]:
-    """The file to write to. It gets its final name at the end, or is deleted after an error."""
-    for file in left_over:
-        file.unlink()
-    path.mkdir(parents=True, exist_ok=True)
-    file = path / UNFINISHED
-    try:
-        yield file
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-        file.rename(path / FILE)
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
 
 
 def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, str]:
@@ -129,9 +97,9 @@ def converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
     return converted
 
 
-def _describe(path: Path, features: Features, content: str) -> None:
+def _describe(folder: Path, features: Features, content: str) -> None:
     """Writes the other files that `datasets.load_from_disk` needs."""
-    DatasetInfo(features=features).write_to_directory(str(path))
+    DatasetInfo(features=features).write_to_directory(str(folder))
     state = {
         "_data_files": [{"filename": FILE}],
         "_fingerprint": hashlib.sha256(content.encode()).hexdigest()[:16],
@@ -141,4 +109,4 @@ def _describe(path: Path, features: Features, content: str) -> None:
         "_output_all_columns": False,
         "_split": None,
     }
-    (path / "state.json").write_text(json.dumps(state, indent=2))
+    (folder / "state.json").write_text(json.dumps(state, indent=2))

@@ -1,1 +1,0 @@
-"""Fills a store: the loop, copies to the host, the writer thread, leased streams."""

@@ -1,0 +1,249 @@
+"""A job, opened but not run: its inputs, plan and streams, and the identity that its store records."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Int32
+
+from pipeline.config.sampling import Sampling
+from pipeline.config.schema import ArcData, GenerateData, RunConfig
+from pipeline.data.arc.prompts import GRADES
+from pipeline.data.demand import shortfall
+from pipeline.data.documents import STREAM_START, Cursor, Source
+from pipeline.data.feed import StreamWork
+from pipeline.data.selection import Selection, selection_identity
+from pipeline.data.stream import TokenStream
+from pipeline.data.text.tokenizer import TextTokenizer
+from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
+from pipeline.job.end_tokens import end_tokens
+from pipeline.job.manifests import JobManifest
+from pipeline.models.registry import Model
+from pipeline.planning.encoders import Encoder
+from pipeline.planning.plan import Plan
+from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks
+from pipeline.store.format.layout import OUTPUTS, StoreLayout
+from pipeline.store.format.metadata import Json, StoreMetadata
+from pipeline.store.format.target import has_share
+from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups
+from pipeline.store.io.storage import Storage
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything that a run needs. storage: holds the store that the run fills. stored: the metadata of an existing
+    store that the run resumes."""
+
+    config: RunConfig
+    model: Model
+    source: Source
+    tokenizer: TextTokenizer
+    selection: Selection | None
+    plan: Plan
+    stored: StoreMetadata | None
+    storage: Storage
+    manifest: JobManifest
+    encoders: tuple[Encoder, ...]
+
+    @cached_property
+    def layout(self) -> StoreLayout:
+        """The geometry and the arrays of the store."""
+        plan, stored = self.plan, self.plan.step.stored_arrays
+        return StoreLayout(
+            num_streams=plan.streams.count,
+            rows_per_block=plan.rows_per_block,
+            length=plan.step.length,
+            arrays=stored.activations,
+            compression=str(self.config.store.compression),
+            selected=plan.step.selected,
+            scales=stored.scales,
+            outputs=stored.outputs,
+        )
+
+    @cached_property
+    def metadata(self) -> StoreMetadata:
+        """What the store records, and what must match for a run to resume it. Reads the model's weights; downloads
+        those of a Hub model first. Raises CheckpointError for damaged weights."""
+        return self._metadata(reads_weights=True)
+
+    def require_stored_settings(self) -> None:
+        """Raises StoreMismatch if the existing store, which is required, was made with other settings, another
+        architecture or other data. Reads no weights, so those of another checkpoint are not noticed."""
+        self.stored.require_same(self._metadata(reads_weights=False), self.storage.path)
+        self.manifest.require_unchanged()
+
+    @cached_property
+    def data_identity(self) -> dict[str, object]:
+        """Identifies the documents: by the source and, with data=generate, by how the model completes its prompts.
+
+        Raises ConfigError or CheckpointError for end tokens that the tokenizer or the model does not have.
+        """
+        data, prompts = self.config.data, self.source.fingerprint()
+        if not isinstance(data, GenerateData):
+            return prompts
+        return {
+            "source": "generate",
+            "head": asdict(self.model.head),
+            "prompts": prompts,
+            "prompt_length": data.prompt_length,
+            "long_prompts": str(data.long_prompts),
+            "max_new_tokens": data.max_new_tokens,
+            "sampling": asdict(sampling(data)),
+            "group": data.group,
+            "end_tokens": list(end_tokens(self.model, self.tokenizer, data.end_tokens)),
+            "cache_dtype": str(data.cache_dtype),
+        }
+
+    def _metadata(self, reads_weights: bool) -> StoreMetadata:
+        """reads_weights: if not, the weights of the model and of SAEs are taken to be those of `stored`."""
+        config, plan = self.config, self.plan
+        return StoreMetadata(
+            model=self._model_identity(reads_weights),
+            tokenizer=self.tokenizer.identity(),
+            data=self.data_identity,
+            batch={
+                "length": plan.step.length,
+                "packing": str(config.batch.packing),
+                "long_documents": str(config.batch.long_documents),
+            },
+            capture=self._capture_identity(reads_weights),
+            store={"compression": str(config.store.compression)},
+            num_streams=plan.streams.count,
+            rows_per_block=plan.rows_per_block,
+            config=self._recorded_config(),
+        )
+
+    def _model_identity(self, reads_weights: bool) -> dict[str, object]:
+        config, identity = self.config.model, self.model.identity(reads_weights)
+        if not reads_weights and "weights" in self.stored.model:
+            identity["weights"] = self.stored.model["weights"]
+        dtypes = {name: str(getattr(config, name)) for name in ("dtype", "weights_dtype", "activations_dtype")}
+        return {**identity, **dtypes, "vocab_size": self.model.vocab_size}
+
+    def _capture_identity(self, reads_weights: bool) -> dict[str, object]:
+        step, capture = self.plan.step, self.config.capture
+        identity: dict[str, object] = {
+            "arrays": [key.name for key in step.keys],
+            "dtype": step.dtype,
+            "statistics": capture.statistics,
+            "when": str(capture.when),
+        }
+        if step.scale_group is not None:
+            identity["scale_group"] = step.scale_group
+        if step.head_outputs:
+            identity["outputs"] = [name for name in OUTPUTS if name in capture.outputs]
+            identity["head"] = asdict(self.model.head)
+        if step.num_top:
+            identity["top_logprobs"] = step.num_top
+        if self.encoders:
+            identity |= {"encode": self._sae_identities(reads_weights), "encode_index": capture.encode_index}
+        return identity | selection_identity(capture, step.length)
+
+    def _sae_identities(self, reads_weights: bool) -> list[Json]:
+        if reads_weights:
+            return [encoder.identity() for encoder in self.encoders]
+        digests = {sae["features"]: sae.get("sha256", "") for sae in self.stored.encoders}
+        return [encoder.identity(digests.get(encoder.spec.name, "")) for encoder in self.encoders]
+
+    def _recorded_config(self) -> dict[str, object]:
+        """The configuration, with the commit of a Hub model. Recorded for information, not compared on resume."""
+        values = {name: value for name, value in asdict(self.config).items() if name != "distributed"}
+        if self.model.checkpoint.commit is not None:
+            values["model"]["commit"] = self.model.checkpoint.commit
+        return values
+
+    def work(self) -> list[StreamWork]:
+        """The work in this process's streams where nothing is committed."""
+        work = (self.stream_work(stream, NO_BLOCKS) for stream in self.plan.streams.local)
+        return [item for item in work if item is not None]
+
+    def stream_work(self, stream: int, blocks: StreamBlocks) -> StreamWork | None:
+        """The work that is left in one stream, whose committed blocks are `blocks`; None if there is none."""
+        if self.is_stream_done(stream, blocks.table):
+            return None
+        start = STREAM_START if blocks.last is None else Cursor(**blocks.last.next)
+        share = self.plan.streams.budget(stream)
+        wanted = None if share is None else share - blocks.tokens
+        return StreamWork(self.stream(stream), start, len(blocks.table), wanted)
+
+    def is_done(self, streams: Sequence[BlockTable]) -> bool:
+        """Whether every stream of the store, of all processes, holds its share of `run.max_tokens`."""
+        return all(self.is_stream_done(stream, blocks) for stream, blocks in enumerate(streams))
+
+    def is_stream_done(self, stream: int, blocks: BlockTable) -> bool:
+        """Whether a stream, whose committed blocks are `blocks`, holds its share of `run.max_tokens`."""
+        return has_share(blocks, self.plan.streams.budget(stream))
+
+    def shortfall(self, streams: Sequence[BlockTable]) -> str | None:
+        """By how much a finished store falls short of `run.max_tokens` because the data ended; None if it does not."""
+        if self.plan.streams.max_tokens is None:
+            return None
+        stored = [blocks.total("tokens") for blocks in streams]
+        return shortfall(stored, [self.plan.streams.budget(stream) for stream in range(len(streams))])
+
+    def first_rows(self, num_tokens: int) -> dict[str, Int32[np.ndarray, "B T"]] | None:
+        """Tokens, segments and positions [B, T] of the first rows of the first stream that is not empty.
+
+        As many rows as fit into `num_tokens` slots, or the beginning of a longer row. None if there are no documents.
+        """
+        streams = (stream for stream in range(self.plan.streams.count) if self.plan.streams.budget(stream) != 0)
+        for stream in streams:
+            block = next(self.stream(stream).blocks())
+            if block.num_rows:
+                part = np.s_[: max(1, num_tokens // self.plan.step.length), :num_tokens]
+                return {name: getattr(block, name)[part] for name in ("tokens", "segments", "positions")}
+        return None
+
+    def texts(self, stream: int) -> TokenisedDocuments:
+        """The tokenised documents of one stream; with data=generate, its prompts."""
+        data = self.config.data
+        return TokenisedDocuments(
+            self.source,
+            self.tokenizer,
+            range(stream, len(self.source.shards), self.plan.streams.count),
+            on_error=data.on_error,
+            vocab_size=self.model.vocab_size,
+            **({"max_prompt": data.prompt_length, "long_prompts": data.long_prompts} if self.plan.generation else {}),
+        )
+
+    def generated(self, stream: int) -> GeneratedGroups:
+        """The completed prompts of one stream, as stored by data=generate."""
+        parts = [self.source.info_schema, COMPLETION_SCHEMA]
+        if isinstance(self.config.data.prompts, ArcData):
+            parts.append(GRADES)
+        return GeneratedGroups(
+            self.storage,
+            stream=stream,
+            num_streams=self.plan.streams.count,
+            size=self.config.data.group,
+            info_schema=pa.unify_schemas(parts),
+        )
+
+    def stream(self, stream: int) -> TokenStream:
+        """One stream's documents, packed into rows. With data=generate, only completed prompts."""
+        batch = self.config.batch
+        documents: StreamDocuments = self.texts(stream)
+        if self.plan.generation:
+            documents = GeneratedDocuments(self.generated(stream), documents.num_shards)
+        return TokenStream(
+            documents,
+            stream=stream,
+            num_streams=self.plan.streams.count,
+            rows_per_block=self.plan.rows_per_block,
+            length=batch.length,
+            packing=batch.packing,
+            long_documents=batch.long_documents,
+            selection=self.selection,
+        )
+
+
+def weights_identity(model: Model, encoders: Sequence[Encoder]) -> list[dict[str, object]]:
+    """The identities of the model's weights and of its SAEs'. Reads them."""
+    return [model.identity(), *(encoder.identity() for encoder in encoders)]
+
+
+def sampling(data: GenerateData) -> Sampling:
+    """How completions are sampled. Raises ConfigError."""
+    return Sampling(data.temperature, data.top_k, data.top_p, data.seed)

@@ -1,0 +1,1 @@
+"""The writer thread: copies from the devices, and blocks that are written and committed."""

@@ -1,0 +1,130 @@
+"""Device-to-host copies: started on the dispatching thread, awaited by the writer, which copies them into its memory.
+
+Every step's activations have the same size, so a limit on steps in flight is the limit on bytes in flight.
+"""
+
+import concurrent.futures
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+import jax
+import numpy as np
+
+from pipeline.core.host import num_cores
+from pipeline.data.documents import TokenBlock
+from pipeline.planning.host_memory import MAX_COPY_THREADS
+from pipeline.planning.plan import Plan
+from pipeline.step.compiled_step import StepOutputs
+
+T = TypeVar("T")
+
+_CORES_PER_THREAD = 8  # the others read, tokenise, encode and write
+_PIECE_BYTES = 4 << 20  # copied per task; large enough to hide the cost of a task
+
+
+@dataclass(frozen=True)
+class HostBlock:
+    """One device's part of one output, while it is copied to the host."""
+
+    output: int  # index among the leaves of `StepOutputs.stored`, as in BlockBuffers
+    rows: slice  # relative to the first row of this process
+    rest: tuple[slice, ...]  # along the other axes
+    data: jax.Array
+
+    def place(self, first_row: int) -> tuple[slice, ...]:
+        """The index of this part in a host array in which the step begins at row `first_row`."""
+        return (slice(first_row + self.rows.start, first_row + self.rows.stop), *self.rest)
+
+    def wait(self) -> np.ndarray:
+        """Waits for the values, without holding the GIL, and returns them. On CPU they are a view, not a copy."""
+        return np.asarray(self.data)
+
+
+@dataclass(frozen=True)
+class StepInFlight:
+    """One dispatched step: the rows of `block` from `first_row` on, and the copies of its outputs.
+
+    If `block` is None, the step is padding, computed because other processes have rows.
+    """
+
+    block: TokenBlock | None
+    first_row: int
+    num_rows: int
+    copies: list[HostBlock]  # emptied by the writer: an array's host copy lives as long as the array
+    counts: jax.Array | None  # StepOutputs.counts; None for a step without rows
+
+    @property
+    def is_last(self) -> bool:
+        return self.block is not None and self.first_row + self.num_rows >= self.block.num_rows
+
+    @property
+    def num_tokens(self) -> int:
+        if self.block is None:
+            return 0
+        return int(np.count_nonzero(self.block.segments[self.first_row : self.first_row + self.num_rows]))
+
+
+def start_transfer(outputs: StepOutputs, block: TokenBlock | None, first_row: int, plan: Plan) -> StepInFlight:
+    """Starts the copies of a step's outputs to the host; for padding, copies only the counts."""
+    outputs.counts.copy_to_host_async()
+    copies = start_copies(jax.tree.leaves(outputs.stored), plan.mesh.first_row) if block else []
+    return StepInFlight(block, first_row, plan.mesh.process_rows, copies, outputs.counts)
+
+
+def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock]:
+    """Starts copying every output's addressable device shards; each element is copied once.
+
+    `first_row` is the global row at which this process's rows begin.
+    """
+    blocks = []
+    for number, output in enumerate(outputs):
+        for shard in output.addressable_shards:
+            if shard.replica_id != 0:
+                continue
+            shard.data.copy_to_host_async()
+            start, stop, _ = shard.index[0].indices(output.shape[0])
+            rows = slice(start - first_row, stop - first_row)
+            blocks.append(HostBlock(number, rows, shard.index[1:], shard.data))
+    return blocks
+
+
+def in_flight(steps: Iterable[T], limit: int) -> Iterator[T]:
+    """The steps that an iterator dispatches, in order, each when up to `limit` are in flight."""
+    dispatched: deque[T] = deque()
+    for step in steps:
+        dispatched.append(step)
+        if len(dispatched) == limit:
+            yield dispatched.popleft()
+    yield from dispatched
+
+
+class CopyThreads:
+    """Copies arrays that have reached the host into our memory, with a thread per 8 cores of this process, at most 8.
+
+    NumPy copies without holding the GIL, so threads copy in parallel; one does not saturate the memory bandwidth. Only
+    one thread at a time may call the methods.
+    """
+
+    def __init__(self) -> None:
+        count = max(1, min(MAX_COPY_THREADS, num_cores() // _CORES_PER_THREAD))
+        self._pool = ThreadPoolExecutor(count, "copy")
+        self._copies: list[Future[None]] = []
+
+    def start(self, target: np.ndarray, values: np.ndarray) -> None:
+        """Starts copying `values` into `target`, then releases them. Raises ValueError if the shapes differ."""
+        if target.shape != values.shape:  # pieces with different numbers of rows could be broadcast
+            raise ValueError(f"values of shape {values.shape} do not fit in memory of shape {target.shape}")
+        rows = max(1, len(values) * _PIECE_BYTES // max(1, values.nbytes))
+        for first in range(0, len(values), rows):
+            piece = slice(first, first + rows)
+            self._copies.append(self._pool.submit(np.copyto, target[piece], values[piece]))
+
+    def finish(self) -> None:
+        """Waits for all copies. Raises the error of the first copy that failed."""
+        copies, self._copies = self._copies, []
+        concurrent.futures.wait(copies)
+        for copy in copies:
+            copy.result()

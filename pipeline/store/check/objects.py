@@ -1,0 +1,267 @@
+"""Reads and checks a store's objects: those of one block, those that blocks share, and listings of all."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.store.check.records import StreamRecords
+from pipeline.store.check.scope import OpenStore, Scope
+from pipeline.store.features.index_file import check_index, index_key
+from pipeline.store.format.arrays import array_key, parse_rows
+from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, read_commit_records
+from pipeline.store.format.keys import Kind, index_prefix, parse_key
+from pipeline.store.format.layout import ArraySpec
+from pipeline.store.format.statistics import (
+    STATISTICS_PREFIX,
+    decode_statistics,
+    read_block_statistics,
+    statistics_key,
+)
+from pipeline.store.format.summary import IDS, IDS_BYTES, STATISTICS, summary_key
+from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
+from pipeline.store.io.ahead import map_ahead
+from pipeline.store.io.problems import Problem, Remedy
+from pipeline.store.io.shards import (
+    ABSENT,
+    CHECKSUM_BYTES,
+    ShardFormat,
+    checksum,
+    decode_chunk,
+    decode_index,
+    values_digest,
+)
+from pipeline.store.io.storage import Storage
+
+_MISSING = "is missing, although the block is committed"
+_PIECE_BYTES = 64 << 20  # of an object, read at a time
+_KINDS_AT_ONCE = 2  # a listing holds the keys of an array
+
+_EXPONENT_ONES = {"bfloat16": 0x7F80, "float16": 0x7C00}
+_WITHOUT_SIGN = 0x7FFF
+_ROUNDING = 0.01  # by this, rounded outputs may be out of range
+
+
+def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamRecords]) -> Iterator[Problem]:
+    """Finds missing objects of the scope's blocks that are not read, and objects that belong to no committed block.
+
+    Lists all keys, whatever the scope: a stream has every `num_streams`-th store shard, which no prefix selects.
+    """
+    kinds: dict[str, Callable[[int, int], str]] = {  # by prefix: the key of a stream's block
+        **{f"{spec.name}/c.": partial(store.layout.shard_key, spec) for spec in store.layout.all_arrays},
+        COMMITS_PREFIX: commit_key,
+        TABLES_PREFIX: table_key,
+        STATISTICS_PREFIX: statistics_key,
+        **{index_prefix(name): partial(index_key, name) for name in store.root.metadata.indexed_features},
+    }
+    num_streams = store.layout.num_streams
+    committed = {int(block) * num_streams + stream for stream, found in streams.items() for block in found.listed}
+
+    def check_kind(kind: tuple[str, Callable[[int, int], str]]) -> list[Problem]:
+        prefix, key_of = kind
+        stored, problems = set[int](), []
+        for key in store.storage.list_keys(prefix):
+            stream, block = _place(key, num_streams)
+            is_own = 0 <= stream < num_streams and key == key_of(stream, block)
+            if is_own and block * num_streams + stream in committed:
+                stored.add(block * num_streams + stream)
+            elif scope.has_stream(stream) if is_own else scope.is_first:
+                place = (stream, block) if is_own else None
+                problems.append(Problem(key, "belongs to no committed block", Remedy.discard, place))
+        for block in chain.from_iterable(found.table for found in streams.values()):
+            is_needed = block.has_statistics or prefix != STATISTICS_PREFIX
+            is_stored = block.block * num_streams + block.stream in stored
+            if is_needed and not is_stored and not scope.reads_block(block.stream, block.block):
+                key = key_of(block.stream, block.block)
+                what = store.storage.file_problem(key) or _MISSING  # listings omit folders
+                problems.append(Problem(key, what, block=(block.stream, block.block)))
+        return problems
+
+    yield from chain.from_iterable(map_ahead(check_kind, kinds.items(), _KINDS_AT_ONCE))
+
+
+def _place(key: str, num_streams: int) -> tuple[int, int]:
+    """The stream and block of a block's object, from its key; (-1, -1) for any other key."""
+    parsed = parse_key(key)
+    if parsed is None or parsed.number is None:
+        return -1, -1
+    return divmod(parsed.number, num_streams)[::-1] if parsed.kind is Kind.shard else (parsed.stream, parsed.number)
+
+
+def check_arrays(store: OpenStore, num_rows: int | None) -> Iterator[Problem]:
+    """Checks the zarr.json of every array. num_rows: in a complete store, up to the last row with tokens."""
+    for spec in store.layout.all_arrays:
+        key = array_key(spec.name)
+
+        def parse(key: str, content: bytes | None, spec: ArraySpec = spec) -> int:
+            return parse_rows(content, store.layout, spec, key)
+
+        try:
+            [rows] = store.storage.read_checked([key], parse)
+        except StoreError as error:
+            yield Problem(key, str(error), Remedy.recreate)
+            continue
+        if num_rows is not None and rows != num_rows:
+            yield Problem(key, f"has {rows} rows, but the last committed row is {num_rows - 1}", Remedy.recreate)
+
+
+def check_summary(store: OpenStore) -> Iterator[Problem]:
+    """Checks that the merged statistics and the index of ids are those that the root names."""
+    storage, summary = store.storage, store.root.summary or {}
+    checks = {
+        STATISTICS: lambda key, sha256: next(
+            storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256))
+        ),
+        IDS: lambda key, sha256: _require_sha256(storage, key, summary[IDS_BYTES], sha256),
+    }
+    for kind, check in checks.items():
+        if sha256 := summary.get(kind):
+            try:
+                check(summary_key(kind, sha256), sha256)
+            except StoreError as error:
+                yield Problem(summary_key(kind, sha256), str(error), Remedy.summarise)
+
+
+def _require_sha256(storage: Storage, key: str, size: int, expected: str) -> None:
+    """Raises StoreError unless an object's first `size` bytes have this sha256."""
+    digest = hashlib.sha256()
+    for start in range(0, size, _PIECE_BYTES):  # a range beyond the end is an error
+        [content] = storage.read_many([key], [(start, min(start + _PIECE_BYTES, size))])
+        digest.update(content or b"")
+    if digest.hexdigest() != expected:
+        raise StoreInvalid(f"its sha256 is {digest.hexdigest()}, in the root {expected}")
+
+
+def check_block(store: OpenStore, stream: int, block: int) -> tuple[list[Problem], pa.Table | None]:
+    """Reads and checks a block. Returns its problems, and its document table if that can be read.
+
+    A block with problems in remote storage is checked a second time, since a service may return half an object, or
+    report it as missing, and answer correctly the next time.
+    """
+    first = _check_block_once(store, stream, block)
+    return _check_block_once(store, stream, block) if first[0] and store.storage.is_remote else first
+
+
+def _check_block_once(store: OpenStore, stream: int, block: int) -> tuple[list[Problem], pa.Table | None]:
+    place, storage = (stream, block), store.storage
+    try:
+        record = next(read_commit_records(storage, [place]))
+    except StoreError as error:
+        return [Problem(commit_key(*place), str(error), block=place)], None
+    checks: dict[str, Callable[[], Any]] = {
+        table_key(*place): lambda: decode_table(storage.read(table_key(*place)), record)
+    }
+    if record.statistics_sha256:
+        checks[statistics_key(*place)] = lambda: read_block_statistics(storage, record)
+    for sae in store.root.metadata.encoders if store.root.metadata.indexed_features else ():
+        checks[index_key(sae["features"], *place)] = partial(_check_index, storage, sae, place)
+    problems, results = [], {}
+    for key, check in checks.items():
+        try:
+            results[key] = check()
+        except StoreError as error:
+            problems.append(Problem(key, str(error), block=place))
+    for spec in store.layout.all_arrays:
+        for what, remedy in _check_array(store, spec, record):
+            problems.append(Problem(store.layout.shard_key(spec, *place), what, remedy, place))
+    return problems, results.get(table_key(*place))
+
+
+def _check_index(storage: Storage, sae: Mapping[str, Any], place: tuple[int, int]) -> None:
+    key = index_key(sae["features"], *place)
+    check_index(storage.read(key), sae["width"], np.dtype(sae["dtype"]), key)
+
+
+def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> Iterator[tuple[str, Remedy]]:
+    """Yields what is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
+    format = store.layout.shard_format(spec)
+    absent = checksum(format.fill_chunk)
+    checksums, wrong = [], None
+    try:
+        for number, stored in enumerate(_read_chunks(store, spec, record)):
+            if stored is None:
+                checksums.append(absent)
+                continue
+            values = decode_chunk(stored, format)
+            is_plain = format.compression == "none"
+            checksums.append(
+                bytes(stored[-CHECKSUM_BYTES:]) if is_plain else checksum(memoryview(values.reshape(-1).view(np.uint8)))
+            )
+            wrong = wrong or _wrong_values(store, spec, values, number)
+    except (StoreError, ValueError) as error:
+        yield str(error), Remedy.recompute
+        return
+    digest, expected = values_digest(checksums), record.digests.get(spec.name)
+    if digest != expected:
+        yield f"the digest of its values is {digest}, but the block's record has {expected}", Remedy.recompute
+    elif wrong:
+        yield wrong
+
+
+def _read_chunks(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> Iterator[memoryview | None]:
+    """The stored chunks of a store shard in order, None for one of fill values. Raises ValueError for a damaged index,
+    and StoreError."""
+    format: ShardFormat = store.layout.shard_format(spec)
+    key = store.layout.shard_key(spec, record.stream, record.block)
+    [tail] = store.storage.read_many([key], [(-format.index_bytes, None)])
+    if tail is None:
+        raise StoreInvalid(_MISSING)
+    index = decode_index(tail, format).tolist()
+    chunks_at_once = max(1, _PIECE_BYTES // format.stored_chunk_limits[1])
+    for first in range(0, len(index), chunks_at_once):
+        some = index[first : first + chunks_at_once]
+        present = [entry for entry in some if entry[1] != ABSENT]  # they follow each other without gaps
+        start, stop = (present[0][0], sum(present[-1])) if present else (0, 0)
+        [content] = store.storage.read_many([key], [(start, stop)]) if present else [b""]
+        if content is None or len(content) != stop - start:
+            raise StoreInvalid("changed while it was read")
+        piece = memoryview(content)
+        yield from (None if size == ABSENT else piece[offset - start :][:size] for offset, size in some)
+
+
+def _wrong_values(store: OpenStore, spec: ArraySpec, values: np.ndarray, number: int) -> tuple[str, Remedy] | None:
+    """What is wrong with the values of a chunk, if they are finite activations or outputs in their range."""
+    if spec in store.layout.outputs:
+        what, remedy = _wrong_outputs(store, spec, values), Remedy.recompute
+    elif spec in (*store.layout.arrays, *store.layout.scales) and not store.root.allows_not_finite:
+        what, remedy = _not_finite(values), Remedy.other_dtype
+    else:
+        return None
+    row = number * values.shape[1] // store.layout.shard_shape(spec)[1] * len(values)
+    return what and (f"rows {row} to {row + len(values) - 1} of the block: {what}", remedy)
+
+
+def _not_finite(values: np.ndarray) -> str | None:
+    if values.dtype.itemsize == 2:  # compares bits, since np.isfinite takes many times as long
+        magnitude = np.bitwise_and(values.view(np.uint16), _WITHOUT_SIGN)
+        is_finite = magnitude.max(initial=0) < _EXPONENT_ONES[values.dtype.name]
+    else:
+        is_finite = values.dtype.kind == "i" or np.isfinite(values).all()
+    return None if is_finite else f"{np.count_nonzero(~np.isfinite(values.astype(np.float32)))} non-finite values"
+
+
+def _wrong_outputs(store: OpenStore, spec: ArraySpec, values: np.ndarray) -> str | None:
+    """What is wrong if values of `capture.outputs`, or the errors of an SAE's reconstruction, are out of range."""
+    vocab_size = store.root.metadata.model.get("vocab_size")
+    ranges = {
+        "loss": (0, math.inf),
+        "entropy": (0, math.log(vocab_size) if type(vocab_size) is int and vocab_size > 0 else math.inf),
+        "top_logprobs": (-math.inf, 0),
+        "squared_error": (0, math.inf),
+        "cosine": (-1, 1),
+    }
+    name = spec.name.rpartition(".")[2]
+    if name not in ranges:
+        return None
+    least, most = ranges[name]
+    bad = (values < least - _ROUNDING) | (values > most + _ROUNDING)
+    if not store.root.allows_not_finite:
+        # The loss is NaN for the last token of a document's window.
+        bad |= np.isinf(values) if name == "loss" else ~np.isfinite(values)
+    return f"{np.count_nonzero(bad)} values are not within {least:g} to {most:g}" if bad.any() else None

@@ -1,0 +1,111 @@
+"""Checks a store's commit records, stream by stream."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int64
+
+from pipeline.core.errors import StoreError
+from pipeline.core.messages import counted
+from pipeline.store.check.scope import OpenStore
+from pipeline.store.format.block_table import BlockTable, counts_of, impossible_counts
+from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, parse_commit_key, require_record
+from pipeline.store.format.keys import stream_prefix
+from pipeline.store.format.summary import BLOCKS, summary_key
+from pipeline.store.io.problems import Problem, Remedy
+from pipeline.store.io.storage import Storage
+
+# A store may have 10^7 records, so neither all of them nor all of their keys are in memory at the same time.
+_RECORDS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class StreamRecords:
+    """A summary of a stream's records.
+
+    listed: the blocks that have a record, readable or not.
+    table: the blocks with a readable record.
+    """
+
+    stream: int
+    listed: Int64[np.ndarray, " n"]
+    table: BlockTable
+    problems: tuple[Problem, ...]
+
+
+def check_records(store: OpenStore, stream: int, summarised: BlockTable | None) -> StreamRecords:
+    """Reads and checks the records of a stream. summarised: its blocks in the store's summary, if there is one."""
+    keys = store.storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
+    blocks = {key: parsed[1] for key in keys if (parsed := parse_commit_key(key)) and key == commit_key(*parsed)}
+    tables: list[BlockTable] = []
+    problems: list[Problem] = []
+    records = _read(store.storage, sorted(blocks, key=blocks.get), tables, problems)
+    for record, what, block in _check_chain(records):
+        problems.append(Problem(record.key, what, block=(stream, block)))
+    table = BlockTable.join(tables)
+    for block, what in impossible_counts(table, store.layout):
+        problems.append(Problem(commit_key(stream, block.block), what, block=(stream, block.block)))
+    listed = np.array(sorted(blocks.values()), np.int64)
+    if summarised is not None:
+        problems += _compare(store, stream, listed, table, summarised)
+    return StreamRecords(stream, listed, table, tuple(problems))
+
+
+def _read(
+    storage: Storage, keys: Sequence[str], tables: list[BlockTable], problems: list[Problem]
+) -> Iterator[CommitRecord]:
+    """The readable records of these keys. Adds tables of them to `tables`, and what is wrong with others to
+    `problems`."""
+    for start in range(0, len(keys), _RECORDS_AT_ONCE):
+        some = keys[start : start + _RECORDS_AT_ONCE]
+        wrong = {key: what for key in some if (what := storage.file_problem(key))}
+        files, records = [key for key in some if key not in wrong], []
+        for key, text in zip(files, storage.read_many(files), strict=True):
+            try:
+                records.append(require_record(storage, key, text))
+            except StoreError as error:
+                wrong[key] = str(error)
+        problems += [Problem(key, what, block=parse_commit_key(key)) for key, what in wrong.items()]
+        tables.append(BlockTable.from_records(records))
+        yield from records
+
+
+def _check_chain(records: Iterable[CommitRecord]) -> Iterator[tuple[CommitRecord, str, int]]:
+    """One stream's records, in block order: none is missing, each starts where the previous one ends, and repeats the
+    counts of earlier blocks. Yields each wrong record, what is wrong, and the first block to compute again."""
+    before, counts = None, deque[tuple[int, ...]](maxlen=_RECORDS_AT_ONCE)
+    for record in records:
+        expected = 0 if before is None else before.block + 1
+        if record.block != expected:
+            yield record, f"the stream has this block, but no readable record of block {expected}", expected
+            counts.clear()
+        elif before is None and any(record.start.values()):
+            yield record, f"the stream's first block starts at {dict(record.start)}", record.block
+        elif before is not None and before.next != record.start:
+            what = f"starts at {dict(record.start)}, but the previous block ends at {dict(before.next)}"
+            yield record, what, before.block  # either record may be wrong
+        if before is not None and before.exhausted:
+            yield before, f"is exhausted, but the stream has block {record.block}", before.block
+        if len(counts) >= min(record.block, len(record.recent)):
+            earlier = list(counts)[len(counts) - len(record.recent) :]
+            if earlier != list(record.recent):
+                yield record, "repeats other counts of earlier blocks than their records have", record.block
+        counts.append(counts_of(record))
+        before = record
+
+
+def _compare(
+    store: OpenStore, stream: int, listed: Int64[np.ndarray, " n"], table: BlockTable, summarised: BlockTable
+) -> Iterator[Problem]:
+    """Compares a stream's records with the summary. It may lack later blocks, unless the store is complete."""
+    num_listed, num_blocks = int(listed.max(initial=-1)) + 1, len(summarised)
+    if num_listed < num_blocks:
+        what = f"the store was finished with {counted(num_blocks, 'block')} of this stream, but has {num_listed}"
+        yield Problem(commit_key(stream, num_listed), what, block=(stream, num_listed))
+    table = table[table.column("block") < num_blocks]
+    is_longer = store.root.complete and num_listed > num_blocks
+    if is_longer or not np.array_equal(summarised[table.column("block")].values, table.values):
+        key = summary_key(BLOCKS, store.root.summary[BLOCKS])
+        yield Problem(key, f"does not agree with the commit records of stream {stream}", Remedy.summarise)

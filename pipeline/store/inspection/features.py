@@ -1,0 +1,186 @@
+"""What some features of an SAE fire on: the values of each, and the contexts of its strongest firings.
+
+Shapes: F features of the SAE, n firings of a feature, T positions of a row, c tokens of a context.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from pipeline.core.errors import ConfigError, StoreInvalid
+from pipeline.store import ActivationStore
+from pipeline.store.features.firings import FeatureStatistics
+from pipeline.store.format.keys import features_name
+from pipeline.store.io.failures import VERIFY_REMEDY
+
+TOKENS_BEFORE, TOKENS_AFTER = 28, 12  # in a context, around the strongest firing
+# If a feature fires more than MAX_FIRINGS times, only its TOP_PER_CONTEXT strongest firings per context are read.
+MAX_FIRINGS, TOP_PER_CONTEXT = 5_000_000, 64
+
+SUMMARY_HEADER = ["features of", "number", "L0", "explained", "never", "in > 1 %", "in > 10 %"]
+
+
+@dataclass(frozen=True)
+class Context:
+    """Tokens around a firing, in one window of a document.
+
+    values: the feature's values, 0 where it does not fire, NaN where a token's features are not stored. strongest: the
+    index of the row's strongest firing among these tokens. document: the document's number. position: the firing's
+    position in its window.
+    """
+
+    tokens: Int32[np.ndarray, " c"]
+    values: Float32[np.ndarray, " c"]
+    strongest: int
+    row: int
+    document: int
+    position: int
+
+
+@dataclass(frozen=True)
+class FeatureView:
+    """One feature. count: the number of tokens for which it is stored; frequency: their share of all tokens with stored
+    features. mean, maximum: over its stored values. values: all stored values; None if more than MAX_FIRINGS."""
+
+    feature: int
+    count: int
+    frequency: float
+    mean: float
+    maximum: float
+    values: Float32[np.ndarray, " n"] | None
+    contexts: tuple[Context, ...]
+
+
+@dataclass(frozen=True)
+class SAEView:
+    """An SAE of a store. description: its entry in the store's root."""
+
+    name: str
+    description: dict[str, object]
+    statistics: FeatureStatistics
+    features: tuple[FeatureView, ...]
+
+    @property
+    def frequencies(self) -> np.ndarray:
+        """[F], the share of tokens for which each feature is stored."""
+        return self.statistics.count / max(self.statistics.tokens, 1)
+
+
+def view_features(
+    store: ActivationStore, sae: str | None = None, features: Sequence[int] = (), extremes: int = 8, contexts: int = 8
+) -> SAEView:
+    """Reads some features of an SAE. Raises ConfigError for features that the store does not have, and StoreError.
+
+    sae: its name; None if the store has only one. features: () for the `extremes` features that fire most often and the
+    `extremes` that fire least often. contexts: the maximum number per feature.
+    """
+    name = _sae_name(store, sae)
+    statistics = store.feature_statistics(name)
+    width = len(statistics.count)
+    if wrong := [feature for feature in features if feature >= width]:
+        raise ConfigError(
+            f"inspect.features contains {wrong[0]}, but {name} has features 0 to {width - 1}. Choose among these."
+        )
+    chosen = features or most_and_least_frequent(statistics.count, extremes)
+    views = tuple(_view(store, name, feature, statistics, contexts) for feature in chosen)
+    described = {sae["features"]: sae for sae in store.metadata.encoders}
+    return SAEView(name, described[features_name(name)], statistics, views)
+
+
+def _sae_name(store: ActivationStore, given: str | None) -> str:
+    names = [sae["features"].removeprefix("features.") for sae in store.metadata.encoders]
+    if not names:
+        raise ConfigError(
+            f"inspect.features_html: {store.path} has no features, because it was made without capture.encode. Make a "
+            f"store with capture.encode."
+        )
+    if given is None and len(names) > 1:
+        raise ConfigError(f"inspect.sae is missing: the store has features of {', '.join(names)}. Choose one.")
+    if given is not None and given not in names:
+        raise ConfigError(f"inspect.sae={given}: the store has features of {', '.join(names)}. Choose one of these.")
+    if features_name(given or names[0]) not in store.metadata.indexed_features:
+        raise ConfigError(
+            f"inspect.features_html: {store.path} has no index by feature, which the page needs: it was made with "
+            f"capture.encode_index=false. Make the store again."
+        )
+    return given or names[0]
+
+
+def most_and_least_frequent(count: Int64[np.ndarray, " F"], num: int) -> tuple[int, ...]:
+    """The `num` features that fire most often, and the `num` that fire least often but at least once, in descending
+    order of count."""
+    order = np.argsort(-count, kind="stable")
+    order = order[count[order] > 0]
+    return tuple(order.tolist() if len(order) <= 2 * num else [*order[:num].tolist(), *order[-num:].tolist()])
+
+
+def _view(
+    store: ActivationStore, name: str, feature: int, statistics: FeatureStatistics, num_contexts: int
+) -> FeatureView:
+    count = int(statistics.count[feature])
+    is_whole = count <= MAX_FIRINGS
+    firings = store.feature(name, feature, None if is_whole else num_contexts * TOP_PER_CONTEXT)
+    strongest = np.argsort(-firings.values, kind="stable")
+    of_rows = np.sort(np.unique(firings.rows[strongest], return_index=True)[1])  # each row's strongest
+    chosen = strongest[of_rows[:num_contexts]]
+    return FeatureView(
+        feature,
+        count,
+        count / max(statistics.tokens, 1),
+        float(statistics.mean[feature]),
+        float(statistics.maximum[feature]),
+        firings.values if is_whole else None,
+        _contexts(store, name, feature, firings.rows[chosen], firings.slots[chosen]),
+    )
+
+
+def _contexts(
+    store: ActivationStore, name: str, feature: int, rows: Int64[np.ndarray, " m"], slots: Int64[np.ndarray, " m"]
+) -> tuple[Context, ...]:
+    if not len(rows):
+        return ()
+    text, selected = store.read_tokens(rows, whole=True), store.read_selected(rows)
+    parts = [f"{features_name(name)}.{part}" for part in ("index", "value")]
+    index, value = map(store.read_outputs(rows, parts).get, parts)
+    is_stored = selected >= 0
+    values = np.full((len(rows), store.length), np.nan, np.float32)
+    values[np.nonzero(is_stored)[0], selected[is_stored]] = np.where(index == feature, value, 0).sum(axis=2)[is_stored]
+    contexts = []
+    for n, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
+        position = int(selected[n, slot])
+        if position < 0 or not values[n, position] > 0:
+            raise StoreInvalid(
+                f"{store.path}: the index by feature has a firing of feature {feature} of {name} in row {row}, slot "
+                f"{slot}, where the arrays have none. {VERIFY_REMEDY}"
+            )
+        window = np.flatnonzero(text.segments[n] == text.segments[n, position])
+        window = window[(window >= position - TOKENS_BEFORE) & (window <= position + TOKENS_AFTER)]
+        contexts.append(
+            Context(
+                text.tokens[n, window],
+                values[n, window],
+                int(np.searchsorted(window, position)),
+                row,
+                int(text.documents[n, position]),
+                int(text.positions[n, position]),
+            )
+        )
+    return tuple(contexts)
+
+
+def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
+    """A line per SAE, under SUMMARY_HEADER; no lines for a store without statistics of features."""
+    if not len(store.blocks) or not store.blocks.has_statistics.all():
+        return []
+    rows = []
+    for sae in store.metadata.encoders:
+        name = sae["features"].removeprefix("features.")
+        statistics = store.feature_statistics(name)
+        frequency = statistics.count / max(statistics.tokens, 1)
+        shares = [(statistics.count == 0).sum(), (frequency > 0.01).sum(), (frequency > 0.1).sum()]
+        explained = statistics.explained_variance
+        cells = [f"{sae['width']:,}", f"{statistics.l0:.1f}", "-" if explained is None else f"{explained:.1%}"]
+        rows.append([name, *cells, *(f"{int(share):,}" for share in shares)])
+    return rows

@@ -1,0 +1,126 @@
+"""A store's summary, from its metadata, commit records and document tables, without reading arrays."""
+
+import sys
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Int64
+
+from pipeline.config.choices import SpecialTokens
+from pipeline.core.addresses import without_credentials
+from pipeline.core.errors import ConfigError, PipelineError
+from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
+from pipeline.store import ActivationStore
+from pipeline.store.check.skips import describe_skips
+from pipeline.store.format.arrays import layout_of
+from pipeline.store.format.layout import MIB
+from pipeline.store.format.metadata import StoreMetadata, require_root
+
+# The maximum number of document tables to read, from evenly spaced blocks.
+MAX_TABLES = 64
+
+
+def store_facts(store: ActivationStore) -> dict[str, str]:
+    """The facts about a store, by name, for people; without statistics of the activations. Raises StoreError."""
+    root, blocks, metadata = require_root(store.storage), store.blocks, store.metadata
+    layout, config = layout_of(root), metadata.config
+    model, data, batch = metadata.model, metadata.data, metadata.batch
+    num_rows = blocks.total("rows")
+    padding = 1 - store.num_tokens / max(1, num_rows * layout.length)
+    mib, all_mib = (
+        num_rows * sum(map(layout.row_bytes, arrays)) / MIB for arrays in (layout.arrays, layout.all_arrays)
+    )
+    facts = {
+        "state": f"{'complete' if store.complete else 'unfinished'}, created {root.created}",
+        "model": _joined(model.get("family"), model.get("dtype"), config.get("model", {}).get("path")),
+        "data": _joined(data.get("source"), config.get("data", {}).get("path"), data.get("dataset")),
+        "rows": _joined(f"{layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
+        "tokens": f"{store.num_tokens:,} in {num_rows:,} rows; {padding:.1%} of their slots are padding",
+        "blocks": f"{len(blocks):,} of {layout.rows_per_block} rows; by stream: "
+        + _counts(np.bincount(blocks.column("stream"), minlength=metadata.num_streams).tolist()),
+        "documents": f"{blocks.total('documents'):,}, counted once per block that has tokens of the document; "
+        f"{blocks.total('tokens_cut'):,} tokens cut",
+        "skipped": describe_skips(store.storage, blocks),
+        "size": f"{mib:,.1f} MiB of activations and {all_mib - mib:,.1f} MiB of side arrays, before compression "
+        f"({layout.compression})",
+        "fingerprint": metadata.fingerprint()[:16],
+        "features": "; ".join(
+            f"{sae['features'].removeprefix('features.')}: the {sae['top']} largest of {sae['width']:,}, as "
+            f"{sae['dtype']} ({sae.get('activation')})"
+            for sae in metadata.encoders
+        ),
+        **_rounding_facts(store),
+    }
+    if layout.selected is not None:
+        stored = store.num_activations
+        share, empty = stored / max(1, store.num_tokens), 1 - stored / max(1, num_rows * layout.selected)
+        facts["activations"] = (
+            f"for {stored:,} selected tokens ({metadata.capture['positions']}), {share:.1%} of all tokens; of the "
+            f"{layout.selected} slots per row, {empty:.1%} are empty"
+        )
+    return {name: without_credentials(fact) for name, fact in facts.items() if fact}
+
+
+def _rounding_facts(store: ActivationStore) -> dict[str, str]:
+    """The errors of int8 weights, of an int8 cache, and of a scaled dtype, as far as they were measured."""
+    facts = {}
+    measured = {"int8": ("weights", store.weights_error), "int8 cache": ("keys, values", store.cache_error)}
+    for name, (what, errors) in measured.items():
+        of_all, of_median = _range(errors, "relative_error"), _range(errors, "token_median")
+        if of_all and of_median:
+            facts[name] = f"{what}; the relative error of activations is {of_all}, of a median token {of_median}"
+    if store.complete and store.metadata.has_scales and len(store.blocks) and store.blocks.has_statistics.all():
+        errors = [store.statistics(key).relative_error for key in store.keys]
+        if errors := [error for error in errors if error is not None]:
+            text = f"the relative error of storing as {store.metadata.capture['dtype']} is"
+            facts["rounding"] = f"{text} {min(errors):.3g} to {max(errors):.3g}"
+    return facts
+
+
+def document_lengths(store: ActivationStore) -> Int64[np.ndarray, " n"]:
+    """The numbers of tokens of the documents in up to MAX_TABLES blocks, without empty ones. Raises StoreError."""
+    blocks = store.blocks[:: -(-len(store.blocks) // MAX_TABLES) or 1]
+    lengths = store.documents(["n_tokens"], blocks)["n_tokens"].drop_null().to_numpy()
+    return lengths[lengths > 0]
+
+
+def find_tokenizer(metadata: StoreMetadata, path: str | None) -> TextTokenizer | None:
+    """The store's tokenizer, from `path` or from the run's location; None, with a line on stderr, if it is no longer
+    there or has changed.
+
+    Raises ConfigError if `path` contains a different tokenizer.
+    """
+    expected, model = metadata.tokenizer.get("sha256"), metadata.config.get("model", {})
+    location = path or model.get("tokenizer") or model.get("path")
+    if location is None:
+        return None
+    try:
+        revision = None if path else model.get("revision")
+        tokenizer = load_tokenizer(location, revision=revision, special_tokens=SpecialTokens.none)  # it only decodes
+        if (sha256 := tokenizer.identity()["sha256"]) != expected:
+            raise ConfigError(
+                f"{f'inspect.tokenizer={path}' if path else without_credentials(location)} is not the store's "
+                f"tokenizer: its sha256 is {sha256}, expected {expected}. Set inspect.tokenizer to that of the run."
+            )
+    except PipelineError as error:
+        if path:
+            raise
+        print(f"tokens are shown as ids: {error}", file=sys.stderr)
+        return None
+    return tokenizer
+
+
+def _joined(*parts: object) -> str:
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _counts(per_stream: list[int]) -> str:
+    if len(per_stream) <= 16:
+        return " ".join(map(str, per_stream))
+    return f"{min(per_stream)} to {max(per_stream)} in {len(per_stream)} streams"
+
+
+def _range(errors: Mapping[str, Mapping[str, float | None]] | None, measure: str) -> str:
+    """The smallest and the largest of a measured error over all arrays; empty if it was not measured."""
+    values = [error[measure] for error in (errors or {}).values() if error.get(measure) is not None]
+    return f"{min(values)} to {max(values)}" if values else ""

@@ -1,0 +1,136 @@
+"""The files and directories of local stores: written durably, so that they survive a power failure, and listed."""
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipeline.core.errors import StoreInvalid
+
+LOCK_SUFFIX = ".__lock"  # of temporary local files, which TensorStore's listings omit; a killed process leaves them
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+
+# Of files that are read whole, so that a sparse file does not fill the memory.
+_MAX_BYTES = {".json": 1 << 27, ".parquet": 1 << 31, ".csc": 1 << 31}
+
+_NOT_FILES = {
+    "folder": stat.S_ISDIR,
+    "pipe": stat.S_ISFIFO,
+    "socket": stat.S_ISSOCK,
+    "device": lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
+}
+
+_durable: set[str] = set()  # directories whose entry in the parent directory is known to be on the disk
+
+
+def make_directories(path: str | Path, root: str | Path) -> None:
+    """Creates the directory `path`, which is `root` or below it, with its missing parents. Raises OSError.
+
+    When it returns, their entries are on the disk, and so are those of existing directories below `root`, which another
+    process may just have created.
+    """
+    path, root = os.path.abspath(path), os.path.abspath(root)
+    if path in _durable and os.path.isdir(path):
+        return
+    if path == root and os.path.isdir(path):
+        return
+    parent = os.path.dirname(path)
+    if path != root:
+        make_directories(parent, root)
+    elif not os.path.isdir(parent):
+        make_directories(parent, parent)
+    if not os.path.isdir(path):
+        try:
+            os.mkdir(path)
+        except FileExistsError:  # another process was faster
+            if not os.path.isdir(path):
+                raise
+    with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
+        sync_directory(parent)
+    _durable.add(path)
+
+
+def raise_unless_gone(error: OSError) -> None:
+    """For `onerror` of os.walk: ignores a directory that another process has just removed or replaced."""
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise error
+
+
+def files_below(path: str, onerror: Callable[[OSError], None] | None = raise_unless_gone) -> Iterator[str]:
+    """The files and links in a directory and below it, as relative paths, one directory after the other. Without those
+    in lost+found and in directories such as .snapshots, which may be large. onerror: as for os.walk."""
+    for directory, folders, files in os.walk(path, onerror=onerror):
+        inner = os.path.relpath(directory, path)
+        if inner == ".":
+            folders[:] = [name for name in folders if name != "lost+found" and not name.startswith(".")]
+        links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
+        yield from (os.path.normpath(os.path.join(inner, name)) for name in (*links, *files))
+
+
+def sync_directory(path: str | Path) -> None:
+    """Flushes a directory's entries to the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_problem(directory: str, key: str) -> str | None:
+    """What is wrong if there is something other than a file at a key of a store in this directory, or if the file's
+    content may come from elsewhere, through a symbolic link; None if there is nothing."""
+    path = directory
+    try:
+        for part in key.split("/"):
+            path = os.path.join(path, part)
+            status = os.lstat(path)
+            mode, size = status.st_mode, status.st_size
+            if stat.S_ISLNK(mode):
+                return "is a symbolic link or in a linked directory, expected the store's own file"
+    except OSError:  # absent, or reading the object will raise an error with the reason
+        return None
+    kind = next((name for name, is_kind in _NOT_FILES.items() if is_kind(mode)), None)
+    most = _MAX_BYTES.get(os.path.splitext(key)[1], size)
+    if kind is None and size > most:
+        return f"has {size:,} bytes, expected at most {most:,}"
+    return kind and f"is a {kind}, expected a file"
+
+
+def put_file(directory: str, key: str, parts: Sequence[bytes | memoryview]) -> bool:
+    """Writes a file unless it exists, all of it or nothing. Returns whether it did. Raises OSError, and StoreInvalid
+    for a file system without hard links."""
+    path = directory + key
+    make_directories(os.path.dirname(path), directory)
+    is_new = not os.path.lexists(path) and _write_and_link(path, parts)
+    # Also if another process wrote the file: a record that names it may be on the disk before that process ends.
+    sync_directory(os.path.dirname(path))
+    return is_new
+
+
+def _write_and_link(path: str, parts: Sequence[bytes | memoryview]) -> bool:
+    """Writes a file unless it exists, all of it or nothing, and returns whether it did. The caller syncs the
+    directory."""
+    temporary = f"{path}.{secrets.token_hex(4)}{LOCK_SUFFIX}"
+    try:
+        with open(temporary, "xb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            raise StoreInvalid(
+                f"{path} cannot be written: its file system has no hard links ({error}). Choose a store.path on "
+                "another file system; give a mounted bucket by its URL."
+            ) from error
+        return True
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)

@@ -1,0 +1,118 @@
+"""Iterating over batches: a reader's position, which survives interruptions, and the states that contain it."""
+
+import json
+import operator
+import traceback
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from crc32c import crc32c
+
+from pipeline.core.arguments import require_not_forked, shown
+from pipeline.core.errors import ArgumentError
+
+B = TypeVar("B")
+
+
+class Position(NamedTuple):
+    """A reader's position: after `batch` batches of epoch `epoch`; the next batch begins at `token` of `buffer`, which
+    has this `begin`."""
+
+    epoch: int = 0
+    batch: int = 0
+    buffer: int = 0
+    token: int = 0
+    begin: Any = None
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The position without `begin`, as JSON values."""
+        return {name: getattr(self, name) for name in self._fields[:-1]}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any], begin: Any = None) -> "Position":
+        """The inverse of `numbers`."""
+        return cls(*(state[name] for name in cls._fields[:-1]), begin=begin)
+
+
+class Reader(Iterator[B], Generic[B]):
+    """Iterates over batches. One thread may use it at a time.
+
+    All that a reader keeps is its position: after the last batch that `__next__` returned. Every `for` goes on from
+    there, also after Ctrl-C, an error (which is raised again if it persists) or `close`. After a complete pass, the
+    next `for` begins another one.
+    """
+
+    library = "TensorStore"  # what does not survive a fork
+
+    def __init__(self, position: Position, end: int | None, epochs: int | None) -> None:
+        """end: the epoch before which the pass ends; None for no end. epochs: per pass."""
+        self._position = position
+        self._end = end
+        self._epochs = epochs
+        self._batches: Iterator[tuple[B, Position]] | None = None
+        self._is_complete = self._is_closed = False
+
+    @abstractmethod
+    def _start(self) -> Iterator[tuple[B, Position]]:
+        """The batches from the reader's position to the end of the pass, each with the position after it."""
+
+    def __iter__(self) -> Self:
+        if self._is_complete:
+            begin, end = Position(self._end), self._end + self._epochs
+            self._position, self._end, self._is_complete = begin, end, False
+        self._is_closed = False
+        return self
+
+    def __next__(self) -> B:
+        require_not_forked(self.library)
+        if self._is_complete or self._is_closed:
+            raise StopIteration
+        # A signal may raise an exception after any call. Then this iterator is not used again, and the next one begins
+        # at the position, which is set when nothing can keep the batch from being returned.
+        batches, self._batches = self._batches, None
+        try:
+            batches = self._start() if batches is None else batches
+            batch, after = next(batches, (None, None))
+        except BaseException as error:
+            batches = None
+            traceback.clear_frames(error.__traceback__)  # a notebook keeps it, and with it the memory of buffers
+            raise
+        if after is None:
+            self._is_complete = True
+            raise StopIteration
+        self._batches, self._position = batches, after
+        return batch
+
+    def close(self) -> None:
+        """Ends the reader's threads after their current reads. Dropping the reader does the same."""
+        batches, self._batches = self._batches, None
+        self._is_closed = True
+        if batches is not None:
+            batches.close()
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A reader's state with a checksum, as JSON values."""
+    return {**state, "checksum": _checksum(state)}
+
+
+def unsealed(state: object) -> dict[str, Any]:
+    """The state that was sealed. Raises ArgumentError if it was changed, or is no state."""
+    content = dict(state) if isinstance(state, Mapping) else {}
+    try:
+        is_intact = content.pop("checksum", None) == _checksum(content)
+    except (TypeError, ValueError):  # not JSON
+        is_intact = False
+    if not is_intact:
+        raise ArgumentError(
+            f"state is {shown(state)}, not a state as a reader's state() returned it: it was changed or cut, or comes "
+            "from an earlier version. Use an unchanged one, or start again without a state."
+        )
+    return content
+
+
+def _checksum(content: Mapping[str, Any]) -> int:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False, default=operator.index)
+    return crc32c(canonical.encode())

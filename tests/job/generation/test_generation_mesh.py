@@ -1,0 +1,113 @@
+"""Generation on several devices and in several processes. Each case starts processes with its number of devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.jobs import ROOT, free_port
+
+pytestmark = pytest.mark.heavy
+CONFIG = {  # a layer with a DeltaNet, one with attention
+    "model_type": "qwen3_5_text",
+    "full_attention_interval": 2,
+    "head_dim": 8,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 102,
+}
+
+PROGRAM = """
+import sys
+import jax, numpy as np
+from pipeline.cluster import joining, sharding
+from pipeline.config.schema import DistributedConfig
+from pipeline.config.sampling import Sampling
+from pipeline.job.generation.decode import compile_programs
+from pipeline.job.generation.generator import Generator, Prompt
+from pipeline.planning.generation_plan import GenerationSpec
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+from pipeline.core.sites import Site, activation_keys
+
+path, port, num_processes, process, kind = sys.argv[1:]
+num_processes, process = int(num_processes), int(process)
+if num_processes > 1:
+    joining.initialise(DistributedConfig(f"localhost:{port}", num_processes, process))
+model = open_model(path, init="random")
+KEYS = (*activation_keys((0,), (Site.attn_out, Site.resid_post)), *activation_keys((1,), (Site.attn_z,)))
+prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
+mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (num_processes > 1)]
+tensor, fsdp = (int(letter) for letter in kind)
+partition = Partition(sharding.make_mesh(tensor), bool(fsdp))
+params = model.load_leaves(model.generation.leaves(KEYS), "float32", partition.leaf_sharding)
+generator = Generator(compile_programs(model, params, partition, GenerationSpec(
+    rows=4, max_prompt=8, max_new_tokens=12, end_tokens=tuple(range(6)), keys=KEYS,
+    sampling=Sampling(temperature=1.0, seed=1), segment_steps=4,
+)), params)
+found = {}
+for each in generator.run(iter(mine)):
+    found[f"tokens {each.number}"] = each.tokens
+    found |= {f"{key.name} {each.number}": values for key, values in each.activations.items()}
+np.savez(f"{path}/{num_processes}-{process}-{jax.device_count()}-{kind}.npz", **found)
+"""
+
+
+def start(path: Path, processes: int, devices: int, kind: str) -> list[subprocess.Popen]:
+    """Starts the program. A kind is two digits: the devices along `tensor`, and 1 for fsdp."""
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
+    common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
+    pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen([*common, str(process), kind], **pipes) for process in range(processes)]
+
+
+def finish(started: list[subprocess.Popen]) -> None:
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), outputs
+
+
+def completions(path: Path, processes: int, devices: int, kind: str) -> dict[str, np.ndarray]:
+    """The completions of all processes. No two processes complete the same prompt."""
+    files = [path / f"{processes}-{process}-{devices}-{kind}.npz" for process in range(processes)]
+    parts = [dict(np.load(file)) for file in files]
+    whole = {name: values for part in parts for name, values in part.items()}
+    assert len(whole) == sum(map(len, parts))
+    return whole
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    """The folder with the completions of one device and of all divisions, computed at the same time."""
+    path = tmp_path_factory.mktemp("model")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    finish([*start(path, 1, 1, "10"), *start(path, 1, 4, "21"), *start(path, 2, 2, "11")])
+    return path
+
+
+def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
+    expected, got = completions(path, 1, 1, "10"), completions(path, processes, 4, kind)
+    assert len({values.size for name, values in expected.items() if "tokens" in name}) > 3
+    assert got.keys() == expected.keys()
+    for name, values in expected.items():
+        if "tokens" in name:
+            np.testing.assert_array_equal(got[name], values, err_msg=name)
+        else:
+            np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5 * np.abs(values).max(), err_msg=name)
+
+
+def test_rows_heads_and_weights_divided_give_the_same_completions(path: Path) -> None:
+    """Rows divided alone are tested by jobs in two processes (`test_generate.py`)."""
+    assert_as_on_one_device(path, 1, "21")
+
+
+def test_two_processes_with_unequal_work_give_the_same_completions(path: Path) -> None:
+    """The second process finishes its prompts long before the first; both stay until the last row has ended."""
+    assert_as_on_one_device(path, 2, "11")

@@ -1,0 +1,232 @@
+"""Completions compared with Hugging Face transformers and the extraction step, in batches of different shapes."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pipeline.cluster.sharding import make_mesh
+from pipeline.config.sampling import Sampling
+from pipeline.core.errors import ConfigError
+from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.job.generation.cache import attend_rounded
+from pipeline.job.generation.decode import compile_programs
+from pipeline.job.generation.generator import Completion, Generator, Prompt
+from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
+from pipeline.models.attention.xla import attend_xla
+from pipeline.models.partition import Partition
+from pipeline.models.registry import open_model
+from pipeline.planning.generation_plan import GenerationSpec
+from tests.models.hf_reference import VOCAB_SIZE, save_random, torch
+
+pytestmark = pytest.mark.heavy
+ROWS, MAX_PROMPT, NUM_NEW = 8, 20, 64
+TWO_LAYERS = {"num_hidden_layers": 2}
+GEMMA = TWO_LAYERS | {"head_dim": 6, "sliding_window": 7, "query_pre_attn_scalar": 12}
+MSCALE_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+MSCALE_ROPE |= {"mscale": 0.7, "mscale_all_dim": 1.3}
+DELTA = TWO_LAYERS | {"layer_types": ["linear_attention", "full_attention"], "rms_norm_eps": 1e-2}
+FAMILIES = {
+    "deepseek_v3": TWO_LAYERS | {"rope_parameters": MSCALE_ROPE},  # latent
+    "gemma2": GEMMA | {"final_logit_softcapping": 3.0},  # capped, local and global
+    "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},  # two rotary embeddings
+    "gemma4_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},  # shared keys
+    "gpt2": {},  # learned positions
+    "gpt_neox": {},  # rotates in part
+    "gpt_oss": TWO_LAYERS | {"sliding_window": 7},  # sinks
+    "mistral": TWO_LAYERS | {"sliding_window": 7},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3_5_moe_text": DELTA,
+    "qwen3_5_text": DELTA,
+    "smollm3": TWO_LAYERS | {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7},
+}
+"""One family for each kind of cache and of positions. `test_parity.py` compares the layers of all families."""
+GREEDY = [family for family in FAMILIES if family not in ("mistral", "qwen3_5_text")]  # tests of activations use these
+
+
+def save(family: str, path: Path):
+    return save_random(family, path, **{"num_hidden_layers": 1} | FAMILIES[family])
+
+
+def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, with_int8: bool = False, **options: object):
+    """A generator on the first device; greedy by default."""
+    model, partition = open_model(str(path)), Partition(make_mesh(devices=jax.devices()[:1]))
+    params = model.load_leaves(model.generation.leaves(keys), "float32", partition.leaf_sharding, with_int8=with_int8)
+    defaults = {"rows": ROWS, "max_prompt": MAX_PROMPT, "max_new_tokens": NUM_NEW, "end_tokens": ()}
+    spec = GenerationSpec(keys=tuple(keys), **defaults | {"sampling": Sampling()} | options)
+    return Generator(compile_programs(model, params, partition, spec), params)
+
+
+def prompts(num: int, vocab_size: int = VOCAB_SIZE) -> list[Prompt]:
+    """Prompts of 1 to MAX_PROMPT tokens."""
+    rng = np.random.default_rng(4)
+    lengths = [1, MAX_PROMPT, *rng.integers(1, MAX_PROMPT + 1, num)][:num]
+    return [Prompt(7 * k, rng.integers(0, vocab_size, length, dtype=np.int32)) for k, length in enumerate(lengths)]
+
+
+def completed(generator: Generator, prompts: Sequence[Prompt]) -> dict[int, Completion]:
+    found = list(generator.run(iter(prompts)))
+    assert len(found) == len(prompts)
+    return {each.number: each for each in found}
+
+
+Extract = Callable[..., dict[ActivationKey, np.ndarray]]
+
+
+def extraction(path: Path, keys: tuple[ActivationKey, ...], *, with_int8: bool = False) -> Extract:
+    """A function that captures the activations of prompt and completion in a padded row. Tokens from `first_rounded` on
+    attend to rounded keys and values."""
+    model = open_model(str(path))
+    params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]), with_int8=with_int8)
+    apply = jax.jit(lambda first, *batch: model.apply(params, *batch, keys, partial(attend_from, first)))
+
+    def attend_from(first_rounded: jax.Array, inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
+        is_exact = (jnp.arange(inputs.q.shape[1]) < first_rounded)[:, None, None]
+        return jnp.where(is_exact, *(attend(inputs, spec) for attend in (attend_xla, attend_rounded)))
+
+    def extract(
+        prompt: Prompt, completion: Completion, first_rounded: int = MAX_PROMPT + NUM_NEW
+    ) -> dict[ActivationKey, np.ndarray]:
+        num_tokens = prompt.tokens.size + completion.tokens.size
+        tokens, segments, positions = np.zeros((3, 1, MAX_PROMPT + NUM_NEW), np.int32)
+        tokens[0, :num_tokens] = np.concatenate([prompt.tokens, completion.tokens])
+        segments[0, :num_tokens] = 1
+        positions[0] = np.arange(positions.size)
+        captured = apply(first_rounded, tokens, segments, positions)
+        return {key: np.asarray(values[0, :num_tokens]) for key, values in captured.items()}
+
+    return extract
+
+
+def assert_greedy(reference, prompts: Sequence[Prompt], found: dict[int, Completion]) -> None:
+    """Asserts that each token is the likeliest after those before it, as in greedy `generate`."""
+    whole = [np.concatenate([each.tokens, found[each.number].tokens]) for each in prompts]
+    ids = np.zeros((len(whole), max(map(len, whole))), np.int64)
+    for row, tokens in zip(ids, whole, strict=True):
+        row[: tokens.size] = tokens
+    with torch.no_grad():  # causal: padding on the right has no effect
+        likeliest = reference(torch.from_numpy(ids)).logits.argmax(-1).numpy()
+    for row, prompt in zip(likeliest, prompts, strict=True):
+        got = found[prompt.number].tokens
+        first = prompt.tokens.size - 1
+        np.testing.assert_array_equal(row[first : first + got.size], got, err_msg=str(prompt.number))
+
+
+@pytest.mark.parametrize("family", GREEDY)
+def test_greedy_completions_equal_those_of_transformers(family: str, tmp_path) -> None:
+    """More prompts than rows: some start in rows whose completions have ended."""
+    reference = save(family, tmp_path)
+    some = prompts(ROWS + 5)
+    compiled = generator(tmp_path)
+    found = completed(compiled, some)
+    assert all((each.tokens.size, each.finish_reason) == (NUM_NEW, "length") for each in found.values())
+    assert_greedy(reference, some, found)
+    assert compiled.counts.tokens == len(some) * NUM_NEW
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save("mistral", path)
+    return path
+
+
+def test_completions_with_int8_weights_are_greedy(path: Path) -> None:
+    """Greedy with respect to the rounded weights."""
+    some = prompts(3)
+    found = completed(generator(path, with_int8=True), some)
+    extract = extraction(path, (ActivationKey(-1, Site.final_norm),), with_int8=True)
+    head = open_model(str(path)).checkpoint.rows("lm_head.weight", 0, VOCAB_SIZE)
+    for prompt in some:
+        got = found[prompt.number].tokens
+        (final,) = extract(prompt, found[prompt.number]).values()
+        first = prompt.tokens.size - 1
+        np.testing.assert_array_equal(np.argmax(final @ head.T, -1)[first : first + got.size], got)
+
+
+DRAWN = {"sampling": Sampling(temperature=0.8, top_k=50, top_p=0.9, seed=3), "end_tokens": (0, 1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def drawing(path: Path) -> Generator:
+    return generator(path, **DRAWN)
+
+
+def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Generator) -> None:
+    """And not on the number of rows, the order, the neighbours or the length of a segment."""
+    some = prompts(13)
+    found = completed(drawing, some)
+    assert {each.finish_reason for each in found.values()} == {"stop", "length"}
+    assert len({each.tokens.size for each in found.values()}) > 5
+    for each in found.values():
+        ends = np.isin(each.tokens, DRAWN["end_tokens"])
+        assert not ends[:-1].any()
+        assert ends[-1] == (each.finish_reason == "stop")
+        assert each.finish_reason == "stop" or each.tokens.size == NUM_NEW
+    other = completed(generator(path, **DRAWN, rows=3, segment_steps=5), some[::-1])
+    for number, each in found.items():
+        np.testing.assert_array_equal(other[number].tokens, each.tokens)
+        assert other[number].finish_reason == each.finish_reason
+
+
+@pytest.mark.parametrize(("family", "lengths"), [("mistral", (1, 9)), ("qwen3_5_text", (9,))])
+def test_activations_of_decoding_equal_those_of_extraction(family: str, lengths: tuple[int, ...], tmp_path) -> None:
+    """For all tokens of prompt and completion, the last included, also in reused rows."""
+    save(family, tmp_path)
+    keys = activation_keys((1,), (Site.q, Site.attn_z, Site.mlp_post, Site.resid_post))
+    keys += (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((), (Site.embed, Site.final_norm)))
+    some = prompts(6)
+    by_number = {prompt.number: prompt for prompt in some}
+    extract = extraction(tmp_path, keys)
+    for num_new in lengths:
+        compiled = generator(tmp_path, keys, **DRAWN, rows=2, max_new_tokens=num_new)
+        for number, each in completed(compiled, some).items():
+            expected = extract(by_number[number], each)
+            assert each.activations.keys() == set(keys)
+            for key, values in each.activations.items():
+                assert values.shape == expected[key].shape
+                error = np.abs(values - expected[key]).max() / np.abs(expected[key]).max()
+                assert error < 1e-4, (key.name, number)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma4_text"])
+def test_an_int8_cache_rounds_keys_and_values_of_generated_tokens(family: str, tmp_path) -> None:
+    """Prompt tokens attend to exact values. The tolerance allows for values that are rounded differently."""
+    save(family, tmp_path)
+    keys = activation_keys((1,), (Site.attn_z, Site.resid_post))
+    compiled = generator(tmp_path, keys, max_new_tokens=9, cache_is_int8=True)
+    slots = jax.tree.leaves(compiled.programs.empty().caches)
+    assert {each.dtype.name for each in slots} == {"int8", "float32"}
+    some = prompts(4)
+    extract = extraction(tmp_path, keys)
+    for number, each in completed(compiled, some).items():
+        (prompt,) = (prompt for prompt in some if prompt.number == number)
+        expected, exact = extract(prompt, each, prompt.tokens.size), extract(prompt, each)
+        for key, values in each.activations.items():
+            error, effect = (np.linalg.norm(values - other[key]) for other in (expected, exact))
+            assert error < 0.2 * effect, (key.name, number, error, effect)
+
+
+def test_values_that_are_not_finite_do_not_reach_the_rows_next_document(tmp_path) -> None:
+    save_random("llama", tmp_path, num_hidden_layers=2)
+    compiled = generator(tmp_path, rows=1, max_new_tokens=8)
+    bad, good = np.array([5] * MAX_PROMPT, np.int32), np.array([6, 7], np.int32)
+    expected = completed(compiled, [Prompt(1, good)])[1].tokens
+    compiled.params["embed"] = compiled.params["embed"].at[5].set(np.nan)
+    assert 5 not in expected
+    np.testing.assert_array_equal(completed(compiled, [Prompt(0, bad), Prompt(1, good)])[1].tokens, expected)
+
+
+def test_stop_ends_the_run_before_the_next_prompt(drawing: Generator) -> None:
+    assert list(drawing.run(iter(prompts(4)), stop=lambda: True)) == []
+
+
+def test_encoders_are_refused(tmp_path) -> None:
+    save_random("bert", tmp_path)
+    with pytest.raises(ConfigError, match="is an encoder"):
+        generator(tmp_path)

@@ -1,0 +1,64 @@
+"""Which tokens can be drawn, and their frequencies."""
+
+import jax
+import numpy as np
+import pytest
+
+from pipeline.config.sampling import Sampling
+from pipeline.core.errors import ConfigError
+from pipeline.job.generation.sampling import document_keys, sample
+from tests.models.hf_reference import torch, transformers
+
+pytestmark = pytest.mark.heavy
+DRAWS, VOCABULARY = 20_000, 12
+LOGITS = np.random.default_rng(0).normal(0, 2, VOCABULARY).astype(np.float32)
+CASES = [
+    Sampling(1.0),
+    Sampling(0.7),
+    Sampling(1.5, top_k=4),
+    Sampling(1.0, top_k=1),
+    Sampling(1.0, top_p=0.8),
+    Sampling(2.0, top_p=0.05),
+    Sampling(0.9, top_k=6, top_p=0.7, seed=5),
+    Sampling(1.0, top_k=500),
+]
+
+
+def expected_probabilities(sampling: Sampling) -> np.ndarray:
+    """The probabilities by transformers, whose processors run in the order of `generate`."""
+    processors = transformers.LogitsProcessorList([transformers.TemperatureLogitsWarper(sampling.temperature)])
+    if sampling.top_k is not None:
+        processors.append(transformers.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p is not None:
+        processors.append(transformers.TopPLogitsWarper(sampling.top_p))
+    scores = processors(torch.zeros((1, 1), dtype=torch.long), torch.from_numpy(LOGITS)[None])
+    return torch.softmax(scores, -1)[0].numpy()
+
+
+@pytest.mark.parametrize("sampling", CASES, ids=str)
+def test_frequencies_match_the_probabilities_of_transformers(sampling: Sampling) -> None:
+    numbers = np.arange(DRAWS, dtype=np.uint32)
+    keys = document_keys(sampling.seed, numbers >> 7, numbers)
+    drawn = jax.jit(sample, static_argnums=3)(np.tile(LOGITS, (DRAWS, 1)), keys, numbers % 64, sampling)
+    expected = expected_probabilities(sampling)
+    frequencies = np.bincount(drawn, minlength=VOCABULARY) / DRAWS
+    assert not frequencies[expected == 0].any()
+    deviations = np.sqrt(expected * (1 - expected) / DRAWS)
+    assert (np.abs(frequencies - expected) <= 5 * deviations).all()
+
+
+def test_greedy_sampling_takes_the_likeliest_token() -> None:
+    keys = document_keys(0, np.zeros(1, np.uint32), np.zeros(1, np.uint32))
+    assert sample(LOGITS[None], keys, np.zeros(1, np.int32), Sampling()) == np.argmax(LOGITS)
+
+
+def test_keys_differ_with_the_seed_and_either_half_of_the_number() -> None:
+    high, low = np.meshgrid(np.arange(5, dtype=np.uint32), np.arange(5, dtype=np.uint32))
+    keys = np.concatenate([document_keys(seed, high.ravel(), low.ravel()) for seed in (0, 1)])
+    assert len(np.unique(keys, axis=0)) == 50
+
+
+@pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("nan")])
+def test_a_temperature_without_finite_logits_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match="temperature"):
+        Sampling(temperature)

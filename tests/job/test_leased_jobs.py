@@ -1,0 +1,166 @@
+"""Jobs that share a store, join late, die and fall asleep make the same store as one undisturbed job."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from pipeline.store.write.leases import Leases
+from tests.jobs import (
+    assert_same_store,
+    commits_held,
+    committed,
+    free_port,
+    killed_after,
+    local_processes,
+    read_until,
+    start,
+    wait_for_blocks,
+    wait_until,
+)
+
+pytestmark = pytest.mark.heavy
+LEASE_S = 3
+HELD = [(stream, 3) for stream in range(3)]  # a process that has leased a stream commits three blocks of it
+
+
+@contextmanager
+def jobs(count: int, *overrides: str) -> Iterator[list[subprocess.Popen]]:
+    started = [start(*overrides) for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for job in started:
+            job.kill()
+            job.wait()
+
+
+def owners(store: Path) -> set[int]:
+    """The ids of the processes that hold a stream."""
+    found = set()
+    for file in store.glob("_leases/stream-*.json"):
+        with suppress(FileNotFoundError):  # released between glob and read
+            found.add(json.loads(file.read_text())["pid"])
+    return found
+
+
+def wait_for_owners(store: Path, count: int, *launched: subprocess.Popen) -> None:
+    for process in launched:
+        wait_until(lambda: len(owners(store)) >= count, process, f"{count} owners of streams", poll_s=0.02)
+        assert process.poll() is None
+
+
+def hold_all_streams(store: Path) -> Leases:
+    """Leases all streams. The jobs wait until the result is closed."""
+    holder = Leases(str(store), lease_s=60)
+    assert all(map(holder.take, holder.vacant(range(3))))
+    return holder
+
+
+def stop_each_at_its_first_stream(store: Path, count: int, *launched: subprocess.Popen) -> None:
+    """Stops each process as soon as it holds a stream, so that every process gets one.
+
+    All continue once `count` processes have been stopped.
+    """
+    stopped: set[int] = set()
+
+    def stop_owners() -> bool:
+        for pid in owners(store) - stopped:
+            os.kill(pid, signal.SIGSTOP)
+            stopped.add(pid)
+        return len(stopped) >= count
+
+    try:
+        for process in launched:
+            wait_until(stop_owners, process, f"{count} processes with a stream")
+            assert process.poll() is None
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+
+
+def finish(job: subprocess.Popen) -> str:
+    output, _ = job.communicate(timeout=120)
+    assert job.returncode == 0, output
+    return output
+
+
+@pytest.mark.parametrize("is_on_this_host", [True, False])
+def test_jobs_that_die_and_join_late_make_the_same_store(small_job, small_store, tmp_path, is_on_this_host):
+    store = tmp_path / "store"
+    overrides = [*small_job, f"store.path={store}", *([] if is_on_this_host else [f"run.lease_s={LEASE_S}"])]
+    with commits_held(store, HELD, *overrides) as release, jobs(2, *overrides) as [victim, survivor]:
+        wait_for_owners(store, 2, victim, survivor)
+        wait_for_blocks(victim, store, 3)
+        victim.kill()
+        victim.wait()
+        for file in [] if is_on_this_host else store.glob("_leases/*"):
+            lease = json.loads(file.read_text())
+            if lease["pid"] == victim.pid:
+                file.write_text(json.dumps(lease | {"pid_space": "another host's"}))
+        records = {file: file.stat() for file in store.glob("_commits/*/*.json")}  # not those being written
+        assert 0 < len(records) < committed(small_store)
+        release()
+        with jobs(1, *overrides) as late:
+            outputs = [finish(job) for job in (survivor, *late)]
+    assert sum(output.count("taking over ") for output in outputs) >= 1
+    for file, before in records.items():
+        assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "written again"
+    assert not list(store.glob("_leases/*"))
+    assert_same_store(store, small_store)
+
+
+def test_a_job_that_slept_while_its_stream_was_taken_over_drops_its_blocks(small_job, small_store, tmp_path):
+    store = tmp_path / "store"
+    overrides = [*small_job, f"store.path={store}", f"run.lease_s={LEASE_S}"]
+    with commits_held(store, HELD, *overrides) as release, jobs(1, *overrides) as [sleeper]:
+        wait_for_owners(store, 1, sleeper)
+        wait_for_blocks(sleeper, store, 3)
+        sleeper.send_signal(signal.SIGSTOP)
+        release()
+        with jobs(1, *overrides) as [other]:
+            wait_until(lambda: sleeper.pid not in owners(store), other, "the sleeper's stream taken over")
+            assert sleeper.pid not in owners(store)
+            sleeper.send_signal(signal.SIGCONT)
+            assert "its uncommitted blocks are discarded" in finish(sleeper)
+            finish(other)
+    assert_same_store(store, small_store)
+
+
+def test_jobs_of_two_processes_and_of_one_share_a_store(small_job, small_store, tmp_path):
+    """Each process leases streams. A process without one dispatches padding with the other."""
+    store = tmp_path / "store"
+    overrides = [*small_job, f"store.path={store}"]
+    with local_processes(2, 1, *overrides) as pair, jobs(1, *overrides) as [single]:
+        with closing(hold_all_streams(store)):
+            for job in (pair, single):
+                with killed_after(120, job):
+                    read_until("compiling the step", job)
+        stop_each_at_its_first_stream(store, 3, pair, single)
+        finish(single)
+        finish(pair)
+    assert_same_store(store, small_store)
+
+
+def test_sigterm_ends_a_job_of_one_process_that_waits_for_a_stream(small_job, tmp_path):
+    """As on a single TPU host. JAX's handler would act on SIGTERM at the next step, which never comes."""
+    store = tmp_path / "store"
+    alone = [
+        f"distributed.coordinator=localhost:{free_port()}",
+        "distributed.num_processes=1",
+        "distributed.process_id=0",
+    ]
+    with closing(hold_all_streams(store)), jobs(1, *small_job, f"store.path={store}", *alone) as [job]:
+        with killed_after(120, job):
+            read_until("compiled the step", job)
+        time.sleep(1)  # it now waits for a stream
+        job.send_signal(signal.SIGTERM)
+        output, _ = job.communicate(timeout=60)
+    assert job.returncode == 42, output
+    assert committed(store) == 0
