@@ -109,8 +109,9 @@ class StoredIds:
         self._file = storage.retry_read(partial(self._checked, lambda: self._open(size)))
         metadata = self._file.metadata
         groups = [metadata.row_group(n).column(0).statistics for n in range(metadata.num_row_groups)]
-        self._least = np.array([0 if group is None else group.min for group in groups], np.uint64)
-        self._most = np.array([2**64 - 1 if group is None else group.max for group in groups], np.uint64)
+        known = [group if group is not None and group.has_min_max else None for group in groups]
+        self._least = np.array([0 if group is None else group.min for group in known], np.uint64)
+        self._most = np.array([2**64 - 1 if group is None else group.max for group in known], np.uint64)
 
     def _open(self, size: int) -> pq.ParquetFile:
         file = pq.ParquetFile(
