@@ -107,11 +107,6 @@ class StoredIds:
         self._key = summary_key(IDS, sha256)
         self._num_streams = num_streams
         self._file = storage.retry_read(partial(self._checked, lambda: self._open(size)))
-        metadata = self._file.metadata
-        groups = [metadata.row_group(n).column(0).statistics for n in range(metadata.num_row_groups)]
-        known = [group if group is not None and group.has_min_max else None for group in groups]
-        self._least = np.array([0 if group is None else group.min for group in known], np.uint64)
-        self._most = np.array([2**64 - 1 if group is None else group.max for group in known], np.uint64)
 
     def _open(self, size: int) -> pq.ParquetFile:
         file = pq.ParquetFile(
@@ -121,6 +116,8 @@ class StoredIds:
         )
         if file.schema_arrow.remove_metadata() != _SCHEMA:
             raise ValueError(f"its columns are {file.schema_arrow.names}, expected {_SCHEMA.names}")
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        self._least, self._most = np.array(list(map(_least_and_most, groups)), np.uint64).reshape(-1, 2).T
         covered = json.loads((file.schema_arrow.metadata or {})[_COVERED])
         self.covered: Int64[np.ndarray, " streams"] = np.array(covered, np.int64).reshape(self._num_streams)
         return file
@@ -158,3 +155,13 @@ class StoredIds:
         for name in ENTRY.names:
             entries[name] = table[name].to_numpy()
         return entries
+
+
+def _least_and_most(group: pq.RowGroupMetaData) -> tuple[int, int]:
+    """The first and the last hash of a row group. Raises ValueError if it is not as `encode_index` writes it."""
+    if not group.num_rows:
+        return 1, 0
+    statistics = group.column(0).statistics
+    if group.num_rows > _ROW_GROUP or statistics is None or not statistics.has_min_max:
+        raise ValueError(f"it has a row group of {group.num_rows:,} rows, or one without statistics")
+    return statistics.min, statistics.max
