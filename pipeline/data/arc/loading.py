@@ -85,11 +85,12 @@ def _one_file(file: InputFile, content: bytes, entries: tuple[FileEntry, ...], p
     name = file.name.replace("_challenges.json", "_solutions.json")  # the path may be a glob
     found = [other for other in _files_if_any(solutions_path) if other.name == name != file.name]
     if found:
-        content = found[0].read_bytes()
-        entries += (_entry(found[0], content),)
-        solutions = _json(content, solutions_path)
+        [other] = found
+        content = other.read_bytes()
+        entries += (_entry(other, content),)
+        solutions = _json(content, other.path)
         if not isinstance(solutions, dict):
-            raise InputError(f"{solutions_path} is not an object of solutions by task id. Correct or remove it.")
+            raise InputError(f"{other.path} is not an object of solutions by task id. Correct or remove it.")
     names = list(tasks)
 
     def load(number: int) -> Task:
