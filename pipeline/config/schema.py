@@ -46,12 +46,6 @@ class ModelConfig:
         choices.Int8OrSame.same,
         "the layers' matrices: `same` as `model.dtype`, or `int8` with scales, in half or a quarter of the memory",
     )
-    activations_dtype: choices.Int8OrSame = key(
-        choices.Int8OrSame.same,
-        "the inputs of int8 matrices: `same` as `model.dtype`, or `int8`, scaled per token (not for experts): faster "
-        "on TPUs, less exact",
-        "weights_dtype=int8",
-    )
     attention: choices.Attention = key(
         choices.Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, or `auto`: see Limits"
     )
@@ -69,10 +63,6 @@ class ModelConfig:
     @property
     def has_int8_weights(self) -> bool:
         return self.weights_dtype is choices.Int8OrSame.int8
-
-    @property
-    def has_int8_inputs(self) -> bool:
-        return self.activations_dtype is choices.Int8OrSame.int8
 
 
 @dataclass(frozen=True)

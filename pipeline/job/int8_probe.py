@@ -38,8 +38,7 @@ def weights_error(job: Job) -> Errors:
 
     An error is None if it is undefined: a is 0 or not finite.
     """
-    inputs = job.config.model.has_int8_inputs
-    return _measure(job, "weights", (), Rounding(weights=True, inputs=inputs))
+    return _measure(job, "weights", (), Rounding(weights=True))
 
 
 def cache_error(job: Job) -> Errors:

@@ -119,7 +119,7 @@ class Job:
         config, identity = self.config.model, self.model.identity(reads_weights)
         if not reads_weights and "weights" in self.stored.model:
             identity["weights"] = self.stored.model["weights"]
-        dtypes = {name: str(getattr(config, name)) for name in ("dtype", "weights_dtype", "activations_dtype")}
+        dtypes = {name: str(getattr(config, name)) for name in ("dtype", "weights_dtype")}
         return {**identity, **dtypes, "vocab_size": self.model.vocab_size}
 
     def _capture_identity(self, reads_weights: bool) -> dict[str, object]:

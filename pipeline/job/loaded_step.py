@@ -15,7 +15,6 @@ from pipeline.job.generation.kept_rows import KeptRows
 from pipeline.job.job import Job
 from pipeline.models.attention.choosing import choose_attention
 from pipeline.models.decoder import Params
-from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.planning.encoders import Encoder
@@ -70,8 +69,6 @@ def load_weights(
         with_int8=config.model.has_int8_weights,
         with_head=bool(plan.step.head_outputs),
     )
-    if config.model.has_int8_inputs:
-        params = with_int8_inputs(params)
     saes = {encoder.spec.name: encoder.load(str(config.model.dtype), partition.mesh) for encoder in encoders}
     return params | {"encoders": saes} if saes else params
 

@@ -81,7 +81,7 @@ class Extractor:
         while loading, and for calls of several steps.
 
         Every other option is the last part of a key of the command's configuration, with its default and its values:
-        revision, tokenizer, weights_dtype, activations_dtype, attention, weights, init and seed of `model`; on_error,
+        revision, tokenizer, weights_dtype, attention, weights, init and seed of `model`; on_error,
         special_tokens, prefix, suffix, template_kwargs and date of `data`; rows, packing and long_documents of `batch`;
         scale_group, outputs, top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode
         and encode_* of `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`;

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture, Experts, Router
 from pipeline.models.attention.arithmetic import float32_einsum, map_parts, mlp_positions, scaled
-from pipeline.models.int8_weights import Int8Weight, with_int8_inputs
+from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.layers import (
     BlockWeights,
     gated,
@@ -69,7 +69,6 @@ def experts_block(
     sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
     prefix = "experts_"
     expert_weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
-    expert_weights = with_int8_inputs(expert_weights, rounds_inputs=False)  # grouped products need float inputs
     mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), expert_weights)
     mlp_out = mixed.mixture
     if "shared_down" in weights:

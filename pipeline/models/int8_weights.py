@@ -1,16 +1,15 @@
-"""int8: a layer's matrices as integers, with one scale per output channel; optionally also the activations that they
-multiply, with one scale per token.
+"""int8: a layer's matrices as integers, with one scale per output channel.
 
 Symmetric: w = values * scale, where the scale maps the channel's largest |w| to 127. Norms, biases and embeddings
 stay in the compute dtype: norms and biases are small, and rounding an embedding would add its error to the residual
 stream before the first layer.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float32, Int8, PyTree
+from jaxtyping import Array, Float32, Int8
 
 
 @jax.tree_util.register_dataclass
@@ -20,16 +19,6 @@ class Int8Weight:
 
     values: Int8[Array, "*outputs_inputs"]
     scale: Float32[Array, "*outputs"]
-    rounds_inputs: bool = field(default=False, metadata={"static": True})  # its inputs are rounded to int8, too
-
-
-def with_int8_inputs(params: PyTree[Array | Int8Weight], rounds_inputs: bool = True) -> PyTree[Array | Int8Weight]:
-    """The same weights, with `rounds_inputs` set in those that are int8."""
-
-    def with_inputs(leaf: Array | Int8Weight) -> Array | Int8Weight:
-        return replace(leaf, rounds_inputs=rounds_inputs) if isinstance(leaf, Int8Weight) else leaf
-
-    return jax.tree.map(with_inputs, params, is_leaf=lambda node: isinstance(node, Int8Weight))
 
 
 def quantise(weight: Array | np.ndarray, num_inputs: int) -> tuple[Array | np.ndarray, Array | np.ndarray]:

@@ -27,7 +27,7 @@ from pipeline.models.architecture import Activation, Architecture, LatentAttenti
 from pipeline.models.attention.arithmetic import map_parts, mlp_positions, scaled
 from pipeline.models.attention.pattern import attention_entropy, attention_pattern
 from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
-from pipeline.models.int8_weights import Int8Weight, quantise
+from pipeline.models.int8_weights import Int8Weight
 from pipeline.models.rope import RopeTable, apply_rope, rotate_pairs
 
 BlockWeights = Mapping[str, Array | Int8Weight]
@@ -104,11 +104,8 @@ def _multiply(x: Array, weight: Array | Int8Weight, product: Callable[..., Array
     """`product` of x [B, T, ...] and a weight. The scales of an int8 weight broadcast over the product's last axes."""
     if not isinstance(weight, Int8Weight):
         return product(x, weight)
-    if not weight.rounds_inputs:  # int8 values are exact in every float dtype; the scale is float32
-        return (product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
-    values, scale = quantise(x, x.ndim - 2)  # a scale per token
-    y = product(values, weight.values, jnp.int32).astype(jnp.float32) * weight.scale
-    return (y * jnp.expand_dims(scale, tuple(range(2, y.ndim)))).astype(x.dtype)
+    # int8 values are exact in every float dtype; the scale is float32
+    return (product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
 
 
 def _product_of_heads(

@@ -16,7 +16,6 @@ from pipeline.models.architecture import LayerKind
 from pipeline.models.attention.spec import Attend
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.decoder import LayerRows, LayerWeights, TokenBatch, embed, layer_sites
-from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.layers import Rows, norm
 from pipeline.models.registry import Model
 from pipeline.models.runs import layer_runs, residual_index
@@ -28,7 +27,6 @@ class Rounding:
     """What is rounded to int8."""
 
     weights: bool = False
-    inputs: bool = False  # the inputs of these weights
     attend: Attend = attend_xla  # may round keys and values
 
 
@@ -79,7 +77,6 @@ def int8_errors(
             if rounding.weights:
                 del weights
                 weights = model.load_leaves(layer_leaves, dtype, device, with_int8=True)
-                weights = with_int8_inputs(weights, rounding.inputs)
             x_int8, sites_int8 = layer(x_int8, rows_int8.layer(run.first), weights, kind, wanted, rounding.attend)
             rows_int8.keep(run.first, sites_int8)
             residuals.append(_error(x_int8, x, segments != 0))

@@ -17,7 +17,6 @@ POSITIONS = "capture.positions"
 # The job, a key without effect in it, and what gives it one.
 ROWS = [
     ("", "model.revision=main", "model.path=owner/name"),
-    ("", "model.activations_dtype=int8", "model.weights_dtype=int8"),
     ("", "model.seed=1", "model.init=random"),
     (GENERATE, "data.suffix=a", "data=arc"),
     (TEXT, "data.revision=a", "data.path=hf://datasets/a/b/c"),

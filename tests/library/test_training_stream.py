@@ -220,7 +220,7 @@ def test_the_refusal_of_an_unknown_option_gives_a_hint():
         ("text_column", """Give data.text_column with the data: data={"path": ..., "text_column": ...}."""),
         ("capture.layers", "Did you mean layers?"),
         ("statistics", "capture.statistics is a key of the configuration: Stream.from_config(["),
-        ("xyz", "It has activations_dtype, "),
+        ("xyz", "It has attention, "),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"Stream has no option '{name}'. {hint}")):
             Stream("${assets:tiny-qwen2}", layers=[2], data="/texts", **{name: 1})

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from pipeline.config import composing
-from pipeline.core.errors import ConfigError, StoreMismatch
+from pipeline.core.errors import StoreMismatch
 from pipeline.core.sites import ActivationKey
 from pipeline.job import int8_probe
 from pipeline.job.int8_probe import measure_int8
 from pipeline.job.opening import open_job
 from pipeline.job.running import run
-from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.int8_errors import Int8Error, Rounding, int8_errors
 from pipeline.store import ActivationStore
 from pipeline.store.inspection.summary import store_facts
@@ -38,13 +37,12 @@ def job_config(text, store, *overrides):
     )
 
 
-def direct_errors(job, rows, dtype: str, *, with_inputs: bool = False) -> dict[ActivationKey, Int8Error]:
+def direct_errors(job, rows, dtype: str) -> dict[ActivationKey, Int8Error]:
     """Computes the errors from two forward passes, with the original and with int8 weights."""
     keys, (tokens, segments, positions) = job.plan.step.keys, rows.values()
     captured = []
     for with_int8 in (False, True):
         params = job.model.load(keys, dtype, DEVICE, with_int8=with_int8)
-        params = with_int8_inputs(params) if with_inputs else params
         captured.append(
             jax.jit(job.model.apply, static_argnames="keys")(params, tokens, segments, positions, keys=keys)
         )
@@ -108,22 +106,6 @@ def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, 
 
     with pytest.raises(StoreMismatch, match=r"model\.weights_dtype: the store has 'int8', this run asks for 'same'"):
         run(job_config(text, tmp_path / "whole", *options, "model.weights_dtype=same"))
-
-
-def test_the_error_includes_int8_activations_and_a_store_refuses_another_activations_dtype(text, tmp_path) -> None:
-    config = job_config(text, tmp_path / "both", "capture.layers=[2]", "model.activations_dtype=int8")
-    run(config)
-    store, job = ActivationStore.open(tmp_path / "both"), open_job(config)
-    exact = direct_errors(job, job.first_rows(1024), "float32", with_inputs=True)
-    weights_only = direct_errors(job, job.first_rows(1024), "float32")
-    for key, error in exact.items():
-        assert store.weights_error[key.name] == pytest.approx(error._asdict(), rel=0.02)
-    for key, error in weights_only.items():
-        assert all(both > 1.1 * alone > 0 for both, alone in zip(exact[key], error, strict=True))
-    with pytest.raises(StoreMismatch, match="activations_dtype: the store has 'int8', this run asks for 'same'"):
-        run(job_config(text, tmp_path / "both", "capture.layers=[2]"))
-    with pytest.raises(ConfigError, match="has an effect only with model.weights_dtype=int8"):
-        run(job_config(text, tmp_path / "c", "model.activations_dtype=int8", "model.weights_dtype=same"))
 
 
 def test_float_weights_have_no_error(text, tmp_path) -> None:

@@ -25,7 +25,6 @@ from pipeline.job.job import Job
 from pipeline.job.leasing import UnfinishedStreams
 from pipeline.job.metrics import run_name
 from pipeline.job.watchdog import Watchdog
-from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.step.compiled_step import make_partition
 from pipeline.store.format.block_table import StreamBlocks
 from pipeline.store.write.leases import Leases
@@ -98,8 +97,6 @@ def _compile(job: Job) -> Generator:
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.has_int8_weights,
     )
-    if config.model.has_int8_inputs:
-        params = with_int8_inputs(params)
     return Generator(compile_programs(job.model, params, partition, spec), params)
 
 

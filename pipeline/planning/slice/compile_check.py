@@ -19,7 +19,6 @@ from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.decoder import Params
-from pipeline.models.int8_weights import with_int8_inputs
 from pipeline.models.leaves import LeafTree
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
@@ -74,8 +73,7 @@ def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
 def abstract_weights(config: RunConfig, leaves: LeafTree, partition: Partition) -> Params:
     """The shapes and shardings of the weights that a run with this configuration loads."""
     with_int8 = config.model.has_int8_weights
-    params = abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
-    return with_int8_inputs(params, config.model.has_int8_inputs)
+    return abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
 
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
