@@ -194,9 +194,11 @@ class GenerateData(DataConfig):
     seed: int = key(  # JAX drops further bits
         0, "seed for sampling", "temperature!=0", allowed=between(0, (1 << 32) - 1)
     )
+    samples: int = key(1, "completions of each prompt, each a document with its number in `sample`", "temperature!=0")
     end_tokens: list[str] | None = key(
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
+    stop: list[str] = key((), 'texts that end a completion where they first occur in it, e.g. `["\\n\\n"]`')
     rows: int = key(8, "documents generated at the same time, over all processes")
     cache_dtype: choices.Int8OrSame = key(
         choices.Int8OrSame.same,

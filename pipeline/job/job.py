@@ -27,7 +27,7 @@ from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlock
 from pipeline.store.format.layout import OUTPUTS, StoreLayout
 from pipeline.store.format.metadata import Json, StoreMetadata
 from pipeline.store.format.target import has_share
-from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups
+from pipeline.store.generated.documents import COMPLETION_SCHEMA, SAMPLE_SCHEMA, GeneratedDocuments, GeneratedGroups
 from pipeline.store.io.storage import Storage
 
 
@@ -94,6 +94,8 @@ class Job:
             "group": data.group,
             "end_tokens": list(end_tokens(self.model, self.tokenizer, data.end_tokens)),
             "cache_dtype": str(data.cache_dtype),
+            **({"samples": data.samples} if data.samples > 1 else {}),
+            **({"stop": list(data.stop)} if data.stop else {}),
         }
 
     def _metadata(self, reads_weights: bool) -> StoreMetadata:
@@ -213,6 +215,8 @@ class Job:
         parts = [self.source.info_schema, COMPLETION_SCHEMA]
         if isinstance(self.config.data.prompts, ArcData):
             parts.append(GRADES)
+        if self.config.data.samples > 1:
+            parts.append(SAMPLE_SCHEMA)
         return GeneratedGroups(
             self.storage,
             stream=stream,

@@ -16,7 +16,7 @@ from pipeline.planning.mesh import MAX_WEIGHTS_SHARE, WeightsPlan, largest_tenso
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
 _MAX_GROUP_BYTES = 1 << 30
-_PREFILL_SHARE = 4  # a prefill has room for a quarter of the rows
+_PREFILL_SHARE = 8  # a prefill has room for an eighth of the rows
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class GenerationSpec:
     keys: tuple[ActivationKey, ...] = ()  # activations captured during decoding
     dtype: str = "float32"  # of the captured activations
     cache_is_int8: bool = False  # int8 keys and values; else they have the weights' dtype
+    samples: int = 1  # completions of each prompt, in as many rows of a device
     attention: str = "auto"  # the requested implementation, for the prefill
     segment_steps: int = 16  # decoding steps between the host's checks; an ended row idles for half of them on average
 
@@ -41,7 +42,7 @@ class GenerationSpec:
 
     def prefill_rows(self, data: int) -> int:
         """The number of prompts in a prefill, with `data` devices along the mesh's data axis."""
-        return data * max(1, self.rows // data // _PREFILL_SHARE)
+        return data * max(1, self.rows // data // self.samples // _PREFILL_SHARE)
 
 
 @dataclass(frozen=True)
@@ -87,12 +88,13 @@ def plan_generation(
         keys=tuple(activations) if keeps_activations else (),
         dtype=str(config.model.dtype),
         cache_is_int8=options.has_int8_cache,
+        samples=options.samples,
         attention=str(config.model.attention),
     )
     tensor, weights = _divide_weights(config, model, tensor, topology)
     data, itemsize = topology.devices // tensor, ITEM_BYTES[config.model.dtype]
     token_bytes = sum(activations.values()) * itemsize
-    _require_valid(spec, model, data)
+    _require_valid(spec, model, data, options.group)
     if keeps_activations:
         _require_bounded_groups(options.group, spec.length * token_bytes)
     cache = cache_bytes(model.arch, spec, itemsize) // (data * tensor)
@@ -154,7 +156,7 @@ def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int) -> int:
     return spec.rows * row_bytes
 
 
-def _require_valid(spec: GenerationSpec, model: Model, data: int) -> None:
+def _require_valid(spec: GenerationSpec, model: Model, data: int, group: int) -> None:
     if spec.length > model.max_positions:
         raise ConfigError(
             f"data.prompt_length + data.max_new_tokens = {spec.max_prompt} + {spec.max_new_tokens} exceeds the model's "
@@ -164,6 +166,12 @@ def _require_valid(spec: GenerationSpec, model: Model, data: int) -> None:
         raise ConfigError(
             f"data.rows = {spec.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."
+        )
+    if spec.rows // data < spec.samples or group % spec.samples:
+        raise ConfigError(
+            f"data.samples = {spec.samples}: expected at least as many of data.rows = {spec.rows} on each of {data} "
+            f"devices, and a multiple of it as data.group, got {group}. Set data.rows to at least "
+            f"{spec.samples * data} and data.group to {-(-group // spec.samples) * spec.samples}."
         )
 
 

@@ -26,7 +26,10 @@ ROWS = [
     *((ARC, key, "data.augmentations=2") for key in ("data.augment=colors", "data.seed=1")),
     (HF, "data.subset=a", "data.path=folder"),
     (HF, "data.revision=a", "data.path=owner/name"),
-    *((GENERATE, key, "data.temperature=0.5") for key in ("data.top_k=3", "data.top_p=0.9", "data.seed=1")),
+    *(
+        (GENERATE, key, "data.temperature=0.5")
+        for key in ("data.top_k=3", "data.top_p=0.9", "data.seed=1", "data.samples=2")
+    ),
     (TEXT, "capture.when=decode", GENERATE),
     ("", "capture.every=3", f"{POSITIONS}=every"),
     ("", "capture.token=a", f"{POSITIONS}=token"),

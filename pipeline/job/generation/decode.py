@@ -3,8 +3,8 @@
 Both are compiled once, and update caches in place. Prompts are left-aligned, with position p in slot p and padding
 after them, so that a row's values do not depend on the lengths of other rows.
 
-Letters: B rows, R rows of one prefill, P prompt slots, C completion slots, S = P + C, D width of a site, K key-value
-heads, H head dim, W head dim of values.
+Letters: B rows, R prompts of one prefill, M samples of each, P prompt slots, C completion slots, S = P + C, D width of
+a site, K key-value heads, H head dim, W head dim of values.
 """
 
 import logging
@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.job.generation.cache import CachedDelta, CachedLayer, DeltaCache, Int8Slots, PromptDelta, Slots, put_at
-from pipeline.job.generation.sampling import document_keys, sample
+from pipeline.job.generation.sampling import sample, sample_keys
 from pipeline.models.architecture import Part
 from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.attention.spec import Attend
@@ -52,13 +52,13 @@ class State(NamedTuple):
 
 
 class NewRows(NamedTuple):
-    """Prompts for some rows, the same number for each device along `data`. `rows` are indices among the device's rows;
-    an index out of range means that there is no prompt."""
+    """Prompts for some rows, the same number for each device along `data`. `rows` are indices among the device's rows,
+    one for each sample; an index out of range means that there is no prompt."""
 
     prompts: Int32[Array, "R P"]
     lengths: Int32[Array, " R"]
     numbers: UInt32[Array, "R 2"]  # document numbers, as high and low half
-    rows: Int32[Array, " R"]
+    rows: Int32[Array, "R M"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class Decoding:
     spec: GenerationSpec
 
     def start(self, params: Params, new: NewRows) -> State:
-        """Runs prompts through the model like extraction does, and samples their first tokens."""
+        """Runs prompts through the model like extraction does, and samples their first tokens. Arrays that differ
+        between the samples of a prompt are [R, M, ...]."""
         arch, spec = self.model.arch, self.spec
         order = jnp.broadcast_to(jnp.arange(spec.max_prompt, dtype=jnp.int32), new.prompts.shape)
         segments = (order < new.lengths[:, None]).astype(jnp.int32)
@@ -94,20 +95,22 @@ class Decoding:
             return layers[layer].cache if self._is_delta(layer) else (cached(layer, Site.k), cached(layer, Site.v))
 
         last = jnp.take_along_axis(captured[FINAL_NORM], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        random = document_keys(spec.sampling.seed, new.numbers[:, 0], new.numbers[:, 1])
-        counts = jnp.ones_like(new.lengths)
-        tokens = sample(logits(self.model.head, params, last), random, counts - 1, spec.sampling)
+        scores = logits(self.model.head, params, last)
+        random = sample_keys(spec.sampling.seed, new.numbers[:, 0], new.numbers[:, 1], spec.samples)
+        first = partial(sample, scores, numbers=jnp.zeros_like(new.lengths), sampling=spec.sampling)
+        tokens = jax.vmap(first, in_axes=1, out_axes=1)(random)
+        counts = jnp.ones_like(tokens)
         has_ended = self._is_last(tokens, counts)
         return State(
             caches=tuple(map(cache, range(arch.num_layers))),
             activations=tuple(captured[key].astype(spec.dtype) for key in spec.keys),
             tokens=tokens,
-            positions=new.lengths,
+            positions=jnp.broadcast_to(new.lengths[:, None], tokens.shape),
             counts=counts,
             has_ended=has_ended,
             is_active=jnp.ones_like(has_ended) if spec.keys else ~has_ended,
             keys=random,
-            completions=jnp.pad(tokens[:, None], ((0, 0), (0, spec.max_new_tokens - 1))),
+            completions=jnp.pad(tokens[..., None], ((0, 0), (0, 0), (0, spec.max_new_tokens - 1))),
         )
 
     def segment(self, params: Params, state: State) -> tuple[State, Int32[Array, ""]]:
@@ -166,6 +169,7 @@ class Decoding:
     def state_shapes(self, new: State) -> State:
         """The global shapes and shardings of the state. `new`: the shapes of new rows, from `start`."""
         rows, length = self.spec.rows, self.spec.length
+        new = jax.eval_shape(partial(_of_sample, number=0), new)
         new = new._replace(
             activations=tuple(
                 jax.ShapeDtypeStruct((rows, length, kept.shape[-1]), kept.dtype) for kept in new.activations
@@ -211,7 +215,7 @@ class Decoding:
             prompts=shape(self.spec.max_prompt, dtype=jnp.int32),
             lengths=shape(dtype=jnp.int32),
             numbers=shape(2, dtype=jnp.uint32),
-            rows=shape(dtype=jnp.int32),
+            rows=shape(self.spec.samples, dtype=jnp.int32),
         )
 
     def _apply(
@@ -220,23 +224,30 @@ class Decoding:
         keys = self.model.generation.keys(self.spec.keys)
         return self.model.apply(params, tokens, segments, positions, keys, attend, self.partition)
 
-    def _is_last(self, tokens: Int32[Array, " B"], counts: Int32[Array, " B"]) -> Bool[Array, " B"]:
+    def _is_last(self, tokens: Int32[Array, "*B"], counts: Int32[Array, "*B"]) -> Bool[Array, "*B"]:
         return jnp.isin(tokens, jnp.array(self.spec.end_tokens, jnp.int32)) | (counts == self.spec.max_new_tokens)
 
-    def put(self, state: State, new: State, rows: Int32[Array, " R"]) -> State:
-        """Writes new rows into the state. Each device writes its own rows."""
+    def put(self, state: State, new: State, rows: Int32[Array, "R M"]) -> State:
+        """Writes the samples of new prompts into rows of the state. Each device writes its own rows."""
 
         def put_on_device(state: State, new: State, rows: Array) -> State:
-            def put_array(old: Array, new: Array) -> Array:
+            def put_array(old: Array, new: Array, rows: Array) -> Array:
                 return old.at[(rows, *(slice(size) for size in new.shape[1:]))].set(new, mode="drop")
 
-            return jax.tree.map(put_array, state, new)
+            for number in range(self.spec.samples):
+                state = jax.tree.map(partial(put_array, rows=rows[:, number]), state, _of_sample(new, number))
+            return state
 
         specs = self._state_specs(state)
         in_specs = (specs, specs, PartitionSpec("data"))
         return jax.shard_map(put_on_device, mesh=self.partition.mesh, in_specs=in_specs, out_specs=specs)(
             state, new, rows
         )
+
+
+def _of_sample(new: State, number: int) -> State:
+    """The state of one sample of each prompt, from that of all."""
+    return new._replace(**{name: getattr(new, name)[:, number] for name in State._fields[2:]})
 
 
 @dataclass(frozen=True)

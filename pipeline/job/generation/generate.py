@@ -8,6 +8,8 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
+from jaxtyping import Int32
 from tqdm import tqdm
 
 from pipeline.cluster import preemption, processes
@@ -16,6 +18,7 @@ from pipeline.core.errors import Interrupted
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.prompts import grade
 from pipeline.data.documents import Cursor
+from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.job.end_tokens import end_tokens
 from pipeline.job.generation.decode import compile_programs
@@ -97,7 +100,20 @@ def _compile(job: Job) -> Generator:
         progress=config.run.progress and processes.is_first(),
         with_int8=config.model.has_int8_weights,
     )
-    return Generator(compile_programs(job.model, params, partition, spec), params)
+    programs = compile_programs(job.model, params, partition, spec)
+    return Generator(programs, params, partial(_stop_at, job.tokenizer, tuple(config.data.stop)))
+
+
+def _stop_at(tokenizer: TextTokenizer, stop: tuple[str, ...], tokens: Int32[np.ndarray, " C"]) -> int | None:
+    """The number of tokens with which one of the texts first occurs; None if none does."""
+
+    def occurs(num_tokens: int) -> bool:
+        text = tokenizer.decode(tokens[:num_tokens])
+        return any(each in text for each in stop)
+
+    if not stop or not occurs(len(tokens)):
+        return None
+    return next(size for size in range(1, len(tokens) + 1) if occurs(size))
 
 
 def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks) -> StreamGroups | None:
@@ -113,6 +129,7 @@ def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks
         number=lambda cursor: _number(cursor, stream, job.plan.streams.count),
         describe=_describer(job),
         before_write=store.create,
+        samples=job.config.data.samples,
     )
     return None if groups.is_done else groups
 

@@ -1,13 +1,15 @@
-"""Generates completions: when a row's completion ends, the row gets the next prompt.
+"""Generates completions: when rows' completions end, they get the next prompts.
 
 The devices run segments of a fixed number of decoding steps without the host. Between two segments, the host reads
-which rows have ended, yields their completions, and starts a prefill of the next prompts in these rows.
+which rows have ended, yields their completions, and starts a prefill once enough rows for one are free.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from itertools import islice
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -20,6 +22,8 @@ from pipeline.core.sites import ActivationKey
 from pipeline.job.generation.decode import NewRows, Programs, State
 from pipeline.models.decoder import Params
 
+_WORTHWHILE = 0.85  # the share of a prefill's prompts for which rows must be free, unless they are the last
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -31,12 +35,21 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that the model generated. If `finish_reason` is "stop", the last one is an end token."""
+    """The tokens that the model generated. If `finish_reason` is "stop", the last one is an end token, or the first
+    with which a stop text occurs."""
 
     number: int
     tokens: Int32[np.ndarray, " C"]
     finish_reason: Literal["stop", "length"]
     activations: Mapping[ActivationKey, Float[np.ndarray, "P+C D"]]  # of the prompt's and the completion's tokens
+    sample: int = 0
+
+
+class _Tenant(NamedTuple):
+    """Whose completion a row computes."""
+
+    prompt: Prompt
+    sample: int
 
 
 @dataclass
@@ -44,6 +57,7 @@ class Counts:
     """The work of this process's rows. A watchdog can watch it."""
 
     prompts: int = 0
+    completions: int = 0
     tokens: int = 0  # in completions
     prefills: int = 0
     prefill_slots: int = 0  # token slots in prefills
@@ -58,7 +72,7 @@ class Counts:
     @property
     def padding(self) -> float:
         """The share of row steps without a new token. A completion's first token comes from the prefill."""
-        return 1 - (self.tokens - self.prompts) / self.row_steps if self.row_steps else 0.0
+        return 1 - (self.tokens - self.completions) / self.row_steps if self.row_steps else 0.0
 
     @property
     def elapsed_s(self) -> float:
@@ -69,9 +83,10 @@ class Counts:
 
     def __str__(self) -> str:
         return (
-            f"{counted(self.prompts, 'prompt')} completed with {self.tokens:,} tokens in {self.elapsed_s:.1f} s: "
+            f"{counted(self.completions, 'completion')} with {self.tokens:,} tokens in {self.elapsed_s:.1f} s: "
             f"{self.tokens / max(self.elapsed_s, 1e-9):,.0f} tokens/s; rows were idle in {self.padding:.0%} of "
-            f"their decoding steps"
+            f"their decoding steps; {self.prompt_tokens / max(self.prefill_slots, 1):.0%} of the prefills' slots had "
+            "tokens"
         )
 
 
@@ -81,12 +96,15 @@ class Generator:
 
     programs: Programs
     params: Params
+    stop_at: Callable[[Int32[np.ndarray, " C"]], int | None] = lambda tokens: None  # with how many tokens a stop occurs
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
         self.spec, processes = self.programs.spec, jax.process_count()
         self._num_devices = self.programs.mesh.shape["data"] // processes
         self._device_rows = self.spec.rows // processes // self._num_devices
+        # Of a prefill, on each device.
+        self._device_prompts = self.programs.new_rows.lengths.shape[0] // processes // self._num_devices
 
     def run(self, prompts: Iterator[Prompt], stop: Callable[[], bool] = lambda: False) -> Iterator[Completion]:
         """Yields completions in the order in which they end. Prompts have 1 to `max_prompt` tokens.
@@ -96,51 +114,86 @@ class Generator:
         same result; after True, incomplete rows are dropped.
         """
         state: State = self.programs.empty()
-        tenants: list[Prompt | None] = [None] * (self._num_devices * self._device_rows)
+        tenants: list[_Tenant | None] = [None] * (self._num_devices * self._device_rows)
+        waiting: deque[Prompt] = deque()
         while not stop():
             self.counts.last_step = time.monotonic()
-            prefills = list(self._next_prefills(prompts, tenants))
-            num_prefills, num_tenants = largest_of_all(len(prefills), sum(tenant is not None for tenant in tenants))
-            if num_tenants == 0:
+            wanted = self._wanted_prefills(prompts, waiting, tenants)
+            num_prefills, num_left = largest_of_all(wanted, len(waiting) + len(tenants) - tenants.count(None))
+            if num_left == 0:
                 return
-            for number in range(num_prefills):
-                new = prefills[number] if number < len(prefills) else self._no_rows()
+            for _ in range(num_prefills):
+                new = self._next_prefill(waiting, tenants)
                 inputs = put_rows(row_sharding(self.programs.mesh), new._asdict())
                 state = self.programs.prefill(self.params, state, NewRows(**inputs))
             state, steps = self.programs.segment(self.params, state)
-            is_active, counts, completions = map(_local_rows, (state.is_active, state.counts, state.completions))
+            self._read_ahead(prompts, waiting, self._num_devices * self._device_prompts)  # while devices compute
             self.counts.prefills += num_prefills
             self.counts.prefill_slots += num_prefills * self.programs.new_rows.prompts.size // jax.process_count()
             self.counts.segments += 1
             self.counts.row_steps += int(steps) * len(tenants)
-            for row, tenant in enumerate(tenants):
-                if tenant is not None and not is_active[row]:
-                    tenants[row] = None
-                    yield self._completion(tenant, row, completions[row, : counts[row]], state)
+            completions, state = self._ended(state, tenants)
+            yield from completions
 
-    def _next_prefills(self, prompts: Iterator[Prompt], tenants: list[Prompt | None]) -> Iterator[NewRows]:
-        """Prefills for free rows, until rows or prompts run out. Each prefill fills some rows of each device, in turns,
-        so that a few prompts spread over all devices."""
-        first_rows = range(0, len(tenants), self._device_rows)  # of each device
-        free = [[row for row in range(self._device_rows) if tenants[first + row] is None] for first in first_rows]
-        size = len(self._no_rows().rows) // self._num_devices  # of a device's part of a prefill
-        for start in range(0, self._device_rows, size):
-            slots = [(device, slot) for slot in range(size) for device in range(self._num_devices)]
-            vacant = [(device, slot) for device, slot in slots if start + slot < len(free[device])]
-            new, num_new = self._no_rows(), 0
-            for (device, slot), prompt in zip(vacant, prompts, strict=False):
-                row, index = free[device][start + slot], device * size + slot
-                tenants[first_rows[device] + row] = prompt
-                new.prompts[index, : prompt.tokens.size] = prompt.tokens
-                new.lengths[index] = prompt.tokens.size
-                new.numbers[index] = divmod(prompt.number, 1 << 32)
-                new.rows[index] = row
-                num_new += 1
-                self.counts.prompts += 1
-                self.counts.prompt_tokens += prompt.tokens.size
-            if num_new == 0:
-                return
-            yield new
+    def _ended(self, state: State, tenants: list[_Tenant | None]) -> tuple[list[Completion], State]:
+        """Frees the rows whose completions have ended. Returns these, and the state, in which those that a stop text
+        ends are not continued."""
+        ends = {name: _local_rows(getattr(state, name)) for name in ("is_active", "has_ended")}
+        counts, completions = _local_rows(state.counts), _local_rows(state.completions)
+        was_active, is_changed, ended = ends["is_active"].copy(), False, []
+        for row, tenant in enumerate(tenants):
+            if tenant is None:
+                continue
+            tokens = completions[row, : counts[row]]
+            stop = self.stop_at(tokens)
+            if stop == tokens.size and self.spec.keys and was_active[row]:
+                ends["has_ended"][row] = is_changed = True  # its last token has no activations yet
+            elif stop is not None or not was_active[row]:
+                is_changed |= bool(was_active[row])
+                ends["is_active"][row], tenants[row] = False, None
+                ended.append(self._completion(tenant, row, tokens[:stop], stop is not None, state))
+        return ended, state._replace(**put_rows(row_sharding(self.programs.mesh), ends)) if is_changed else state
+
+    def _wanted_prefills(self, prompts: Iterator[Prompt], waiting: deque[Prompt], tenants: list[_Tenant | None]) -> int:
+        """How many prefills are worth their time: those that are nearly full, or that start the last prompts."""
+        vacant = np.array([len(rows) // self.spec.samples for rows in self._free_rows(tenants)])
+        self._read_ahead(prompts, waiting, vacant.sum())
+        is_last, num_left, number = len(waiting) < vacant.sum(), len(waiting), 0
+        while num_left > 0:
+            size = int(vacant.clip(0, self._device_prompts).sum())
+            if size == 0 or (size < _WORTHWHILE * self._num_devices * self._device_prompts and not is_last):
+                break
+            vacant, num_left, number = vacant - self._device_prompts, num_left - size, number + 1
+        return number
+
+    def _next_prefill(self, waiting: deque[Prompt], tenants: list[_Tenant | None]) -> NewRows:
+        """A prefill of the next prompts, as far as rows are free. It fills rows of each device in turns, so that a few
+        prompts spread over all devices."""
+        new, size, samples = self._no_rows(), self._device_prompts, self.spec.samples
+        free = self._free_rows(tenants)
+        places = ((device, slot) for slot in range(size) for device in range(self._num_devices))
+        for device, slot in places:
+            if not waiting or len(free[device]) < samples:
+                continue
+            prompt, index = waiting.popleft(), device * size + slot
+            rows, free[device] = free[device][:samples], free[device][samples:]
+            for sample, row in enumerate(rows):
+                tenants[device * self._device_rows + row] = _Tenant(prompt, sample)
+            new.prompts[index, : prompt.tokens.size] = prompt.tokens
+            new.lengths[index] = prompt.tokens.size
+            new.numbers[index] = divmod(prompt.number, 1 << 32)
+            new.rows[index] = rows
+            self.counts.prompts += 1
+            self.counts.prompt_tokens += prompt.tokens.size
+        return new
+
+    def _free_rows(self, tenants: list[_Tenant | None]) -> list[list[int]]:
+        """The free rows of each device."""
+        first_rows = range(0, len(tenants), self._device_rows)
+        return [[row for row in range(self._device_rows) if tenants[first + row] is None] for first in first_rows]
+
+    def _read_ahead(self, prompts: Iterator[Prompt], waiting: deque[Prompt], wanted: int) -> None:
+        waiting.extend(islice(prompts, max(0, wanted - len(waiting))))
 
     def _no_rows(self) -> NewRows:
         """This process's part of a prefill's inputs, without any prompt."""
@@ -151,14 +204,17 @@ class Generator:
         new.rows[:] = self._device_rows  # out of range: no prompt
         return new
 
-    def _completion(self, prompt: Prompt, row: int, tokens: Int32[np.ndarray, " C"], state: State) -> Completion:
+    def _completion(
+        self, tenant: _Tenant, row: int, tokens: Int32[np.ndarray, " C"], is_stopped: bool, state: State
+    ) -> Completion:
+        self.counts.completions += 1
         self.counts.tokens += tokens.size
-        length = prompt.tokens.size + tokens.size
+        length = tenant.prompt.tokens.size + tokens.size
         activations = {
             key: _local_row(kept, row)[:length] for key, kept in zip(self.spec.keys, state.activations, strict=True)
         }
-        reason = "stop" if tokens[-1] in self.spec.end_tokens else "length"
-        return Completion(prompt.number, tokens.copy(), reason, activations)
+        reason = "stop" if is_stopped or tokens[-1] in self.spec.end_tokens else "length"
+        return Completion(tenant.prompt.number, tokens.copy(), reason, activations, tenant.sample)
 
 
 @jax.jit

@@ -10,13 +10,18 @@ from jaxtyping import Array, Float32, Int32, UInt32
 from pipeline.config.sampling import Sampling
 
 
-def document_keys(seed: int, high: UInt32[Array, " B"], low: UInt32[Array, " B"]) -> UInt32[Array, "B 2"]:
-    """Each document's PRNG key, from the halves of its number. It does not depend on batch, order or process."""
+def sample_keys(
+    seed: int, high: UInt32[Array, " B"], low: UInt32[Array, " B"], samples: int
+) -> UInt32[Array, "B samples 2"]:
+    """The PRNG key of each sample of each document, from the halves of the document's number. It does not depend on
+    batch, order or process."""
 
-    def document_key(high: Array, low: Array) -> Array:
-        return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), high), low))
+    def sample_key(high: Array, low: Array, sample: Array) -> Array:
+        document = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), high), low)
+        return jax.random.key_data(jax.random.fold_in(document, sample))
 
-    return jax.vmap(document_key)(high, low)
+    each = jax.vmap(sample_key, in_axes=(None, None, 0))
+    return jax.vmap(each, in_axes=(0, 0, None))(high, low, jnp.arange(samples))
 
 
 @jax.named_scope("sample")

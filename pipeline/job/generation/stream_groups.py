@@ -17,10 +17,10 @@ from pipeline.store.generated.documents import GeneratedGroups, Group
 
 @dataclass
 class _OpenGroup:
-    """A group in which completions are missing: `missing` has the index in its items by prompt number."""
+    """A group in which completions are missing: `missing` has the index in its items by prompt number and sample."""
 
     group: Group
-    missing: dict[int, int]
+    missing: dict[tuple[int, int], int]
 
 
 class StreamGroups:
@@ -39,9 +39,11 @@ class StreamGroups:
         number: Callable[[Cursor], int],
         describe: Callable[[TokenisedDocument, Completion], dict[str, object]],
         before_write: Callable[[], None] = lambda: None,
+        samples: int = 1,
     ) -> None:
         """`demand` counts documents from `start` on. `number` returns a prompt's number for its cursor, and `describe`
-        the columns of a completed document. `before_write` is called before each group is stored.
+        the columns of a completed document. `before_write` is called before each group is stored. `samples` of each
+        prompt are documents, one after the other.
 
         Raises StoreInvalid for a damaged stored group.
         """
@@ -50,6 +52,7 @@ class StreamGroups:
         self._describe = describe
         self._demand = demand
         self._before_write = before_write
+        self._samples = samples
         self._start = start
         stored, first = set(groups.stored()), start.ordinal // groups.size
         index, last = first, None
@@ -86,26 +89,28 @@ class StreamGroups:
         """The prompts of the next group. Raises InputError for an invalid document, unless these are skipped."""
         group = next(self._new_groups)
         self._is_over = group.exhausted
-        numbers = {
-            self._number(item.cursor): index
+        missing = {
+            (self._number(item.cursor), item.cursor.ordinal % self._samples): index
             for index, item in enumerate(group.items)
             if isinstance(item, TokenisedDocument)
         }
-        self._open.append(_OpenGroup(group, numbers))
-        prompts = [Prompt(number, group.items[index].tokens) for number, index in numbers.items()]
+        self._open.append(_OpenGroup(group, missing))
+        tokens = {number: group.items[index].tokens for (number, _), index in missing.items()}
+        prompts = [Prompt(*item) for item in tokens.items()]
         self._store_complete()
         return prompts
 
     def wants(self, prompt: Prompt) -> bool:
         """Whether a prompt from `next_prompts` is still needed."""
-        return any(prompt.number in open_group.missing for open_group in self._open)
+        return any((prompt.number, 0) in open_group.missing for open_group in self._open)
 
     def complete(self, completion: Completion) -> None:
         """Adds a completion, and stores the groups that are then complete."""
-        open_group = next((each for each in self._open if completion.number in each.missing), None)
+        place = (completion.number, completion.sample)
+        open_group = next((each for each in self._open if place in each.missing), None)
         if open_group is None:  # its group was dropped
             return
-        group, index = open_group.group, open_group.missing.pop(completion.number)
+        group, index = open_group.group, open_group.missing.pop(place)
         prompt = group.items[index]
         document = replace(prompt.document, info=prompt.document.info | self._describe(prompt, completion))
         tokens = np.concatenate([prompt.tokens, completion.tokens])
@@ -114,20 +119,33 @@ class StreamGroups:
         self._store_complete()
 
     def _read_groups(self, prompts: StreamDocuments, start: Cursor, index: int) -> Iterator[Group]:
-        """The groups of prompts from `start` on, numbered from `index` on. The last one has fewer than the others."""
+        """The groups of prompts from `start` on, numbered from `index` on. The last one has fewer than the others.
+        `start` and `Group.next` count prompts, and the cursors of a group's documents count samples."""
         documents, is_last = prompts.read(start), False
         while not is_last:
             items: list[TokenisedDocument | SkippedDocument] = []
-            num_prompts = 0
-            while num_prompts < self._groups.size and (item := next(documents, None)) is not None:
-                if isinstance(item, TokenisedDocument):
-                    start = replace(item.cursor, document=item.cursor.document + 1, ordinal=item.cursor.ordinal + 1)
-                    num_prompts += 1
-                items.append(item)
-            is_last = num_prompts < self._groups.size
+            num_samples = 0
+            while num_samples < self._groups.size and (item := next(documents, None)) is not None:
+                if isinstance(item, SkippedDocument):
+                    items.append(item)
+                    continue
+                start = replace(item.cursor, document=item.cursor.document + 1, ordinal=item.cursor.ordinal + 1)
+                items += (self._sample(item, number) for number in range(self._samples))
+                num_samples += self._samples
+            is_last = num_samples < self._groups.size
             end = Cursor(shard=prompts.num_shards, ordinal=start.ordinal)
             yield Group(index, items, end if is_last else start, is_last)
             index += 1
+
+    def _sample(self, prompt: TokenisedDocument, number: int) -> TokenisedDocument:
+        """One of a prompt's documents."""
+        if self._samples == 1:
+            return prompt
+        document = replace(
+            prompt.document, id=f"{prompt.document.id}/{number}", info={**prompt.document.info, "sample": number}
+        )
+        cursor = replace(prompt.cursor, ordinal=prompt.cursor.ordinal * self._samples + number)
+        return replace(prompt, document=document, cursor=cursor)
 
     def _store_complete(self) -> None:
         while self._open and not self._open[0].missing and not self._demand.is_met:

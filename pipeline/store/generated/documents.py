@@ -39,6 +39,9 @@ COMPLETION_SCHEMA = pa.schema(
         ("sampling_seed", pa.int64()),
     ]
 )
+SAMPLE_SCHEMA = pa.schema([("sample", pa.int64())])
+"""With `data.samples`: which of its prompt's completions a document has, from 0."""
+
 _GROUP_SCHEMA = pa.schema(
     [
         ("document", pa.int64()),  # the document's number; null if it was skipped
@@ -53,7 +56,7 @@ _GROUP_SCHEMA = pa.schema(
     ]
 )
 _ACTIVATIONS_PREFIX = "activations."  # of columns, followed by the array's name
-RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names])
+RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names, *SAMPLE_SCHEMA.names])
 """Which columns a source of prompts cannot have."""
 
 

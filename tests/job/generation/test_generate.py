@@ -144,6 +144,40 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
     assert_same_store(store, reference)
 
 
+def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_path):
+    """The store does not depend on interruptions and on `data.rows`."""
+    options = [*overrides, "data.samples=3", "data.group=6", "data.stop=[th,ing]"]
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    run_here(*options, f"store.path={once}")
+    create_store(*options, f"store.path={twice}")
+    with writes_held(twice, [group_key(0, 3)]):
+        process = start(*options, f"store.path={twice}")
+        wait_until(lambda: num_groups(twice) >= 3, process, "3 groups")
+        process.kill()
+        process.communicate()
+    run_here(*options, f"store.path={twice}", "data.rows=3")
+    assert_same_store(once, twice)
+    assert verify_store(str(once)) == []
+    store, tokenizer = ActivationStore.open(once), load_tokenizer(str(ASSETS))
+    rows = {row["document"]: row for row in store.documents().to_pylist()}
+    by_prompt: dict[str, list[int]] = {}
+    for number, row in rows.items():
+        prompt, _, sample = row["id"].rpartition("/")
+        assert row["sample"] == int(sample)
+        by_prompt.setdefault(prompt, []).append(int(sample))
+        completion = store.document(number).tokens[row["n_prompt"] :]
+        whole, before = (tokenizer.decode(tokens) for tokens in (completion, completion[:-1]))
+        has_stop = whole.endswith(".") or "th" in whole or "ing" in whole
+        assert has_stop == (row["finish_reason"] == "stop")
+        assert not any(stop in before for stop in ("th", "ing"))
+    assert len(by_prompt) > 15
+    assert all(sorted(samples) == [0, 1, 2] for samples in by_prompt.values())
+    with pytest.raises(StoreMismatch, match=r"data\.samples: the store has 3"):
+        run_here(*options, f"store.path={once}", "data.samples=2")
+    with pytest.raises(ConfigError, match=r"data\.samples = 3.* data\.group to 6"):
+        run_here(*options, "store.path=/nowhere", "data.group=4")
+
+
 def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
     store = tmp_path / "store"
     run_here(*overrides, f"store.path={store}", "run.max_tokens=1500")

@@ -69,6 +69,10 @@ def prompts(num: int, vocab_size: int = VOCAB_SIZE) -> list[Prompt]:
     return [Prompt(7 * k, rng.integers(0, vocab_size, length, dtype=np.int32)) for k, length in enumerate(lengths)]
 
 
+def completed_samples(generator: Generator, prompts: Sequence[Prompt]) -> dict[tuple[int, int], Completion]:
+    return {(each.number, each.sample): each for each in generator.run(iter(prompts))}
+
+
 def completed(generator: Generator, prompts: Sequence[Prompt]) -> dict[int, Completion]:
     found = list(generator.run(iter(prompts)))
     assert len(found) == len(prompts)
@@ -172,6 +176,61 @@ def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Ge
     for number, each in found.items():
         np.testing.assert_array_equal(other[number].tokens, each.tokens)
         assert other[number].finish_reason == each.finish_reason
+
+
+def test_samples_of_a_prompt_differ_and_depend_on_nothing_else(path: Path, drawing: Generator) -> None:
+    """With one prefill for all samples of a prompt. The first is the completion without further samples."""
+    some, keys = prompts(7), activation_keys((1,), (Site.resid_post,))
+    several = generator(path, **DRAWN, samples=3)
+    found = completed_samples(several, some)
+    assert found.keys() == {(prompt.number, sample) for prompt in some for sample in range(3)}
+    assert several.counts.prompts == 7
+    other = completed_samples(generator(path, keys, **DRAWN, samples=3, rows=4, segment_steps=5), some[::-1])
+    extract, by_number = extraction(path, keys), {prompt.number: prompt for prompt in some}
+    for place, each in found.items():
+        np.testing.assert_array_equal(other[place].tokens, each.tokens)
+        expected = extract(by_number[place[0]], each)[keys[0]]
+        np.testing.assert_allclose(other[place].activations[keys[0]], expected, atol=1e-4 * np.abs(expected).max())
+    alone = completed(drawing, some)
+    for prompt in some:
+        np.testing.assert_array_equal(found[prompt.number, 0].tokens, alone[prompt.number].tokens)
+        assert len({found[prompt.number, sample].tokens.tobytes() for sample in range(3)}) == 3
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+def test_a_stop_ends_a_completion_where_it_first_occurs(path: Path, drawing: Generator, has_keys: bool) -> None:
+    """Wherever it lies in a segment, before an end token too, and with the activations of all tokens that are left."""
+
+    def stop_at(tokens: np.ndarray) -> int | None:
+        found = np.flatnonzero(tokens % 10 == 7)
+        return int(found[0]) + 1 if found.size else None
+
+    some, keys = prompts(13), activation_keys((1,), (Site.resid_post,)) if has_keys else ()
+    stopping = generator(path, keys, **DRAWN)
+    stopping.stop_at = stop_at
+    whole, found, sizes = completed(drawing, some), completed(stopping, some), set()
+    for prompt in some:
+        each, expected = found[prompt.number], whole[prompt.number].tokens
+        stop = stop_at(expected)
+        np.testing.assert_array_equal(each.tokens, expected[:stop])
+        assert each.finish_reason == ("stop" if stop else whole[prompt.number].finish_reason)
+        sizes.add(stop)
+        for key, values in each.activations.items():
+            extracted = extraction(path, keys)(prompt, each)[key]
+            np.testing.assert_allclose(values, extracted, atol=1e-4 * np.abs(extracted).max())
+    assert len(sizes) > 5
+    assert stopping.counts.row_steps < drawing.counts.row_steps
+
+
+def test_prefills_are_nearly_full(path: Path) -> None:
+    """With prompts that fill their slots, and completions of all lengths."""
+    rng = np.random.default_rng(0)
+    some = [Prompt(k, rng.integers(0, VOCAB_SIZE, MAX_PROMPT, dtype=np.int32)) for k in range(150)]
+    compiled = generator(path, **DRAWN, rows=32, segment_steps=4)
+    completed(compiled, some)
+    counts = compiled.counts
+    assert counts.prompt_tokens / counts.prefill_slots > 0.85
+    assert counts.padding < 0.35
 
 
 @pytest.mark.parametrize(("family", "lengths"), [("mistral", (1, 9)), ("qwen3_5_text", (9,))])

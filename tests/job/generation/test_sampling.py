@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config.sampling import Sampling
 from pipeline.core.errors import ConfigError
-from pipeline.job.generation.sampling import document_keys, sample
+from pipeline.job.generation.sampling import sample, sample_keys
 from tests.models.hf_reference import torch, transformers
 
 pytestmark = pytest.mark.heavy
@@ -38,7 +38,7 @@ def expected_probabilities(sampling: Sampling) -> np.ndarray:
 @pytest.mark.parametrize("sampling", CASES, ids=str)
 def test_frequencies_match_the_probabilities_of_transformers(sampling: Sampling) -> None:
     numbers = np.arange(DRAWS, dtype=np.uint32)
-    keys = document_keys(sampling.seed, numbers >> 7, numbers)
+    keys = sample_keys(sampling.seed, numbers >> 7, numbers, 1)[:, 0]
     drawn = jax.jit(sample, static_argnums=3)(np.tile(LOGITS, (DRAWS, 1)), keys, numbers % 64, sampling)
     expected = expected_probabilities(sampling)
     frequencies = np.bincount(drawn, minlength=VOCABULARY) / DRAWS
@@ -48,14 +48,14 @@ def test_frequencies_match_the_probabilities_of_transformers(sampling: Sampling)
 
 
 def test_greedy_sampling_takes_the_likeliest_token() -> None:
-    keys = document_keys(0, np.zeros(1, np.uint32), np.zeros(1, np.uint32))
+    keys = sample_keys(0, np.zeros(1, np.uint32), np.zeros(1, np.uint32), 1)[:, 0]
     assert sample(LOGITS[None], keys, np.zeros(1, np.int32), Sampling()) == np.argmax(LOGITS)
 
 
-def test_keys_differ_with_the_seed_and_either_half_of_the_number() -> None:
+def test_keys_differ_with_the_seed_either_half_of_the_number_and_the_sample() -> None:
     high, low = np.meshgrid(np.arange(5, dtype=np.uint32), np.arange(5, dtype=np.uint32))
-    keys = np.concatenate([document_keys(seed, high.ravel(), low.ravel()) for seed in (0, 1)])
-    assert len(np.unique(keys, axis=0)) == 50
+    keys = np.concatenate([sample_keys(seed, high.ravel(), low.ravel(), 3) for seed in (0, 1)])
+    assert len(np.unique(keys.reshape(-1, 2), axis=0)) == 150
 
 
 @pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("nan")])
