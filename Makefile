@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
-.PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs config-table train-demo-model train-demo-sae clean \
+.PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs config-table coverage train-demo-model train-demo-sae clean \
 	audit-tpu first-day bench bench-reader bench-host bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
@@ -107,6 +107,9 @@ bench-scale: setup  ## bookkeeping of stores of 10^4 and 10^5 blocks, 50 ms per 
 
 config-table: setup  ## write docs/configuration.md, the table of configuration keys
 	$(BIN)/python scripts/docs/config_table.py
+
+coverage: $(VENV)-saes/.setup  ## write docs/coverage.md: which models and which published SAEs are read
+	$(VENV)-saes/bin/python scripts/docs/coverage.py
 
 train-demo-model: $(VENV)/.setup-train  ## train the bundled model again, in minutes
 	$(BIN)/python -m scripts.train.train_demo_model --out pipeline/assets/tiny-qwen2

@@ -29,6 +29,8 @@ def effective(config: RunConfig, typed: Set[str]) -> RunConfig:
 
 def condition(needs: str, prefix: str) -> str:
     """When a key has an effect, in words. prefix: of the key's group, with the dot."""
+    if "," in needs:
+        return " and ".join(condition(part, prefix) for part in needs.split(","))
     key, operator, patterns = _parsed(needs, prefix)
     if patterns == [_ON_HUB]:
         return f"`{key}` on the Hub"
@@ -62,10 +64,12 @@ def _parsed(needs: str, prefix: str) -> tuple[str, str, list[str]]:
 
 
 def _holds(needs: str, prefix: str, config: RunConfig) -> bool:
+    if "," in needs:
+        return all(_holds(part, prefix, config) for part in needs.split(","))
     key, operator, patterns = _parsed(needs, prefix)
     value: Any = config
     for name in key.split("."):
-        value = getattr(value, name)
+        value = getattr(value, name, None)  # only some choices of `data` have tokens
     if not operator:
         return bool(value)
     values = value if isinstance(value, list) else [getattr(value, "source", value)]  # `data` is a group

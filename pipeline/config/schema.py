@@ -13,6 +13,10 @@ from typing import Any
 from pipeline.config import choices, limits
 from pipeline.config.limits import Limit, between
 
+_TOKENS = (
+    "column of token ids (e.g. `input_ids`) to take as they are, in place of text; columns `attention_mask`, "
+    "and for packed rows `position_ids` or `seq_lengths`, are followed; null: none"
+)
 _REVISION = "a branch, tag or commit; null: `main`"
 REQUIRED = "???"  # a key without a default: omegaconf.MISSING, which is not imported here
 
@@ -21,7 +25,7 @@ def key(default: Any, doc: str, needs: str = "", *, allowed: Limit | None = None
     """A key's default (a tuple: of a list), and its row in docs/configuration.md. `doc` names every choice of an enum.
 
     needs: when the key has an effect, if not always: another key of the group, or a dotted one, alone or followed by
-    `=` or `!=` and patterns, e.g. `positions=last|token`. `HUB` is any name on the Hub.
+    `=` or `!=` and patterns, e.g. `positions=last|token`. `HUB` is any name on the Hub. Commas join several.
     allowed: the values; by default whole numbers from 1 and other numbers above 0, at most 1e9, and any string.
     has_text: whether a key of type Any contains text.
     """
@@ -41,6 +45,12 @@ class ModelConfig:
         allowed=limits.LOCATION,
     )
     revision: str | None = key(None, _REVISION, "path=HUB", allowed=limits.NAME)
+    adapter: str | None = key(
+        None,
+        "PEFT's LoRA adapter, merged while loading: directory, remote path, Hub id, or `hf://owner/name@revision/folder`",
+        "init=checkpoint",
+        allowed=limits.LOCATION,
+    )
     dtype: choices.ComputeDtype = key(choices.ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
     weights_dtype: choices.Int8OrSame = key(
         choices.Int8OrSame.same,
@@ -85,9 +95,12 @@ class DataConfig:
         "`tokenizer`: those it adds (BOS, CLS ... SEP) where a text lacks them, or `none`",
     )
     prefix: str | None = key(None, "text of a single token to put before every document, e.g. `<|endoftext|>`")
-    suffix: str | None = key(None, "text of a single token to put after every document", "data!=generate")
+    suffix: str | None = key(None, "text of a single token to put after every document", "data!=generate,tokens=null")
     template_kwargs: Any = key(  # any JSON value by str
-        None, "with `template=chat`: variables for the chat template, e.g. `{enable_thinking: false}`; null: none"
+        None,
+        "for `template=chat` and `messages`: variables of the chat template, e.g. `{enable_thinking: false}`; null: "
+        "none",
+        "tokens=null",
     )
     date: str | None = key(
         None,
@@ -106,7 +119,8 @@ class ParquetData(DataConfig):
     row_groups_per_shard: int | None = key(
         None, "row groups per source shard, the unit divided among streams; null: a file is one source shard"
     )
-    text_column: str = key("text", "column of the text", allowed=limits.NAME)
+    text_column: str = key("text", "column of the text", "tokens=null", allowed=limits.NAME)
+    tokens: str | None = key(None, _TOKENS, allowed=limits.NAME)
     id_column: str | None = key("id", "column of the document ids; null: file name and row number", allowed=limits.NAME)
 
 
@@ -147,8 +161,8 @@ class ArcData(DataConfig):
 
 @dataclass(frozen=True)
 class HfData(DataConfig):
-    """Any data set that `datasets` can stream: `data.path` is a Hub id, a local directory, or a loader's name (json,
-    csv, parquet, text). A Jinja template turns a row into text."""
+    """Any data set that `datasets` can stream: `data.path` is a Hub id, a local directory, or a loader's name (arrow,
+    json, csv, parquet, text). A Jinja template turns a row into text."""
 
     source: str = "hf"
     subset: str | None = key(
@@ -159,8 +173,28 @@ class HfData(DataConfig):
         None, "for a loader: a file, a glob, or a list of these", allowed=limits.NAMES, has_text=True
     )
     text: str = key(
-        "{{ text }}", "template over the row's columns; `{{ choices.text[0] }}` selects from a nested column"
+        "{{ text }}",
+        "template over the row's columns; `{{ choices.text[0] }}` selects from a nested column",
+        "messages=null,tokens=null",
     )
+    messages: Any = key(  # str or list of str
+        None,
+        "a column with a conversation: a list of messages, also as JSON (`messages`, `conversations`, `trajectory`); "
+        "or a list of columns, each a text or messages, e.g. `[prompt, response]`. A document is a conversation, "
+        "rendered by the tokenizer's chat template, with labels of its tokens; null: `data.text`",
+        allowed=limits.NAMES,
+        has_text=True,
+    )
+    tools: str | None = key(
+        None, "column with the definitions of a conversation's tools", "messages", allowed=limits.NAME
+    )
+    roles: Any = key(  # dict of str, by str
+        None,
+        "roles by the names that the data gives them, if these are not usual, e.g. `{narrator: system}`; null: none",
+        "messages",
+        has_text=True,
+    )
+    tokens: str | None = key(None, _TOKENS, "messages=null", allowed=limits.NAME)
     id_column: str | None = key(None, "column of the document ids; null: file name and row number", allowed=limits.NAME)
     info_columns: list[str] = key((), "columns stored with each document as text, e.g. labels")
 
@@ -198,7 +232,9 @@ class GenerateData(DataConfig):
     end_tokens: list[str] | None = key(
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
-    stop: list[str] = key((), 'texts that end a completion where they first occur in it, e.g. `["\\n\\n"]`')
+    stop: list[str] = key(
+        (), 'texts that end a completion where they first occur in it, e.g. `["\\n\\n"]`', allowed=limits.TEXTS
+    )
     rows: int = key(8, "documents generated at the same time, over all processes")
     cache_dtype: choices.Int8OrSame = key(
         choices.Int8OrSame.same,
@@ -208,8 +244,13 @@ class GenerateData(DataConfig):
     group: int = key(
         64,
         "generated documents written to the store together, and lost together if the job is killed; with "
-        "`capture.when=decode`, at most 1 GiB of activations",
+        "`capture.when=decode`, at most 1 GiB of activations; rounded up to a multiple of `data.samples`",
     )
+
+    @property
+    def group_size(self) -> int:
+        """`group`, rounded up so that it holds all samples of its prompts."""
+        return -(-self.group // self.samples) * self.samples
 
     @property
     def has_int8_cache(self) -> bool:
@@ -228,10 +269,30 @@ class BatchConfig:
     rows: int = key(8, "rows per step, over all processes")
     length: int = key(256, "token slots per row")
     packing: choices.Packing = key(
-        choices.Packing.pack, "`pack`: several documents in a row, isolated from each other; `pad`: one"
+        choices.Packing.pack,
+        "`pack`: several documents in a row, isolated from each other; `pad`: one; `concat`: documents joined in one "
+        "stream that rows divide, with attention across documents",
     )
     long_documents: choices.LongDocuments = key(
         choices.LongDocuments.split, "`split` into windows of `batch.length` tokens, or `cut`: keep the first window"
+    )
+    windows: choices.Windows = key(
+        choices.Windows.continued,
+        "`continued`: later windows of a document go on in mid-text; `restart`: each window repeats the tokens that "
+        "begin and end every document (BOS, CLS, `data.prefix`, ...). With `packing=concat`, `restart` begins every "
+        "row with BOS",
+    )
+    contexts: choices.Contexts = key(
+        choices.Contexts.given,
+        "`sae`: replaces length, packing, windows and separator by those with which the SAEs were trained, as far as "
+        "their files tell; `given`: as set",
+        "capture.encode",
+    )
+    separator: str | None = key(
+        None,
+        "text of a single token between the documents of a row, in place of what the tokenizer, `data.prefix` and "
+        "`data.suffix` add to each; `''`: none; null: each document keeps these",
+        "packing=concat",
     )
 
 
@@ -255,7 +316,8 @@ class CaptureConfig:
     )
     positions: choices.Positions = key(
         choices.Positions.all,
-        "which tokens: `all`, `last` of each document, `every` k-th, one `token`, a `regex`, or a random `sample`",
+        "which tokens: `all`, `last` of each document, `every` k-th, one `token`, a `regex`, by their `labels` "
+        "(`data.messages`), or a random `sample`",
     )
     every: int | None = key(
         None,
@@ -269,6 +331,13 @@ class CaptureConfig:
     regex: str | None = key(
         None, "searched for in each token's text, e.g. `'capture.regex=\"^ ?[A-Z]\"'`", "positions=regex"
     )
+    labels: list[str] = key(
+        (),
+        "list of `written` (by the assistant), roles (`system developer user assistant tool`) and parts (`markup text "
+        "thinking tool_call tool_result tool_definition`): tokens with one of the roles and one of the parts, if "
+        "given. With `last_of_exchange` or `last_of_message`, the last such token of each",
+        "positions=labels",
+    )
     rate: float | None = key(
         None, "the fraction of tokens", "positions=sample", allowed=between(0, 1, above_first=True, below_last=True)
     )
@@ -276,8 +345,9 @@ class CaptureConfig:
     per_row: int | None = key(
         None,
         "slots per row for selected tokens. Unused slots are stored as padding; a row ends early if its slots are "
-        "full; null: length / 16",
-        "positions=last|token|regex",
+        "full; null: length / 16; with `labels`, length (no token is left out), unless `capture.labels` has a "
+        "`last_of_...`",
+        "positions=last|token|regex|labels",
     )
     dtype: choices.StorageDtype = key(
         choices.StorageDtype.bfloat16,

@@ -23,11 +23,12 @@ Other families mean the same by these names, but for:
 * Latent attention (DeepSeek): heads of `v` and `attn_z` have `v_head_dim` features, those of `q` and `k`
   `qk_nope_head_dim + qk_rope_head_dim`, of which the last rotate. `k` is what the queries meet, each head with its copy
   of the part that heads share.
-* Experts (DeepSeek, Qwen-MoE, Mixtral, OLMoE, gpt-oss): a sparse layer has no `mlp_pre`, `mlp_pre_linear`, `mlp_post`,
-  a dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts side by side, in the order of
-  `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`, and includes the
-  expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`. DeepSeek-V3 chooses
-  experts by the sigmoids of `router_logits` plus corrections; `router_weights` are without the corrections.
+* Experts (DeepSeek, GLM-4.5, Granite, MiniMax-M2, Mixtral, OLMoE, Qwen-MoE, gpt-oss): a sparse layer has no `mlp_pre`,
+  `mlp_pre_linear` and `mlp_post`, a dense one none of `router_*` and `expert_out`. `expert_out` has the token's experts
+  side by side, in the order of `router_indices`, which are stored as int32. `mlp_out` is their sum by `router_weights`,
+  and includes the expert that all tokens share. TransformerLens has none of these hooks but `hook_expert_indices`.
+  DeepSeek-V3, GLM-4.5 and MiniMax-M2 choose experts by the sigmoids of `router_logits` plus corrections;
+  `router_weights` are without the corrections.
 * Experts beside an MLP (Gemma 4's, where it has experts): all sites of both. `mlp_in` is what the MLP reads; the router
   and the experts read the stream through norms of their own. `mlp_out` is what both add.
 * Keys of another layer (the last layers of Gemma 4's small models): there is no `k` and `v`, since the layer attends to
@@ -36,17 +37,26 @@ Other families mean the same by these names, but for:
 * Gated DeltaNet (Qwen3.5, Qwen3-Next): a layer with one in place of attention has no `q`, `k`, `v`, `attn_entropy`,
   `attn_pattern`, `attn_z` and `head_out`; `attn_in` and `attn_out` are what it reads and adds. In the layers with
   attention `attn_z` is after each head's gate, so that `head_out` still adds up to `attn_out`.
+* Short convolutions (LFM2) and Mamba 2 (Nemotron-H): as with a DeltaNet, there are only `attn_in` and `attn_out`.
+* Layers of one block (Nemotron-H): there is no `resid_mid`. A layer with an MLP has no `attn_in` and `attn_out`, the
+  others no `mlp_in` and `mlp_out`.
 * Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys; `attn_pattern` is without it, so
   its sum is less than 1.
-* Norms after a block (OLMo 2 and 3, Gemma): `attn_out` and `mlp_out` are what is added, so after those norms. OLMo has
-  no norms before its blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
-* Parallel residual (GPT-NeoX, Pythia): attention and MLP both read `resid_pre`, each after its own norm, so there is no
-  `resid_mid`.
-* MLP without gate (GPT-2, GPT-NeoX, BERT): there is no `mlp_pre_linear`.
-* No rotation (GPT-2, BERT, every fourth layer of SmolLM3): `q` and `k` are `attn.hook_q` and `attn.hook_k`.
+* Norms after a block (OLMo 2 and 3, Gemma, GLM-4): `attn_out` and `mlp_out` are what is added, so after those norms.
+  OLMo 2 and 3 have no norms before their blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
+* Parallel residual (GPT-NeoX, Pythia, GPT-J, Phi-2, Command R): attention and MLP both read `resid_pre`, so there is no
+  `resid_mid`. In GPT-NeoX each has its own norm; in the others they share one, and `mlp_in` is `attn_in`.
+* Multipliers (Granite): `attn_out` and `mlp_out` are what is added, so after the multiplier; `head_out` and
+  `expert_out` are before it.
+* MLP without gate (GPT-2, GPT-J, GPT-Neo, GPT-NeoX, OPT, Phi-2, BERT): there is no `mlp_pre_linear`.
+* No rotation (GPT-2, GPT-Neo, OPT, BERT, every fourth layer of SmolLM3, Command R7B and Llama 4): `q` and `k` are
+  `attn.hook_q` and `attn.hook_k`.
+* Queries scaled by position (Ministral 3, Llama 4): `q` includes the scale. Llama 4 normalises `q` and `k` after their
+  rotation; its experts read their inputs times `router_weights`, so `mlp_out` is the plain sum of `expert_out`, plus
+  the expert that all tokens share.
 * YaRN and LongRoPE (DeepSeek, OLMo 3, Phi-4-mini, gpt-oss): what rotates of `q` and `k` is also multiplied by the
   attention factor.
-* Learned positions (GPT-2, BERT): `embed` includes them. It is `blocks.0.hook_resid_pre` of GPT-2 and, after the
+* Learned positions (GPT-2, GPT-Neo, OPT, BERT): `embed` includes them. It is `blocks.0.hook_resid_pre` and, after the
   embeddings' LayerNorm, `hook_full_embed` of BERT.
 * Post-norm (BERT): the stream itself is normed after each addition. `resid_mid` and `resid_post` are after those norms,
   as in HF, where the latter is a layer's output: `hook_mlp_in` and `hook_normalized_resid_post`. `attn_out` and

@@ -10,10 +10,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int16, Int32, Int64
 
 from pipeline.config.choices import OnError
 from pipeline.core.errors import InputError
+from pipeline.data.text.labels import Labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,8 @@ class Document:
     """One text with an id.
 
     source, index: its file (or source shard), and its row in that, from 0. info: the source's own columns.
-    answer: the correct completion, if the source has it; it is not stored.
+    answer: the correct completion, if the source has it; it is not stored. labels: of the text's characters. tokens:
+    its ids, from a column of the data, in place of the text. breaks: where in these further texts begin.
     """
 
     id: str
@@ -30,6 +32,9 @@ class Document:
     index: int
     info: Mapping[str, str | int | float | bool | None] = field(default_factory=dict)
     answer: str | None = None
+    labels: Labels | None = None
+    tokens: Int32[np.ndarray, "_"] | None = None
+    breaks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +118,8 @@ class TokenBlock:
     """Consecutive rows of one stream: the unit of writing, committing and resuming.
 
     The arrays only have the R rows with tokens.
+    labels: of the tokens, in the order of `Label`, 0 in padding; None for documents that are not conversations, and
+    in a block without rows.
     selected: the positions, within their row, of the tokens whose activations are stored: ascending, -1 in unused
     slots. None if all are stored.
     table: one row per document with tokens in the block, ordered by document number. Its columns are those of
@@ -133,6 +140,7 @@ class TokenBlock:
     start: Cursor
     next: Cursor
     exhausted: bool  # the stream has no more documents after this block
+    labels: Int16[np.ndarray, "R T 5"] | None = None
 
     @property
     def num_rows(self) -> int:

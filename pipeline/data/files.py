@@ -1,6 +1,5 @@
 """Finds and reads input files: a file, a directory or a glob, local or in any file system that fsspec supports."""
 
-import io
 import os
 import re
 import threading
@@ -8,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec import AbstractFileSystem
@@ -17,6 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from pipeline.core.errors import InputError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import refused_by_hub, repeat_requests
+from pipeline.core.range_file import RangeFile
 from pipeline.core.retries import is_transient, repeated
 
 _THREADS = 16
@@ -57,52 +57,6 @@ def input_errors(where: str, key: str = "data.path") -> Iterator[None]:
         raise InputError(f"{where} does not exist: {error}. Check {key}.") from error
 
 
-class InputStream(io.RawIOBase):
-    """A file opened for reading. Its errors are PipelineErrors that name it, so a reader does not take them for damage
-    of the file."""
-
-    def __init__(self, stream: BinaryIO, name: str, lock: "threading.Lock | None" = None) -> None:
-        self._stream = stream
-        self._name = name
-        self._lock = lock or threading.Lock()
-        self._position = 0
-
-    def duplicate(self) -> "InputStream":
-        """A second stream of the same open file, with its own position, for a different thread. They share what fsspec
-        has read ahead, which saves requests."""
-        return InputStream(self._stream, self._name, self._lock)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, size: int = -1) -> bytes:
-        def read() -> bytes:
-            self._stream.seek(self._position)
-            return self._stream.read(size)
-
-        with self._lock, input_errors(self._name):
-            content = repeated(self._name, read)
-        self._position += len(content)
-        return content
-
-    def readinto(self, buffer: memoryview) -> int:
-        content = self.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        with self._lock, input_errors(self._name):
-            self._stream.seek(self._position)
-            self._position = self._stream.seek(offset, whence)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """One file. name: its path relative to the directory that was searched, which does not depend on the machine.
@@ -125,11 +79,27 @@ class InputFile:
             return repeated(self.path, lambda: self.filesystem.cat_file(self.path))
 
     @contextmanager
-    def open(self) -> Iterator[InputStream]:
+    def open(self) -> Iterator[RangeFile]:
+        """Opens the file. Its errors are PipelineErrors that name it, so a reader does not take them for damage of the
+        file. Duplicates share what fsspec has read ahead, which saves requests."""
         with input_errors(self.path):
             stream = repeated(self.path, lambda: self.filesystem.open(self.path, "rb"))
+        lock = threading.Lock()
+
+        def read(start: int, size: int) -> bytes:
+            def attempt() -> bytes:
+                stream.seek(start)
+                return stream.read(size)
+
+            with lock, input_errors(self.path):
+                return repeated(self.path, attempt)
+
+        def end() -> int:
+            with lock, input_errors(self.path):
+                return stream.seek(0, os.SEEK_END)
+
         with stream:
-            yield InputStream(stream, self.path)
+            yield RangeFile(read, end)
 
 
 def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile]:

@@ -1,11 +1,13 @@
-"""Documents from any dataset that `datasets` can stream. A template makes each row a text."""
+"""Documents from any dataset that `datasets` can stream. A template makes each row a text: `data.text`, or the
+tokenizer's chat template with `data.messages`."""
 
 import datetime
 import json
+import logging
 import os
 import posixpath
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -25,7 +27,13 @@ from pipeline.data.files import InputFile, in_parallel, input_errors, require_re
 from pipeline.data.manifest import MakeManifest, Manifest, file_entries, make_alone
 from pipeline.data.parquet_file import Row, Types, parquet_rows
 from pipeline.data.rows import csv_rows, documents_of_rows, json_rows, open_text, text_rows
+from pipeline.data.text.conversations import Conversations, TemplateForms
+from pipeline.data.text.labels import LABELS
 from pipeline.data.text.templates import RenderError, TextTemplate
+from pipeline.data.text.token_ids import token_columns, with_tokens
+from pipeline.data.text.tokenizer import TextTokenizer
+
+log = logging.getLogger("pipeline")
 
 _FIRST_ROWS = 100  # a column that is in none of these is missing
 
@@ -46,35 +54,44 @@ class HfSource:
     shards: tuple[str, ...]
     info_schema: pa.Schema
 
-    def __init__(self, config: HfData, agree: Callable[[MakeManifest], Manifest] = make_alone) -> None:
-        """Finds the dataset's files. agree: as in `open_source`.
+    def __init__(
+        self,
+        config: HfData,
+        tokenizer: TextTokenizer | None,
+        agree: Callable[[MakeManifest], Manifest] = make_alone,
+        are_prompts: bool = False,
+    ) -> None:
+        """Finds the dataset's files. tokenizer: for `data.messages`. agree: as in `open_source`. are_prompts: whether
+        the model is to answer conversations.
 
         Raises ConfigError for an invalid template or name, and InputError if there are no files.
         """
         self._config = config
-        try:
-            self._template = TextTemplate(config.text)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"data.text={config.text!r:.300} is no jinja template: {error}. Correct it.") from error
-        if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names}):
+        texts = _Ids if config.tokens else _Texts
+        self._builder, self._files = _open_files(config)
+        is_read_here = _is_read_here(self._builder, self._files)
+        is_padded = not is_read_here or self._builder.name == "parquet"
+        self._texts = _Chats(config, tokenizer, are_prompts, is_padded) if config.messages else texts(config)
+        if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names, *self._texts.info_schema.names}):
             raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
         if twice := [name for name in config.info_columns if config.info_columns.count(name) > 1]:
             raise ConfigError(f"data.info_columns has {twice[0]} twice. Remove one of them.")
         identifiers = [config.id_column] if config.id_column else []
-        self._columns = {*self._template.columns, *config.info_columns, *identifiers}
-        self._builder, self._files = _open_files(config)
+        self._columns = {*self._texts.columns, *config.info_columns, *identifiers}
         self._manifest = agree(lambda _: Manifest(file_entries(self._files)))
         if all(file.size == 0 for file in self._files):
             raise InputError(f"{config.path}: all files are empty. Check data.path and data.data_files.")
+        self.first_file = self._files[0]
         self.shards = tuple(file.name for file in self._files)
         self._dataset = None
-        if not _is_read_here(self._builder, self._files):
+        if not is_read_here:
             with dataset_errors(config.path):
                 self._dataset = self._builder.as_streaming_dataset(split=config.split)
             count = self._dataset.num_shards
             if count != len(self._files):
                 self.shards = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
-        self.info_schema = pa.schema([(name, pa.string()) for name in config.info_columns])
+        info = pa.schema([(name, pa.string()) for name in config.info_columns])
+        self.info_schema = pa.unify_schemas([info, self._texts.info_schema])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The documents of a shard from row `start` on. Earlier rows are read, but not tokenised; of parquet files,
@@ -84,7 +101,8 @@ class HfSource:
         if not start:
             rows = self._with_columns(rows, name)
         where = f"{self._config.path}, {name}"
-        return documents_of_rows(rows, partial(self._document, name), name, where, self._config.on_error)
+        remedy = "Correct the row" if self._config.messages else "Repair or replace the file"
+        return documents_of_rows(rows, partial(self._document, name), name, where, self._config.on_error, remedy)
 
     def fingerprint(self) -> dict[str, object]:
         """The template and columns, and a digest of the names and sizes of the dataset's files."""
@@ -93,7 +111,7 @@ class HfSource:
             "source": "hf",
             "subset": config.subset,
             "split": config.split,
-            "text": config.text,
+            **self._texts.identity(),
             "id_column": config.id_column,
             "info_columns": list(config.info_columns),
             **self._manifest.identity(),
@@ -109,8 +127,9 @@ class HfSource:
             case "parquet":
 
                 def columns(parquet: pq.ParquetFile) -> Types:
-                    self._require_columns(file.name, parquet.schema_arrow.names)
-                    return dict.fromkeys(sorted(self._columns))
+                    self._require_columns(file.name, names := parquet.schema_arrow.names)
+                    content = token_columns(self._config.tokens, names) if self._config.tokens else ()
+                    return dict.fromkeys(sorted({*self._columns, *content}))
 
                 yield from parquet_rows(file, start, columns)
                 return
@@ -158,23 +177,106 @@ class HfSource:
         if missing := sorted(self._columns - {*columns}):
             raise InputError(
                 f"{self._config.path}, {name} has no column {', '.join(map(repr, missing))}, only "
-                f"{', '.join(map(repr, columns))}. Use only these in data.text, data.id_column and data.info_columns."
+                f"{', '.join(map(repr, columns))}. Use only these in data.{self._texts.key}, data.id_column and "
+                "data.info_columns."
             )
 
     def _document(self, shard: str, index: int, row: Row) -> Document:
         """Raises ValueError for a bad row."""
         config = self._config
-        try:
-            text = self._template(row)
-        except RenderError as error:
-            raise ValueError(f"data.text does not render: {error}") from error
-        if not text:
-            raise ValueError("the text is empty")
         identity = row.get(config.id_column) if config.id_column else f"{shard}#{index}"
         if identity is None:
             raise ValueError(f"{config.id_column!r} is null")
         info = {name: _as_text(name, row.get(name)) for name in config.info_columns}
-        return Document(str(identity), text, shard, index, info)
+        document = self._texts.rendered(Document(str(identity), "", shard, index, info), row)
+        if not document.text and document.tokens is None:
+            raise ValueError("the text is empty")
+        return document
+
+
+class _Ids:
+    """Token ids of rows by `data.tokens`. See `_Texts`."""
+
+    key = "tokens"
+    info_schema = pa.schema([])
+
+    def __init__(self, config: HfData) -> None:
+        self.columns = [config.tokens]
+
+    def identity(self) -> dict[str, object]:
+        return {"tokens": self.columns[0]}
+
+    def rendered(self, document: Document, row: Row) -> Document:
+        """The document with its ids. Raises ValueError for a bad row."""
+        return with_tokens(document, row, self.columns[0])
+
+
+class _Texts:
+    """Texts of rows by `data.text`. key: the setting. columns: all that are read. info_schema: columns that it adds to
+    documents."""
+
+    key = "text"
+    info_schema = pa.schema([])
+
+    def __init__(self, config: HfData) -> None:
+        """Raises ConfigError."""
+        try:
+            self._template = TextTemplate(config.text)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"data.text={config.text!r:.300} is no jinja template: {error}. Correct it.") from error
+        self.columns = self._template.columns
+        self._source = config.text
+
+    def identity(self) -> dict[str, object]:
+        """What determines the texts, as plain JSON values."""
+        return {"text": self._source}
+
+    def rendered(self, document: Document, row: Row) -> Document:
+        """The document with its text. Raises ValueError for a bad row."""
+        try:
+            return replace(document, text=self._template(row))
+        except RenderError as error:
+            raise ValueError(f"data.text does not render: {error}") from error
+
+
+class _Chats:
+    """Texts of rows by `data.messages`, with labels. See `_Texts`."""
+
+    key = "messages, data.tools"
+
+    def __init__(self, config: HfData, tokenizer: TextTokenizer, are_prompts: bool, is_padded: bool) -> None:
+        """is_padded: as in `Conversations`. Raises ConfigError, also for a tokenizer without a usable chat template."""
+        tokenizer.require_chat()
+        render = partial(tokenizer.render_chat, add_generation_prompt=False)
+        forms = TemplateForms.of(render, has_tools=config.tools is not None)
+        self._conversations = Conversations(config.messages, config.tools, config.roles, forms, is_padded=is_padded)
+        self.columns = self._conversations.columns
+        self._tokenizer = tokenizer
+        self._are_prompts = are_prompts
+        self.info_schema = pa.schema([] if are_prompts else [("n_dropped", pa.int64())])
+        self._has_warned = False
+
+    def identity(self) -> dict[str, object]:
+        """What determines the texts and their labels, as plain JSON values."""
+        kind = {"add_generation_prompt": True} if self._are_prompts else {"labels": list(LABELS)}
+        return {**self._conversations.identity(), **self._tokenizer.chat_identity(), **kind}
+
+    def rendered(self, document: Document, row: Row) -> Document:
+        """The document with its text and, unless it is a prompt, labels and `n_dropped`. Raises ValueError."""
+        messages, tools = self._conversations.messages(row), self._conversations.tools(row)
+        if self._are_prompts:  # they need no labels
+            text = self._tokenizer.render_chat(messages, tools=tools, add_generation_prompt=True)
+            return replace(document, text=text)
+        chat = self._tokenizer.render_labelled(messages, tools=tools, add_generation_prompt=False)
+        if chat.dropped and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s row %d: the chat template leaves out %d characters of the conversation. The documents' n_dropped "
+                "counts them; data.template_kwargs may change that",
+                *(document.source, document.index, chat.dropped),
+            )
+        info = {**document.info, "n_dropped": chat.dropped}
+        return replace(document, text=chat.text, labels=chat.labels, info=info)
 
 
 def _as_text(column: str, value: Any) -> str | None:

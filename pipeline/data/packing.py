@@ -7,38 +7,51 @@ Shapes: P pieces, R rows of the block, T = length positions per row.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Int16, Int32, Int64
 
 from pipeline.config.choices import LongDocuments
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The positions of the first P pieces. row, column: of each piece's first token. segment: from 1 in each row."""
+    """The positions of the first P pieces. row, column: of each piece's first token. segment: from 1 in each row.
+    is_joined: the pieces of a row are one text, with one segment; positions restart with rows, not with pieces."""
 
     row: Int64[np.ndarray, "P"]
     column: Int64[np.ndarray, "P"]
     segment: Int64[np.ndarray, "P"]
     num_rows: int
+    is_joined: bool = False
 
     @property
     def num_pieces(self) -> int:
         return len(self.row)
 
 
-def windows(num_tokens: int, length: int, long_documents: LongDocuments, first: int = 0) -> list[tuple[int, int]]:
-    """The half-open token ranges of a document's pieces, from token `first` (a multiple of `length`) on."""
+def windows(
+    num_tokens: int, length: int, long_documents: LongDocuments, first: int = 0, column: int = 0
+) -> list[tuple[int, int]]:
+    """The half-open token ranges of a document's pieces, from token `first` on, which is at `column` of its row."""
     end = min(num_tokens, length) if long_documents is LongDocuments.cut else num_tokens
-    return [(begin, min(begin + length, end)) for begin in range(first, end, length)]
+    return [(max(begin, first), min(begin + length, end)) for begin in range(first - column, end, length)]
 
 
 def pad(sizes: Int64[np.ndarray, "P"], rows: int) -> Placement:
     """One piece per row, in stream order."""
     count = min(len(sizes), rows)
     return Placement(np.arange(count), np.zeros(count, np.int64), np.ones(count, np.int64), count)
+
+
+def join(sizes: Int64[np.ndarray, "P"], rows: int, length: int) -> Placement:
+    """One piece after another, in stream order. Their sizes are such that none crosses the end of a row."""
+    starts = np.cumsum(sizes) - sizes
+    starts = starts[starts < rows * length]
+    row, column = np.divmod(starts, length)
+    return Placement(row, column, np.ones(len(row), np.int64), len(np.unique(row)), is_joined=True)
 
 
 def pack(
@@ -120,27 +133,35 @@ def _ordered(
 
 @dataclass(frozen=True)
 class Rows:
-    """The arrays of a block. Padding is 0, and -1 in `documents`."""
+    """The arrays of a block. Padding is 0, and -1 in `documents`. labels: None if the pieces have none."""
 
     tokens: Int32[np.ndarray, "R T"]
     segments: Int32[np.ndarray, "R T"]
     positions: Int32[np.ndarray, "R T"]
     documents: Int64[np.ndarray, "R T"]
+    labels: Int16[np.ndarray, "R T 5"] | None = None
 
 
 def fill(
-    placement: Placement, tokens: list[Int32[np.ndarray, "_"]], documents: Int64[np.ndarray, "P"], length: int
+    placement: Placement,
+    tokens: list[Int32[np.ndarray, "_"]],
+    documents: Int64[np.ndarray, "P"],
+    length: int,
+    labels: Sequence[Int16[np.ndarray, "_ 5"]] = (),
 ) -> Rows:
     """The arrays of a block with the given pieces. tokens: of each piece. documents: each piece's document number.
-    Positions restart at 0 in every piece."""
+    labels: of each piece, or none.
+    Positions restart at 0 in every piece, or with joined pieces in every row."""
     sizes = np.array([len(piece) for piece in tokens], np.int64)
     first = np.cumsum(sizes) - sizes
     position = np.arange(sizes.sum()) - np.repeat(first, sizes)
     slot = np.repeat(placement.row * length + placement.column, sizes) + position
+    if placement.is_joined:
+        position += np.repeat(placement.column, sizes)
 
     def scatter(values: np.ndarray, dtype: type, padding: int) -> np.ndarray:
-        array = np.full((placement.num_rows, length), padding, dtype)
-        array.reshape(-1)[slot] = values
+        array = np.full((placement.num_rows, length, *values.shape[1:]), padding, dtype)
+        array.reshape(-1, *values.shape[1:])[slot] = values
         return array
 
     return Rows(
@@ -148,4 +169,5 @@ def fill(
         segments=scatter(np.repeat(placement.segment, sizes), np.int32, 0),
         positions=scatter(position, np.int32, 0),
         documents=scatter(np.repeat(documents, sizes), np.int64, -1),
+        labels=scatter(np.concatenate(labels), np.int16, 0) if labels else None,
     )

@@ -25,6 +25,7 @@ from pipeline.data.manifest import (
 )
 from pipeline.data.parquet_file import ParquetDamage, Row, Types, parquet_rows, read_footer
 from pipeline.data.rows import documents_of_rows
+from pipeline.data.text.token_ids import is_ids, token_columns, with_tokens
 
 # The columns of HuggingFaceFW/fineweb and fineweb-edu other than text and id, with their types.
 _INFO_TYPES = {
@@ -75,7 +76,9 @@ class ParquetSource:
             for shard in _file_shards(file, entry, config.row_groups_per_shard)
         ]
         self.shards = tuple(shard.name for shard in self._shards)
-        names = [name for name in manifest.info_columns if name not in (config.text_column, config.id_column)]
+        used = {config.tokens or config.text_column, config.id_column}
+        self.first_file = self._shards[0].file
+        names = [name for name in manifest.info_columns if name not in used]
         self.info_schema = pa.schema([(name, _INFO_TYPES[name]) for name in names])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
@@ -88,20 +91,23 @@ class ParquetSource:
     def _document(self, file: str, index: int, row: Row) -> Document:
         """Raises ValueError for a bad row."""
         config = self._config
-        for name in filter(None, (config.text_column, config.id_column)):
+        for name in filter(None, (None if config.tokens else config.text_column, config.id_column)):
             if row[name] in (None, ""):
                 raise ValueError(f"{name!r} is {'null' if row[name] is None else 'empty'}")
         identity = row[config.id_column] if config.id_column else f"{file}#{index}"
         info = {name: row.get(name) for name in self.info_schema.names}
+        if config.tokens:
+            return with_tokens(Document(str(identity), "", file, index, info), row, config.tokens)
         return Document(str(identity), row[config.text_column], file, index, info)
 
     def fingerprint(self) -> dict[str, object]:
         """The columns, and a digest of the files' names and sizes."""
+        config = self._config
         return {
             "source": "parquet",
-            "text_column": self._config.text_column,
-            "id_column": self._config.id_column,
-            "row_groups_per_shard": self._config.row_groups_per_shard,
+            **({"tokens": config.tokens} if config.tokens else {"text_column": config.text_column}),
+            "id_column": config.id_column,
+            "row_groups_per_shard": config.row_groups_per_shard,
             "num_bytes": sum(file.size for file in self._manifest.files),
             **self._manifest.identity(),
         }
@@ -114,9 +120,11 @@ class ParquetSource:
                 f"{part.file.path} has {footer[0]} row groups and {footer[1]} rows, expected {listed[0]} and "
                 f"{listed[1]}: it was replaced by a file of the same size. Restore it, or create a new store."
             )
-        _check_columns(self._config, part.file, parquet.schema_arrow)
-        info = {name: _INFO_TYPES[name] for name in self.info_schema.names if name in parquet.schema_arrow.names}
-        return dict.fromkeys(filter(None, (self._config.text_column, self._config.id_column))) | info
+        config, names = self._config, parquet.schema_arrow.names
+        _check_columns(config, part.file, parquet.schema_arrow)
+        info = {name: _INFO_TYPES[name] for name in self.info_schema.names if name in names}
+        content = token_columns(config.tokens, names) if config.tokens else [config.text_column]
+        return dict.fromkeys(filter(None, (*content, config.id_column))) | info
 
 
 def make_manifest(config: ParquetData, known: KnownFiles = ()) -> Manifest:
@@ -158,10 +166,11 @@ def _footer(file: InputFile, on_error: OnError) -> pq.FileMetaData | None:
 
 
 def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> None:
-    for name in (config.text_column, config.id_column, *_INFO_TYPES):
+    content = "tokens" if config.tokens else "text_column"
+    for name in (getattr(config, content), config.id_column, *_INFO_TYPES):
         if (count := schema.names.count(name)) > 1:
             raise InputError(f"{file.path} has {count} columns {name!r}, expected one. Rename or remove the others.")
-    for key, name in (("text_column", config.text_column), ("id_column", config.id_column)):
+    for key, name in ((content, getattr(config, content)), ("id_column", config.id_column)):
         if name is None:
             continue
         if name not in schema.names:
@@ -172,9 +181,10 @@ def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> N
             )
         kind = schema.field(name).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        integer_id = key == "id_column" and pa.types.is_integer(kind)
-        if not (integer_id or kind in _TEXT_TYPES):
-            raise InputError(f"{file.path}: column {name!r} is {kind}, expected strings. Set data.{key}.")
+        is_number = key == "id_column" and pa.types.is_integer(kind)
+        if not (is_ids(kind) if key == "tokens" else is_number or kind in _TEXT_TYPES):
+            expected = "lists of integers" if key == "tokens" else "strings"
+            raise InputError(f"{file.path}: column {name!r} is {kind}, expected {expected}. Set data.{key}.")
 
 
 def _file_shards(file: InputFile, entry: FileEntry, row_groups_per_shard: int | None) -> list[_Shard]:

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import InputError, PipelineError
+from pipeline.core.range_file import RangeFile
 from pipeline.data.documents import SkippedDocument
-from pipeline.data.files import InputFile, InputStream
+from pipeline.data.files import InputFile
 
 _ROWS_PER_READ = 512
 _BYTES_PER_READ = 64 << 20  # fewer rows are read at once if they are larger than this together
@@ -25,7 +26,7 @@ _OPTIONS = {"pre_buffer": True, "page_checksum_verification": True}  # else each
 _ALL = slice(None)
 
 # pyarrow's errors about a file's content. Errors of the system or the network are already PipelineErrors, from
-# `InputStream`.
+# `InputFile.open`.
 _DAMAGE = (pa.ArrowException, OSError)
 
 _EXIT_TIMEOUT_S = 10.0  # how long a read may delay the exit of the process
@@ -92,7 +93,7 @@ def read_footer(file: InputFile) -> pq.FileMetaData:
         return _parquet(file, stream).metadata
 
 
-def _parquet(file: InputFile, stream: InputStream) -> pq.ParquetFile:
+def _parquet(file: InputFile, stream: RangeFile) -> pq.ParquetFile:
     """Reads the footer of an open file. Raises as `read_footer`."""
     if file.size is not None and (size := stream.seek(0, os.SEEK_END)) != file.size:
         raise InputError(
@@ -133,7 +134,7 @@ def parquet_rows(
 
 
 def _ahead(
-    file: InputFile, stream: InputStream, metadata: pq.FileMetaData, columns: Sequence[str], start: int, groups: slice
+    file: InputFile, stream: RangeFile, metadata: pq.FileMetaData, columns: Sequence[str], start: int, groups: slice
 ) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
     """The batches of the row groups, see `_row_batches`. A thread fetches the next row group, unless it is large, and
     decodes its first batch. Each row group has a reader of its own, which keeps the bytes of the whole row group."""

@@ -14,16 +14,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32, Int64, Shaped
+from jaxtyping import Bool, Int16, Int32, Int64, Shaped
 
 from pipeline.config.choices import Positions
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.packing import Placement
+from pipeline.data.text.label_words import LAST, WORDS, chosen
 from pipeline.data.text.tokenizer import TextTokenizer
 
 _TOKENS_PER_SLOT = 16  # default for capture.per_row: with shorter documents, slots run out before a row is full
 _SIGMAS = 4  # slots for sampled tokens exceed their mean number per row by as many standard deviations
+
+NEEDS_LABELS = (
+    "capture.positions=labels needs conversations, whose tokens have labels: data=hf with data.messages, or chats."
+)
 
 # The settings of each choice of capture.positions. `seed` and `per_row` are optional.
 _SETTINGS = {
@@ -32,6 +37,7 @@ _SETTINGS = {
     Positions.every: ("every",),
     Positions.token: ("token", "per_row"),
     Positions.regex: ("regex", "per_row"),
+    Positions.labels: ("labels", "per_row"),
     Positions.sample: ("rate", "seed"),
 }
 _OPTIONAL = {"per_row", "seed"}
@@ -49,9 +55,11 @@ class Selection:
     """What `capture.positions` selects, in rows with K = `slots` slots.
 
     last: the last stored token of each document.
-    every: positions k - 1, 2 k - 1, ... in each window of a document. A row has at most T // k of them.
+    every: positions k - 1, 2 k - 1, ... in each window of a document, or with joined documents in each row. A row has
+        at most T // k of them.
     token, regex: the tokens with certain ids. is_selected: by token id; its last entry is False, and stands for all
         larger ids.
+    labels: the tokens whose labels the words choose, see `label_words`.
     sample: each token with probability `rate`, depending on the seed, the document and the token's index. If a row has
         more than K of them, those with the smallest random numbers are stored, which are still a sample.
     """
@@ -62,37 +70,58 @@ class Selection:
     is_selected: Bool[np.ndarray, " V"] | None = None
     rate: float | None = None
     seed: int = 0
+    words: tuple[str, ...] = ()
 
     @property
     def packs(self) -> bool:
         """Whether rows are packed so that every selected token has a slot, if its piece has at most K."""
         return self.positions not in (Positions.every, Positions.sample)
 
-    def choose(self, tokens: Int32[np.ndarray, " n"], document: int, first: int, is_end: bool) -> Chosen:
+    def labelled(self, labels: Int16[np.ndarray, "n 5"] | None) -> Bool[np.ndarray, " n"] | None:
+        """Which of a document's tokens are selected by their labels; None with other positions. Raises ConfigError for
+        a document without labels."""
+        if self.positions is not Positions.labels:
+            return None
+        if labels is None:
+            raise ConfigError(NEEDS_LABELS)
+        return chosen(self.words, labels)
+
+    def choose(
+        self,
+        tokens: Int32[np.ndarray, " n"],
+        document: int,
+        first: int,
+        is_end: bool,
+        is_labelled: Bool[np.ndarray, " n"] | None = None,
+        column: int = 0,
+    ) -> Chosen:
         """Selects among the tokens of a piece.
 
         document: the document's number. first: the piece's first token in the document. is_end: whether the piece ends
-        with the document.
+        with the document. is_labelled: the piece's part of `labelled`. column: the position of the piece's first token,
+        if pieces are joined.
         """
         match self.positions:
             case Positions.last:
                 places = np.arange(len(tokens) - 1, len(tokens)) if is_end else np.arange(0)
             case Positions.every:
-                places = np.arange(self.every - 1, len(tokens), self.every)
+                places = np.arange((self.every - 1 - column) % self.every, len(tokens), self.every)
+            case Positions.labels:
+                places = np.flatnonzero(is_labelled)
             case Positions.sample:
                 drawn = np.random.PCG64([self.seed, document]).advance(first).random_raw(len(tokens))
                 places = np.flatnonzero(drawn < np.uint64(self.rate * 2**64))
                 return Chosen(places, drawn[places])
             case _:
                 places = np.flatnonzero(self.is_selected[np.minimum(tokens, len(self.is_selected) - 1)])
-        return Chosen(places, places)
+        return Chosen(places, places + column)
 
 
 def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
     """K, or None with positions=all. Raises ConfigError for a missing setting, or one that exceeds the row length."""
     positions = capture.positions
     needed = (name for name in _SETTINGS[positions] if name not in _OPTIONAL)
-    if missing := next((name for name in needed if getattr(capture, name) is None), None):
+    if missing := next((name for name in needed if getattr(capture, name) in (None, [])), None):
         raise ConfigError(f"capture.positions={positions} needs capture.{missing}. Give it a value.")
     for name, least in (("every", 2), ("per_row", 1)):
         if (getattr(capture, name) or 0) > length:
@@ -108,7 +137,10 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
         case Positions.sample:
             spread = _SIGMAS * math.sqrt(length * capture.rate * (1 - capture.rate))
             return min(length, math.ceil(length * capture.rate + spread))
-    return max(1, length // _TOKENS_PER_SLOT) if capture.per_row is None else capture.per_row
+    if capture.per_row is not None:
+        return capture.per_row
+    takes_all = positions is Positions.labels and not LAST.keys() & {*capture.labels}
+    return length if takes_all else max(1, length // _TOKENS_PER_SLOT)
 
 
 def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | int | float]:
@@ -123,7 +155,7 @@ def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | i
     }
 
 
-def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer) -> Selection | None:
+def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer | None) -> Selection | None:
     """The selection; None for all tokens. Raises ConfigError, also if the tokenizer has no matching token."""
     slots = slots_per_row(capture, length)
     if slots is None:
@@ -138,7 +170,10 @@ def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer
         )
         is_selected = np.zeros(max(ids) + 2, bool)
         is_selected[ids] = True
-    return Selection(capture.positions, slots, capture.every, is_selected, capture.rate, capture.seed or 0)
+    words = tuple(capture.labels) if capture.positions is Positions.labels else ()
+    if unknown := [word for word in words if word not in (*WORDS, *LAST)]:
+        raise ConfigError(f"capture.labels contains {unknown[0]!r}. Set it to a list of {', '.join((*WORDS, *LAST))}.")
+    return Selection(capture.positions, slots, capture.every, is_selected, capture.rate, capture.seed or 0, words)
 
 
 def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:

@@ -24,13 +24,15 @@ from pipeline.data.text.tokenizer import TextTokenizer
 
 def open_source(
     config: DataConfig,
-    tokenizer: TextTokenizer,
+    tokenizer: TextTokenizer | None,
     agree: Callable[[MakeManifest], Manifest] = make_alone,
+    are_prompts: bool = False,
 ) -> Source:
     """Opens a source: lists its shards, and checks what can be checked without reading all of them. For `data=generate`
     it is the source of the prompts.
 
-    tokenizer: renders chat templates. agree: makes the manifest of the source's files; in a job, on one process.
+    tokenizer: renders chat templates; None with `data.tokens`. agree: makes the manifest of the source's files; in a
+    job, on one process. are_prompts: whether the model is to answer the documents.
     Raises InputError or ConfigError.
     """
     match config:
@@ -43,7 +45,7 @@ def open_source(
         case HfData(source="hf"):
             from pipeline.data.hf import HfSource
 
-            return HfSource(config, agree)
+            return HfSource(config, tokenizer, agree, are_prompts)
         case GenerateData(source="generate"):
             return _open_prompts(config, tokenizer, agree)
     raise ConfigError(
@@ -56,7 +58,12 @@ def renders_chat(config: DataConfig) -> bool:
     """Whether documents, or the prompts' documents, are rendered with a chat template."""
     if isinstance(config, GenerateData) and isinstance(config.prompts, DataConfig) and renders_chat(config.prompts):
         return True
-    return isinstance(config, ArcData | GenerateData) and config.template is Template.chat
+    return has_labels(config) or (isinstance(config, ArcData | GenerateData) and config.template is Template.chat)
+
+
+def has_labels(config: DataConfig) -> bool:
+    """Whether documents are conversations, whose tokens have labels."""
+    return isinstance(config, HfData) and config.messages is not None
 
 
 def hub_repository(config: DataConfig) -> str | None:
@@ -77,6 +84,10 @@ def hub_repository(config: DataConfig) -> str | None:
 
 def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, agree: Callable[[MakeManifest], Manifest]) -> Source:
     prompts = config.prompts
+    if getattr(prompts, "tokens", None):
+        raise ConfigError(
+            "data.prompts.tokens is set, but prompts are texts. Remove it, and set the column of the text."
+        )
     if isinstance(prompts, GenerateData):
         raise ConfigError("data.prompts is also generate. Choose a different source with data@data.prompts=...")
     for name in (field.name for field in fields(DataConfig) if field.name != "source"):
@@ -86,14 +97,14 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, agree: Callabl
                 f"data.prompts.{name} is {theirs}, but data.{name} is {ours}. Set only data.{name}, which also applies "
                 "to the prompts."
             )
-    if isinstance(prompts, ArcData):
-        if prompts.include_solution:
-            raise ConfigError(
-                "data.prompts.include_solution is true, but prompts must not contain answers. Set it to false."
-            )
-        if prompts.template is Template.chat and config.template is Template.chat:
-            raise ConfigError("data.template and data.prompts.template are both chat. Set one of them to plain.")
-    source = open_source(prompts, tokenizer, agree)
+    if isinstance(prompts, ArcData) and prompts.include_solution:
+        raise ConfigError(
+            "data.prompts.include_solution is true, but prompts must not contain answers. Set it to false."
+        )
+    if config.template is Template.chat and renders_chat(prompts):
+        given = "data.prompts.messages is set" if has_labels(prompts) else "data.prompts.template is chat, too"
+        raise ConfigError(f"data.template is chat, but {given}. Set data.template=plain.")
+    source = open_source(prompts, tokenizer, agree, are_prompts=True)
     return ChatSource(source, tokenizer, config.on_error) if config.template is Template.chat else source
 
 

@@ -7,10 +7,11 @@ a run asks for.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Int32, Int64
+from jaxtyping import Int16, Int32, Int64
 
 from pipeline.config.choices import LongDocuments, Packing
 from pipeline.core.errors import ConfigError
@@ -23,22 +24,27 @@ from pipeline.data.documents import (
     SkippedDocument,
     TokenBlock,
 )
-from pipeline.data.packing import Placement, fill, pack, pad, windows
+from pipeline.data.packing import Placement, fill, join, pack, pad, windows
 from pipeline.data.selection import Chosen, Selection, costs, selected_slots
-from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
+from pipeline.data.text.contexts import joined, restarted
+from pipeline.data.text.labels import Label
+from pipeline.data.tokenised import StreamDocuments, TokenisedDocument, labels_at
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Tokens `first` to `last` of a document: the unit of packing. chosen: the selected ones among them.
+    """Tokens `first` to `last` of a document: the unit of packing. chosen: the selected ones among them. column: the
+    piece's place in its row if that is fixed, with packing=concat.
 
-    The document has no text, and no tokens that are cut; its `num_cut` counts these.
+    The document has no text, the tokens that windows repeat or rows add, and not those that are cut; its `num_cut`
+    counts these.
     """
 
     document: TokenisedDocument
     first: int
     last: int
     chosen: Chosen | None = None
+    column: int = 0
 
     @property
     def size(self) -> int:
@@ -47,6 +53,10 @@ class _Piece:
     @property
     def tokens(self) -> Int32[np.ndarray, "_"]:
         return self.document.tokens[self.first : self.last]
+
+    @property
+    def labels(self) -> Int16[np.ndarray, "_ 5"] | None:
+        return None if self.document.labels is None else self.document.labels[self.first : self.last]
 
     @property
     def cursor(self) -> Cursor:
@@ -80,6 +90,7 @@ class TokenStream:
         self._long_documents = long_documents
         self._documents = documents
         self._selection = selection
+        self._added = documents.added
 
     def blocks(
         self,
@@ -97,7 +108,6 @@ class TokenStream:
         Raises InputError for bad documents, depending on `on_error`, and ConfigError for a cursor that was made with
         different batch settings.
         """
-        self._require_valid(start)
         documents = self._documents.read(start, should_stop)
         pending: list[_Piece | SkippedDocument] = []  # what was read, but is in no block yet
         while True:
@@ -105,7 +115,7 @@ class TokenStream:
             if should_stop():
                 return
             places = [place for place, item in enumerate(pending) if isinstance(item, _Piece)]
-            placement = self._place([pending[place] for place in places])
+            placement = self._placed([pending[place] for place in places])
             # Skips before the first piece that is left belong to this block.
             end = places[placement.num_pieces] if placement.num_pieces < len(places) else len(pending)
             taken, pending = pending[:end], pending[end:]
@@ -121,13 +131,6 @@ class TokenStream:
         """The documents from `start` on that are read for blocks with `wanted` tokens; None for all."""
         return Demand(wanted, self._num_rows, self._length, self._packing, self._long_documents, start.token)
 
-    def _require_valid(self, start: Cursor) -> None:
-        if start.token % self._length or (start.token and self._long_documents is LongDocuments.cut):
-            raise ConfigError(
-                f"stream {self.stream} cannot start at token {start.token} of a document with rows of {self._length} "
-                "tokens. Resume with the batch settings of the run that created the store."
-            )
-
     def _read_ahead(
         self,
         documents: Iterator[TokenisedDocument | SkippedDocument],
@@ -141,32 +144,77 @@ class TokenStream:
         def take(item: _Piece) -> int:
             return 1 if is_pad else item.size
 
-        missing -= sum(take(item) for item in pending if isinstance(item, _Piece))
+        last = None
+        for item in pending:
+            if isinstance(item, _Piece):
+                missing, last = missing - take(item), item
         while missing >= 0 and (item := next(documents, None)) is not None:
             if isinstance(item, SkippedDocument):
                 pending.append(item)
                 continue
             begin = start.token if item.cursor.ordinal == start.ordinal else 0
-            for piece in self._pieces(item, begin):
-                pending.append(piece)
-                missing -= take(piece)
+            column = -begin if last is None else last.column + last.size  # a block begins with a row
+            for last in self._pieces(item, begin, self._place(column)):
+                pending.append(last)
+                missing -= take(last)
 
-    def _pieces(self, item: TokenisedDocument, begin: int) -> Iterator[_Piece]:
-        tokens = item.tokens
-        if self._long_documents is LongDocuments.cut:
-            tokens = tokens[: self._length].copy()
-        num_cut = len(item.tokens) - len(tokens)
-        document = replace(item, document=replace(item.document, text=""), tokens=tokens, num_cut=num_cut)
-        for first, last in windows(len(tokens), self._length, self._long_documents, begin):
-            piece = _Piece(document, first, last)
+    def _pieces(self, item: TokenisedDocument, begin: int, column: int) -> Iterator[_Piece]:
+        """The pieces of a document from token `begin` on. column: where its first token is in a row, with concat."""
+        document, ends = self._laid_out(item, column)
+        is_labelled = None if self._selection is None else self._selection.labelled(document.labels)
+        for first, last in self._windows(ends, begin, column):
+            place = self._place(column + first)
+            piece = _Piece(document, first, last, column=place)
             if self._selection is not None:
-                is_end = last == len(tokens)
-                chosen = self._selection.choose(piece.tokens, self._number(piece), first, is_end)
-                piece = replace(piece, chosen=chosen)
+                among = None if is_labelled is None else is_labelled[first:last]
+                choose = self._selection.choose
+                piece = replace(
+                    piece, chosen=choose(piece.tokens, self._number(piece), first, last in ends, among, place)
+                )
             yield piece
 
-    def _place(self, pieces: Sequence[_Piece]) -> Placement:
+    def _place(self, column: int) -> int:
+        """The place in its row of a token that follows `column` others of joined rows; 0 unless rows are joined."""
+        return column % self._length if self._packing is Packing.concat else 0
+
+    def _laid_out(self, item: TokenisedDocument, column: int) -> tuple[TokenisedDocument, list[int]]:
+        """The document with the tokens that stand in rows, and where each of its texts ends in these."""
+        is_cut, length = self._long_documents is LongDocuments.cut, self._length
+        tokens, labels, ends, num_cut = [], None, [0], 0
+        for text in np.split(item.tokens, item.document.breaks):
+            num_cut += max(0, len(text) - length) if is_cut else 0
+            if self._packing is Packing.concat:
+                text = text[: length if is_cut else None]
+                places = joined(text, length, self._place(column + ends[-1]), self._added)
+            else:
+                places = restarted(text, length, self._added)[: length if is_cut else None]
+            tokens.append(self._added.take(text, places))
+            ends.append(ends[-1] + len(places))
+        if item.labels is not None:  # a conversation is one text
+            labels = labels_at(item.labels[: len(text)], places)
+        document = replace(item.document, text="", labels=None, tokens=None)
+        return replace(item, document=document, tokens=np.concatenate(tokens), num_cut=num_cut, labels=labels), ends
+
+    def _windows(self, ends: Sequence[int], begin: int, column: int) -> list[tuple[int, int]]:
+        """The token ranges of a document's pieces from token `begin` on. ends: 0, and where each of its texts ends.
+        Raises ConfigError unless a window begins at `begin`."""
+        all_windows = (
+            (start + first, start + last)
+            for start, stop in pairwise(ends)
+            for first, last in windows(stop - start, self._length, LongDocuments.split, 0, self._place(column + start))
+        )
+        left = [window for window in all_windows if window[0] >= begin]
+        if begin and (not left or left[0][0] != begin):
+            raise ConfigError(
+                f"stream {self.stream} cannot start at token {begin} of a document with rows of {self._length} "
+                "tokens. Resume with the batch settings of the run that created the store."
+            )
+        return left
+
+    def _placed(self, pieces: Sequence[_Piece]) -> Placement:
         sizes = np.array([piece.size for piece in pieces], np.int64)
+        if self._packing is Packing.concat:
+            return join(sizes, self._num_rows, self._length)
         if self._packing is Packing.pad:
             return pad(sizes, self._num_rows)
         if self._selection is None:
@@ -185,7 +233,14 @@ class TokenStream:
         """The block of the items `taken`. `following`: the next piece; None if the stream is exhausted."""
         pieces = [item for item in taken if isinstance(item, _Piece)]
         numbers = np.array([self._number(piece) for piece in pieces], np.int64)
-        rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length)
+        labels = [piece.labels for piece in pieces]  # an Extractor's documents may be chats and texts
+        none = (
+            []
+            if all(part is None for part in labels)
+            else [np.zeros((piece.size, len(Label)), np.int16) for piece in pieces]
+        )
+        labels = [nothing if part is None else part for part, nothing in zip(labels, none, strict=False)]
+        rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length, labels)
         selected, num_selected = None, None
         if self._selection is not None:
             chosen = [piece.chosen for piece in pieces]
@@ -199,6 +254,7 @@ class TokenStream:
             segments=rows.segments,
             positions=rows.positions,
             documents=rows.documents,
+            labels=rows.labels,
             selected=selected,
             table=self._table(pieces, num_selected),
             skipped=tuple(item for item in taken if isinstance(item, SkippedDocument)),

@@ -6,35 +6,46 @@ from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Int32
+from jaxtyping import Bool, Int, Int16, Int32, Int64
 
 from pipeline.config.choices import LongPrompts, OnError
 from pipeline.core.errors import InputError
 from pipeline.data.documents import Cursor, Document, SkippedDocument, Source
+from pipeline.data.text.contexts import NOTHING, Added
+from pipeline.data.text.labels import Label, Part, Role
+from pipeline.data.text.token_ids import padding_problem, warn_without_start
 from pipeline.data.text.tokenizer import TextTokenizer
 
 # Documents tokenised together: enough for the tokenizer's threads, but not so many that a block waits for them.
 _BATCH_DOCUMENTS = 256
 _BATCH_CHARACTERS = 1 << 20
 _REASON_CHARACTERS = 1000
+# The labels of tokens that are put before and after a text.
+ADDED = {Label.message: -1, Label.role: Role.none, Label.part: Part.markup, Label.written: 0}
 _LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
+
+Encoded = tuple[Int32[np.ndarray, "_"], Int16[np.ndarray, "_ 5"] | None]  # tokens and their labels
 
 
 @dataclass(frozen=True, slots=True)
 class TokenisedDocument:
-    """A document, its tokens, and the cursor of its first token. num_cut: the tokens that were cut from it."""
+    """A document, its tokens, and the cursor of its first token. num_cut: the tokens that were cut from it. labels: of
+    the tokens, in the order of `Label`; a token has those of its first character."""
 
     document: Document
     tokens: Int32[np.ndarray, "_"]
     cursor: Cursor
     num_cut: int = 0
+    labels: Int16[np.ndarray, "_ 5"] | None = None
 
 
 class StreamDocuments(Protocol):
-    """The documents of one stream. info_schema: the names and types of the columns of `Document.info`."""
+    """The documents of one stream. info_schema: the names and types of the columns of `Document.info`. added: what
+    windows and rows add to their tokens."""
 
     num_shards: int  # the number of the stream's source shards
     info_schema: pa.Schema
+    added: Added
 
     def read(
         self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
@@ -54,15 +65,17 @@ class TokenisedDocuments:
     def __init__(
         self,
         source: Source,
-        tokenizer: TextTokenizer,
+        tokenizer: TextTokenizer | None,
         shards: Sequence[int],
         *,
         on_error: OnError,
         vocab_size: int | None,
+        added: Added = NOTHING,
         max_prompt: int | None = None,
         long_prompts: LongPrompts = LongPrompts.refuse,
     ) -> None:
-        """vocab_size: the model's; None accepts every token id. max_prompt: longer prompts are cut or refused."""
+        """tokenizer: None if all documents have tokens. vocab_size: the model's; None accepts every token id. added:
+        see `open_added`. max_prompt: longer prompts are cut or refused."""
         self.num_shards = len(shards)
         self.info_schema = source.info_schema
         self._source = source
@@ -70,6 +83,8 @@ class TokenisedDocuments:
         self._shards = shards
         self._on_error = on_error
         self._vocab_size = vocab_size
+        self.added = added
+        self._has_checked_first = False
         self._max_prompt = max_prompt
         self._long_prompts = long_prompts
 
@@ -80,18 +95,21 @@ class TokenisedDocuments:
         unless these are skipped."""
         ordinal = start.ordinal
         for batch in _batches(self._rows(start, should_stop)):
-            results = iter(self._encode([item.text for _, item in batch if isinstance(item, Document)]))
+            texts = [item for _, item in batch if isinstance(item, Document) and item.tokens is None]
+            results = iter(self._encode(texts) if texts else [])
             for shard, item in batch:
                 if isinstance(item, SkippedDocument):
                     yield replace(item, reason=_storable(item.reason))
                     continue
-                result = next(results)
+                ids = item.tokens
+                result = next(results) if ids is None else self._problem(ids, is_given=True) or (ids, None)
                 if reason := result if isinstance(result, str) else _unicode_problem(item):
                     yield self._bad(item, _storable(reason))
                 else:
-                    kept = self._cut(result)
-                    num_cut = len(result) - len(kept)
-                    yield TokenisedDocument(item, kept, Cursor(shard, item.index, 0, ordinal), num_cut)
+                    tokens, labels = result
+                    kept = self._cut(tokens)
+                    num_cut = len(tokens) - len(kept)
+                    yield TokenisedDocument(item, kept, Cursor(shard, item.index, 0, ordinal), num_cut, labels)
                     ordinal += 1
 
     def _rows(self, start: Cursor, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Document | SkippedDocument]]:
@@ -102,23 +120,32 @@ class TokenisedDocuments:
                     return
                 yield shard, item
 
-    def _encode(self, texts: list[str]) -> list[Int32[np.ndarray, "_"] | str]:
-        """The tokens of each text, or the reason why it cannot be used."""
+    def _encode(self, documents: list[Document]) -> list[Encoded | str]:
+        """The tokens of each document and their labels, or the reason why it cannot be used."""
         try:
-            return [self._checked(tokens) for tokens in self._tokenizer.encode(texts)]
+            results = encoded(self._tokenizer, documents, with_ends=self.added.separator is None)
+            return [self._problem(tokens) or (tokens, labels) for tokens, labels in results]
         except ValueError as error:
-            if len(texts) > 1:
-                return [tokens for text in texts for tokens in self._encode([text])]
+            if len(documents) > 1:
+                return [result for document in documents for result in self._encode([document])]
             return [_LONE_SURROGATE.format("the text") if isinstance(error, UnicodeEncodeError) else str(error)]
 
-    def _checked(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"] | str:
+    def _problem(self, tokens: Int32[np.ndarray, "_"], is_given: bool = False) -> str | None:
+        """Why the tokens cannot be used; None if they can. is_given: they are from a column of the data."""
         if not len(tokens):
             return "the tokenizer gives no token for the text"
         if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
             return f"token id {largest} is outside the model's vocabulary of {self._vocab_size}"
         if self._long_prompts is LongPrompts.refuse and self._max_prompt and len(tokens) > self._max_prompt:
             return f"the prompt has {len(tokens)} tokens, more than data.prompt_length={self._max_prompt}"
-        return tokens
+        if is_given and (problem := self.added.problem(tokens)):
+            return problem
+        if is_given and self._tokenizer is not None:
+            if not self._has_checked_first:
+                self._has_checked_first = True
+                warn_without_start(tokens, self._tokenizer)
+            return padding_problem(tokens, self._tokenizer.padding)
+        return None
 
     def _cut(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
         """At most `max_prompt` tokens: those that precede every text (BOS, the prefix), and the last ones."""
@@ -135,6 +162,38 @@ class TokenisedDocuments:
             f"{document.source} row {document.index} (id {_storable(document.id)})",
             "Repair the data, check that the tokenizer belongs to the model",
         )
+
+
+def encoded(tokenizer: TextTokenizer, documents: Sequence[Document], *, with_ends: bool = True) -> list[Encoded]:
+    """The tokens of each document and, if it has labels, those of the tokens. with_ends: as in `TextTokenizer.encode`.
+    Raises ValueError, as the tokenizer does."""
+    texts = [document.text for document in documents]
+    if all(document.labels is None for document in documents):
+        return [(tokens, None) for tokens in tokenizer.encode(texts, with_ends=with_ends)] if texts else []
+    results: list[Encoded] = []
+    for document, tokens in zip(documents, tokenizer.encode_with_starts(texts, with_ends=with_ends), strict=True):
+        starts, labels = tokens[:, 1], None
+        if document.labels is not None:
+            labels = _with_added(document.labels.at(_places_before(starts, starts >= 0)), starts < 0)
+        results.append((np.ascontiguousarray(tokens[:, 0]), labels))
+    return results
+
+
+def labels_at(labels: Int16[np.ndarray, "n 5"], places: Int64[np.ndarray, " m"]) -> Int16[np.ndarray, "m 5"]:
+    """The labels of the tokens at `places` of a document; from n on, these are added tokens."""
+    is_own = places < len(labels)
+    return _with_added(labels[_places_before(places, is_own)], ~is_own)
+
+
+def _places_before(places: Int[np.ndarray, " n"], is_own: Bool[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+    """The places, and for tokens that are not a text's own the last one before, whose exchange they have."""
+    return np.maximum.accumulate(np.where(is_own, places, 0))
+
+
+def _with_added(labels: Int16[np.ndarray, "n 5"], is_added: Bool[np.ndarray, " n"]) -> Int16[np.ndarray, "n 5"]:
+    for column, value in ADDED.items():
+        labels[is_added, column] = value
+    return labels
 
 
 def _batches(

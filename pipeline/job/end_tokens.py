@@ -8,14 +8,16 @@ from pipeline.models.registry import Model
 
 
 def end_tokens(model: Model, tokenizer: TextTokenizer, texts: Sequence[str] | None) -> tuple[int, ...]:
-    """The sorted ids of `texts`; if None, those of generation_config.json or else config.json, as in transformers.
+    """The sorted ids of `texts`; if None, those of generation_config.json or else config.json, as in transformers. In
+    multimodal checkpoints they may be in its `text_config`.
 
     Raises ConfigError for a text that is not a single token, and CheckpointError for an id outside the vocabulary.
     """
     if texts is not None:
         return tuple(sorted({tokenizer.token_id("data.end_tokens", text) for text in texts}))
     checkpoint = model.checkpoint
-    eos_token_id = checkpoint.generation_config.get("eos_token_id", checkpoint.config.get("eos_token_id"))
+    configs = checkpoint.generation_config, checkpoint.config, checkpoint.config.get("text_config", {})
+    eos_token_id = next((config["eos_token_id"] for config in configs if "eos_token_id" in config), None)
     ids = eos_token_id if isinstance(eos_token_id, list) else [] if eos_token_id is None else [eos_token_id]
     if not all(type(number) is int and 0 <= number < model.vocab_size for number in ids):
         raise CheckpointError(

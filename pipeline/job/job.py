@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int32
 
+from pipeline.config.choices import Windows
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import ArcData, GenerateData, RunConfig
 from pipeline.data.arc.prompts import GRADES
@@ -15,7 +16,9 @@ from pipeline.data.demand import shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, selection_identity
+from pipeline.data.sources import has_labels
 from pipeline.data.stream import TokenStream
+from pipeline.data.text.contexts import Added, open_added
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocuments
 from pipeline.job.end_tokens import end_tokens
@@ -39,7 +42,7 @@ class Job:
     config: RunConfig
     model: Model
     source: Source
-    tokenizer: TextTokenizer
+    tokenizer: TextTokenizer | None  # None for token ids of a model without one
     selection: Selection | None
     plan: Plan
     stored: StoreMetadata | None
@@ -60,7 +63,13 @@ class Job:
             selected=plan.step.selected,
             scales=stored.scales,
             outputs=stored.outputs,
+            has_labels=has_labels(self.config.data),
         )
+
+    @cached_property
+    def added(self) -> Added:
+        """The tokens that `batch` adds to documents. Raises ConfigError."""
+        return open_added(self.config.batch, self.tokenizer)
 
     @cached_property
     def metadata(self) -> StoreMetadata:
@@ -91,7 +100,7 @@ class Job:
             "long_prompts": str(data.long_prompts),
             "max_new_tokens": data.max_new_tokens,
             "sampling": asdict(sampling(data)),
-            "group": data.group,
+            "group": data.group_size,
             "end_tokens": list(end_tokens(self.model, self.tokenizer, data.end_tokens)),
             "cache_dtype": str(data.cache_dtype),
             **({"samples": data.samples} if data.samples > 1 else {}),
@@ -103,13 +112,9 @@ class Job:
         config, plan = self.config, self.plan
         return StoreMetadata(
             model=self._model_identity(reads_weights),
-            tokenizer=self.tokenizer.identity(),
+            tokenizer={} if self.tokenizer is None else self.tokenizer.identity(),
             data=self.data_identity,
-            batch={
-                "length": plan.step.length,
-                "packing": str(config.batch.packing),
-                "long_documents": str(config.batch.long_documents),
-            },
+            batch=self._batch_identity(),
             capture=self._capture_identity(reads_weights),
             store={"compression": str(config.store.compression)},
             num_streams=plan.streams.count,
@@ -117,11 +122,25 @@ class Job:
             config=self._recorded_config(),
         )
 
+    def _batch_identity(self) -> dict[str, object]:
+        batch = self.config.batch
+        identity: dict[str, object] = {
+            "length": self.plan.step.length,
+            "packing": str(batch.packing),
+            "long_documents": str(batch.long_documents),
+        }
+        if batch.windows is Windows.restart:
+            identity["windows"] = str(batch.windows)
+        if batch.separator is not None:
+            identity["separator"] = batch.separator
+        return identity
+
     def _model_identity(self, reads_weights: bool) -> dict[str, object]:
         config, identity = self.config.model, self.model.identity(reads_weights)
         if not reads_weights and "weights" in self.stored.model:
             identity["weights"] = self.stored.model["weights"]
         dtypes = {name: str(getattr(config, name)) for name in ("dtype", "weights_dtype")}
+        dtypes["activations_dtype"] = "same"  # a key of earlier stores, which can be resumed
         return {**identity, **dtypes, "vocab_size": self.model.vocab_size}
 
     def _capture_identity(self, reads_weights: bool) -> dict[str, object]:
@@ -150,10 +169,9 @@ class Job:
         return [encoder.identity(digests.get(encoder.spec.name, "")) for encoder in self.encoders]
 
     def _recorded_config(self) -> dict[str, object]:
-        """The configuration, with the commit of a Hub model. Recorded for information, not compared on resume."""
+        """The configuration, with the commits of a Hub model and adapter. For information, not compared on resume."""
         values = {name: value for name, value in asdict(self.config).items() if name != "distributed"}
-        if self.model.checkpoint.commit is not None:
-            values["model"]["commit"] = self.model.checkpoint.commit
+        values["model"] |= self.model.checkpoint.commits
         return values
 
     def work(self) -> list[StreamWork]:
@@ -207,6 +225,7 @@ class Job:
             range(stream, len(self.source.shards), self.plan.streams.count),
             on_error=data.on_error,
             vocab_size=self.model.vocab_size,
+            added=self.added,
             **({"max_prompt": data.prompt_length, "long_prompts": data.long_prompts} if self.plan.generation else {}),
         )
 
@@ -221,7 +240,7 @@ class Job:
             self.storage,
             stream=stream,
             num_streams=self.plan.streams.count,
-            size=self.config.data.group,
+            size=self.config.data.group_size,
             info_schema=pa.unify_schemas(parts),
         )
 

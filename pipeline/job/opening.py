@@ -1,16 +1,20 @@
 """Opens a job: its model, data and tokenizer, its plan, and the storage of its store. Computes nothing."""
 
+import logging
 from dataclasses import replace
 
 from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
+from pipeline.config.choices import Positions, Windows
 from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError, InputError, StoreMismatch
 from pipeline.core.messages import counted
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.data.selection import open_selection
-from pipeline.data.sources import open_source, renders_chat
+from pipeline.data.selection import NEEDS_LABELS, open_selection
+from pipeline.data.sources import has_labels, open_source, renders_chat
+from pipeline.data.text.token_ids import pretokenised_notes
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
+from pipeline.data.text.tokenizer_files import NoTokenizer
 from pipeline.job.job import Job
 from pipeline.job.manifests import JobManifest
 from pipeline.job.revisions import pinned
@@ -20,10 +24,13 @@ from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import StoredGeometry, make_plan
+from pipeline.planning.sae_contexts import compare_contexts, with_sae_contexts
 from pipeline.store.format.metadata import read_metadata
 from pipeline.store.generated.documents import RESERVED_COLUMNS
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
+
+log = logging.getLogger("pipeline")
 
 
 def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
@@ -38,7 +45,8 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     stored = read_metadata(storage)
     given_date = config.data.date
     config, revision = pinned(config, stored)
-    model, tokenizer = open_model_and_tokenizer(config, revision)
+    tokens = getattr(config.data, "tokens", None)
+    model, tokenizer = open_model_and_tokenizer(config, revision, is_optional=tokens is not None)
     if renders_chat(config.data):
         with time_limit(config.run.stall_timeout_s):
             tokenizer.require_chat()
@@ -46,38 +54,56 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
             raise ConfigError(
                 f"data.date is {given_date}, but the chat template writes no date (strftime_now). Set data.date=null."
             )
+    encoders = open_encoders(config.capture, model)
+    config = with_sae_contexts(config, encoders, tokenizer)
+    compare_contexts(config, encoders, tokenizer)
     manifest = JobManifest(storage)
     source = open_source(config.data, tokenizer, manifest.agree)
+    if tokens is not None:
+        for note in pretokenised_notes(source.first_file, config):
+            log.warning("sae_lens.json of the data: %s", note)
     geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
-    encoders = open_encoders(config.capture, model)
     specs = tuple(encoder.spec for encoder in encoders)
     plan = make_plan(config, model, len(source.shards), devices or topology(config.run), geometry, specs)
     if plan.generation or plan.step.head_outputs:
         model.generation.check_head()
     if plan.generation and (reserved := sorted({*source.info_schema.names} & RESERVED_COLUMNS)):
         raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Remove it.")
+    if config.capture.positions is Positions.labels and not has_labels(config.data):
+        raise ConfigError(NEEDS_LABELS)
     selection = open_selection(config.capture, plan.step.length, tokenizer)
     job = Job(config, model, source, tokenizer, selection, plan, stored, storage, manifest, encoders)
-    _ = job.data_identity  # checks the end tokens
+    _ = job.data_identity, job.added  # checks the end tokens, and those of contexts
     return job
 
 
-def open_model_and_tokenizer(config: RunConfig, revision: str | None) -> tuple[Model, TextTokenizer]:
-    """The model at a revision, and `model.tokenizer` or the model's own tokenizer at the same revision.
+def open_model_and_tokenizer(
+    config: RunConfig, revision: str | None, is_optional: bool = False
+) -> tuple[Model, TextTokenizer | None]:
+    """The model at a revision, and `model.tokenizer` or the model's own tokenizer at the same revision. is_optional:
+    None for a model without a tokenizer, unless a setting needs one.
 
     Raises ConfigError, InputError or CheckpointError.
     """
     path, data = config.model.path, config.data
-    model = open_model(path, revision=revision, init=str(config.model.init), seed=config.model.seed)
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or path,
-        revision=None if config.model.tokenizer else revision,
-        special_tokens=data.special_tokens,
-        prefix=data.prefix,
-        suffix=data.suffix,
-        date=data.date,
-        template_kwargs=data.template_kwargs,
-    )
+    init, seed, adapter = str(config.model.init), config.model.seed, config.model.adapter
+    model = open_model(path, revision=revision, init=init, seed=seed, adapter=adapter)
+    try:
+        tokenizer = load_tokenizer(
+            config.model.tokenizer or path,
+            revision=None if config.model.tokenizer else revision,
+            special_tokens=data.special_tokens,
+            prefix=data.prefix,
+            suffix=data.suffix,
+            date=data.date,
+            template_kwargs=data.template_kwargs,
+        )
+    except NoTokenizer:
+        batch, capture = config.batch, config.capture
+        asked = (config.model.tokenizer, data.prefix, data.suffix, batch.separator, capture.token, capture.regex)
+        if not is_optional or any(asked) or batch.windows is Windows.restart:
+            raise
+        return model, None
     return model, tokenizer
 
 
@@ -103,7 +129,7 @@ def _widths(model: Model, site: Site, length: int) -> str:
 def print_plan(config: RunConfig) -> None:
     """Prints what a run would do on this machine's devices. Reads only headers, and writes nothing."""
     job = open_job(config)
-    sites = ", ".join(f"{site} {_widths(job.model, site, config.batch.length)}" for site in job.model.sites)
+    sites = ", ".join(f"{site} {_widths(job.model, site, job.plan.step.length)}" for site in job.model.sites)
     step = job.plan.step
     parameters = num_params(job.model.leaves(step.forward_keys, with_head=bool(step.head_outputs)))
     flops = job.model.flops_per_token(step.forward_keys, step.length, head_share=step.head_share) + step.encoder_flops

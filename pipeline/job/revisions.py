@@ -62,7 +62,7 @@ def _require_chat(data: DataConfig) -> None:
         if getattr(data, name) is not None:
             raise ConfigError(
                 f"data.{name} is {shown(getattr(data, name))}, but no chat template is used. Set it to null, or "
-                "data.template=chat with data=arc or data=generate."
+                "data.template=chat with data=arc or data=generate, or data.messages with data=hf."
             )
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from pipeline.cluster import preemption, processes
 from pipeline.cluster.devices import open_devices, topology
-from pipeline.config.choices import Attention
+from pipeline.config.choices import Attention, Packing, Positions
 from pipeline.core import arguments
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import ConfigError, StoreMismatch
@@ -19,6 +19,7 @@ from pipeline.data.documents import SkippedDocument, TokenBlock
 from pipeline.data.packing import windows
 from pipeline.data.selection import open_selection
 from pipeline.data.stream import TokenStream
+from pipeline.data.text.contexts import open_added, restarted
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.job.job import weights_identity
 from pipeline.job.loaded_step import LoadedStep, load_weights
@@ -27,12 +28,13 @@ from pipeline.job.revisions import pinned
 from pipeline.job.running import run_job
 from pipeline.job.writing.block_warnings import SlotChecks, check_finite
 from pipeline.job.writing.transfer import in_flight
-from pipeline.library.inputs import DocumentInput, DocumentReader, GivenDocuments, as_list, write_texts
+from pipeline.library.inputs import DocumentInput, DocumentReader, GivenDocuments, as_list, write_documents
 from pipeline.library.results import Collector, ExtractedDocument
 from pipeline.library.settings import configuration, settings
 from pipeline.library.shapes import Shape, ladder, smallest
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import make_plan
+from pipeline.planning.sae_contexts import compare_contexts, with_sae_contexts
 from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, make_partition
 from pipeline.store.read.frameworks import Dtype, converter, parsed_dtype, parsed_framework
 from pipeline.store.read.reader import ActivationStore
@@ -56,8 +58,9 @@ class Extractor:
     as the command does. Steps have one of a few shapes: `shapes`. The step is compiled for a shape when a call first
     needs it; `compiled_shapes` lists these shapes, and the log (`pipeline`) reports each.
 
-    config: the command's configuration for the same extraction. model, tokenizer, plan: the opened model and tokenizer,
-    and the plan. hook_names: the TransformerLens name of each array of activations, by our name.
+    config: the command's configuration for the same extraction. model, tokenizer, plan: the opened model and tokenizer
+    (None if the model has none: it takes token ids), and the plan. hook_names: the TransformerLens name of each array
+    of activations, by our name.
     """
 
     def __init__(
@@ -81,11 +84,11 @@ class Extractor:
         while loading, and for calls of several steps.
 
         Every other option is the last part of a key of the command's configuration, with its default and its values:
-        revision, tokenizer, weights_dtype, attention, weights, init and seed of `model`; on_error,
-        special_tokens, prefix, suffix, template_kwargs and date of `data`; rows, packing and long_documents of `batch`;
-        scale_group, outputs, top_logprobs, on_not_finite, positions, every, token, regex, rate, per_row, keep, encode
-        and encode_* of `capture`, whose seed is sample_seed; shard_mib, rows_per_block and compression of `store`;
-        tensor of `mesh`; reserved_mib of `run`.
+        revision, adapter, tokenizer, weights_dtype, attention, weights, init and seed of `model`; on_error,
+        special_tokens, prefix, suffix, template_kwargs and date of `data`; rows, packing, long_documents,
+        windows and separator of `batch`; scale_group, outputs, top_logprobs, on_not_finite, positions, every, token,
+        regex, rate, per_row, keep, encode and encode_* of `capture`, whose seed is sample_seed; shard_mib,
+        rows_per_block and compression of `store`; tensor of `mesh`; reserved_mib of `run`.
 
         Raises ConfigError, InputError or CheckpointError, as the command does.
         """
@@ -100,12 +103,14 @@ class Extractor:
                 "process. On several hosts, use python -m pipeline.run."
             )
         _, revision = pinned(configuration(self._settings, _RENDERED), None)
-        self.model, self.tokenizer = open_model_and_tokenizer(config, revision)
+        self.model, self.tokenizer = open_model_and_tokenizer(config, revision, is_optional=True)
         self._settings["model.revision"] = revision  # `save` uses the same commit of a Hub model
         self._settings["batch.length"] = length or min(_DEFAULT_LENGTH, self.model.max_positions)
         self._settings["run.progress"] = progress
         self.config = configuration(self._settings)
         self._encoders = open_encoders(self.config.capture, self.model)
+        self.config = with_sae_contexts(self.config, self._encoders, self.tokenizer)
+        compare_contexts(self.config, self._encoders, self.tokenizer, in_rows=False)
         specs = tuple(encoder.spec for encoder in self._encoders)
         self.plan = make_plan(self.config, self.model, 1, topology(self.config.run), encoders=specs)
         self.hook_names = {key.name: self.model.hook_name(key) for key in self.plan.step.keys}
@@ -113,6 +118,7 @@ class Extractor:
             self.plan.step.rows, self.plan.step.length, self.plan.mesh.data, self._takes_any_length()
         )
         self._selection = open_selection(self.config.capture, self.plan.step.length, self.tokenizer)
+        self._added = open_added(self.config.batch, self.tokenizer)
         self._partition = make_partition(self.plan.mesh.tensor, self.plan.weights.sharding)
         self._identity = weights_identity(self.model, self._encoders)
         self._params = load_weights(self.config, self.model, self.plan, self._partition, self._encoders)
@@ -143,13 +149,20 @@ class Extractor:
         is "stored", for the Extractor's.
 
         A document longer than `length` is split into windows, and their activations are concatenated; a window does not
-        attend to earlier windows. With `long_documents="cut"` only the first window is computed.
+        attend to earlier windows. With `long_documents="cut"` only the first window is computed. `windows="restart"`
+        repeats the tokens that begin and end the document in each window.
 
-        Raises InputError for a document without tokens, or with tokens outside the model's vocabulary (with
-        `on_error="skip"` its result is empty instead), NotFiniteError for activations that are not finite as `dtype`,
-        and ArgumentError for an unknown framework or dtype.
+        Raises ConfigError with `packing="concat"`, where results would depend on the other documents; InputError for a
+        document without tokens, or with tokens outside the model's vocabulary (with `on_error="skip"` its result is
+        empty instead); NotFiniteError for activations that are not finite as `dtype`; and ArgumentError for an unknown
+        framework or dtype.
         """
         require_not_forked("JAX")
+        if self.config.batch.packing is Packing.concat:
+            raise ConfigError(
+                "packing='concat' joins documents in rows, so a call's results would depend on its other documents. "
+                "Use save(), or packing='pack'."
+            )
         convert = converter(parsed_framework(framework), parsed_dtype(dtype))
         items = self._reader(add_generation_prompt).tokenised(as_list(documents))
         tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
@@ -170,23 +183,26 @@ class Extractor:
         max_tokens: int | None = None,
         add_generation_prompt: bool = False,
     ) -> ActivationStore:
-        """Writes the activations of texts and chats into a store, and opens it.
+        """Writes the activations of texts and chats, or of lists of token ids, into a store, and opens it.
 
         path: local, gs:// or s3://. ids: the documents' ids; by default their numbers. max_tokens: the least number of
         tokens to store, in whole blocks; None for all.
 
-        The store equals the one that `python -m pipeline.run` creates from a parquet file of these texts. Therefore the
-        same call resumes an interrupted store (Ctrl-C raises Interrupted after complete blocks are committed) and does
-        nothing to a complete one; a larger `max_tokens` extends it. Raises StoreMismatch if the path has a store of
-        different documents or options, and any other PipelineError that the command raises.
+        The store equals the one that `python -m pipeline.run` creates from a parquet file of these texts, or token
+        ids (`data.tokens`). Therefore the same call resumes an interrupted store (Ctrl-C raises Interrupted after
+        complete blocks are committed) and does nothing to a complete one; a larger `max_tokens` extends it. Raises
+        StoreMismatch if the path has a store of different documents or options, and any other PipelineError that the
+        command raises.
         """
-        texts = self._reader(add_generation_prompt).texts(as_list(documents))
+        if self.config.capture.positions is Positions.labels:
+            raise ConfigError(
+                "positions='labels', but save() stores texts without labels. Call the Extractor, or use the command "
+                "with data=hf and data.messages."
+            )
+        contents = self._reader(add_generation_prompt).contents(as_list(documents))
         with tempfile.TemporaryDirectory() as folder:
-            settings = _RENDERED | {
-                "store.path": arguments.path("path", path),
-                "data.path": write_texts(texts, folder, ids),
-                "run.max_tokens": max_tokens,
-            }
+            settings = _RENDERED | write_documents(contents, folder, ids)
+            settings |= {"store.path": arguments.path("path", path), "run.max_tokens": max_tokens}
             config = configuration(self._settings, settings | {"run.stall_timeout_s": _NEVER_S})
             with preemption.stop_on_signals() as stop:
                 job = open_job(config)
@@ -203,7 +219,8 @@ class Extractor:
         return self.config.model.attention in (Attention.auto, Attention.xla) and self.plan.step.selected is None
 
     def _reader(self, add_generation_prompt: bool) -> DocumentReader:
-        return DocumentReader(self.tokenizer, self.model.vocab_size, self.config.data.on_error, add_generation_prompt)
+        on_error = self.config.data.on_error
+        return DocumentReader(self.tokenizer, self.model.vocab_size, on_error, add_generation_prompt, self._added)
 
     def _loaded(self, shape: Shape) -> LoadedStep:
         """The step for one shape, compiled on first use."""
@@ -224,12 +241,13 @@ class Extractor:
                 "%d of %d documents are longer than length=%d (the longest has %d tokens): long_documents=%s applies",
                 *(len(long), len(documents), length, max(long), batch.long_documents),
             )
-        ranges = (windows(len(document.tokens), length, batch.long_documents) for document in documents)
+        totals = (len(restarted(document.tokens, length, self._added)) for document in documents)
+        ranges = (windows(total, length, batch.long_documents) for total in totals)
         sizes = np.array([last - first for pieces in ranges for first, last in pieces])
         shape = smallest(self.shapes, sizes, batch.packing)
         step = self._loaded(shape)
         stream = TokenStream(
-            GivenDocuments(documents),
+            GivenDocuments(documents, self._added),
             stream=0,
             num_streams=1,
             rows_per_block=self.plan.rows_per_block if shape == self.shapes[-1] else shape.rows,

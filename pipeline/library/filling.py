@@ -24,7 +24,7 @@ from pipeline.job.writing.block_warnings import SlotChecks, check_finite
 from pipeline.job.writing.transfer import CopyThreads, StepInFlight, in_flight, start_transfer
 from pipeline.library.tee import StoreTee
 from pipeline.planning.plan import Plan
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import LABELS_ARRAY, SELECTED, SIDE_ARRAYS
 from pipeline.store.read.gathering import Filled, TokenMemory
 from pipeline.store.read.options import BatchOptions
 from pipeline.store.read.order import Buffer, permutation
@@ -223,6 +223,7 @@ class Filler:
             self._copy_threads.finish()
         rows = slice(step.first_row, step.first_row + step.num_rows)
         names = [spec.name for spec in SIDE_ARRAYS] + ([SELECTED.name] if step.block.selected is not None else [])
+        names += [LABELS_ARRAY.name] if LABELS_ARRAY.name in arrays else []
         side_arrays = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})
         for name, values in side_arrays.items():
             target = arrays[name][row : row + step.num_rows]

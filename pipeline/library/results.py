@@ -6,14 +6,15 @@ T positions of a row, S slots of a row for activations.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int16, Int32, Int64
 
 from pipeline.core.sites import ByName
 from pipeline.data.documents import SkippedDocument, TokenBlock
+from pipeline.data.text.labels import Label
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.step.compiled_step import StepOutputs
 from pipeline.step.spec import StepSpec
@@ -22,7 +23,8 @@ from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.frameworks import Framework
 from pipeline.store.read.rows import at_selected
 
-_TOKENS, _IS_STORED, _TOKEN_DOCUMENTS, _SLOT_DOCUMENTS = "tokens", "is_stored", "token documents", "slot documents"
+_TOKENS, _IS_STORED, _LABELS = "tokens", "is_stored", "labels"
+_TOKEN_DOCUMENTS, _SLOT_DOCUMENTS = "token documents", "slot documents"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class ExtractedDocument:
     arrays of features. features: sparse features by SAE name (option `encode`), e.g. "blocks.5.resid_post".
     num_cut: number of tokens that `long_documents="cut"` left out.
     skipped: the reason if `on_error="skip"` skipped the document, else None.
+    labels: of the n tokens of a chat, int16 [n, 5]: message, exchange, role, part, and whether the assistant wrote it;
+    None for other documents, and for a chat template whose texts cannot be followed.
     """
 
     tokens: Int32[np.ndarray, " n"]
@@ -49,6 +53,7 @@ class ExtractedDocument:
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
     num_cut: int = 0
     skipped: str | None = None
+    labels: Int16[np.ndarray, "n 5"] | None = None
 
 
 class Collector:
@@ -71,7 +76,9 @@ class Collector:
             is_stored = np.zeros_like(is_stored)
             row, slot = np.nonzero(selected >= 0)
             is_stored[row, selected[row, slot]] = True
-        self._add(documents, {_TOKEN_DOCUMENTS: documents, _TOKENS: block.tokens[rows], _IS_STORED: is_stored})
+        of_tokens = {_TOKEN_DOCUMENTS: documents, _TOKENS: block.tokens[rows], _IS_STORED: is_stored}
+        labels = np.zeros((*block.tokens.shape, len(Label)), np.int16) if block.labels is None else block.labels
+        self._add(documents, of_tokens | {_LABELS: labels[rows]})
         arrays = zip(self._spec.stored_arrays, outputs.arrays, strict=True)
         self._add(slots, {_SLOT_DOCUMENTS: slots} | {array.name: np.asarray(values) for array, values in arrays})
 
@@ -89,10 +96,11 @@ class Collector:
         """One result per item, with arrays that `convert` makes arrays of the framework. Call it once, after all steps
         were added: it releases the gathered arrays."""
         nothing = {_TOKENS: np.empty(0, np.int32), _IS_STORED: np.empty(0, bool)}
+        nothing[_LABELS] = np.empty((0, len(Label)), np.int16)
         nothing |= {array.name: np.empty((0, *array.token_shape), array.dtype) for array in self._spec.stored_arrays}
         num_documents = sum(isinstance(item, TokenisedDocument) for item in items)
         divided = {}
-        for slots, names in ((_TOKEN_DOCUMENTS, list(nothing)[:2]), (_SLOT_DOCUMENTS, list(nothing)[2:])):
+        for slots, names in ((_TOKEN_DOCUMENTS, list(nothing)[:3]), (_SLOT_DOCUMENTS, list(nothing)[3:])):
             documents = np.concatenate([np.empty(0, np.int64), *self._parts.pop(slots, [])])
             order = np.argsort(documents, kind="stable")
             starts = np.searchsorted(documents[order], np.arange(num_documents))[1:]
@@ -106,8 +114,9 @@ class Collector:
                 continue
             place = next(number)
             arrays = {name: values[place] for name, values in divided.items()}
-            num_cut = len(item.tokens) - len(arrays[_TOKENS])
-            results.append(self._result(arrays, convert, framework, num_cut=num_cut))
+            num_cut = max(0, len(item.tokens) - len(arrays[_TOKENS]))  # windows may repeat some
+            labels = None if item.labels is None else arrays[_LABELS]
+            results.append(replace(self._result(arrays, convert, framework, num_cut=num_cut), labels=labels))
         return results
 
     def _result(

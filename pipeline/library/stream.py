@@ -143,6 +143,7 @@ class Stream:
         outputs: Sequence[str] = (),
         features: bool = False,
         drop_last: bool = False,
+        labels: bool = False,
         shuffle_buffer_tokens: int = BUFFER_TOKENS,
         state: Mapping[str, Any] | None = None,
         store: str | os.PathLike[str] | None = None,
@@ -152,7 +153,7 @@ class Stream:
 
         keys: as in `ActivationStore.batches`; None for all captured arrays: a single array if there is one, else all by
         name.
-        token_filter, normalisation, stack, dtype, framework, outputs, features, drop_last: as in
+        token_filter, normalisation, stack, dtype, framework, outputs, features, drop_last, labels: as in
         `ActivationStore.batches`.
         shuffle, seed, shuffle_buffer_tokens: slots for tokens in the buffer, rounded down to whole steps. One half is
         filled while the other is read in random order; the first batch comes when the first half is full.
@@ -176,6 +177,7 @@ class Stream:
             **dict(rank=devices.index if rank is None else rank, world=devices.count if world is None else world),
             **dict(shuffle=shuffle, seed=seed, token_filter=token_filter, stack=stack),
             **dict(dtype=dtype, framework=framework, outputs=outputs, features=features, drop_last=drop_last),
+            labels=labels,
         )
         if options.token_filter.part is not None:
             raise ArgumentError(

@@ -171,7 +171,9 @@ def _identity(job: Job, options: BatchOptions, half_steps: int) -> dict[str, int
         "seed": options.order_seed,
         "batch_size": options.batch_size,
         "shuffle_buffer_tokens": 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots,
-        "token_filter": _checksum(asdict(options.token_filter)),
+        "token_filter": _checksum(
+            {name: value for name, value in asdict(options.token_filter).items() if name != "labels" or value}
+        ),
     }
 
 

@@ -10,6 +10,7 @@ Shape letters in this package, which also name the axes of weights:
     latent attention   Q rank of queries, Z rank of keys and values, R rotary dims of a head, X = H - R + W
     DeltaNet           J key heads, O value heads per key head, k and v dims of a key head and a value head,
                        c convolution taps
+    short convolution  G channels, c taps
 """
 
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -59,7 +60,8 @@ class Norm(StrEnum):
     rms = "rms"  # by its weight, in the activations' dtype
     rms_wide = "rms_wide"  # by its weight, in float32
     rms_plus_one = "rms_plus_one"  # by 1 + its weight, in float32
-    layer = "layer"  # LayerNorm: by its weight, plus its bias, in float32
+    layer = "layer"  # LayerNorm: by its weight, plus its bias if it has one, in float32
+    layer_plain = "layer_plain"  # LayerNorm without weights, before attention, the MLP and the head
 
 
 class Activation(StrEnum):
@@ -69,15 +71,28 @@ class Activation(StrEnum):
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
     relu = "relu"
+    relu2 = "relu2"  # squared
 
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """Sliding-window attention: local layers attend to the last `window` positions, including the current one."""
+    """Sliding-window attention: local layers attend to the last `window` positions, including the current one. With
+    `chunked`, they attend to those in the same chunk of `window` positions of the document."""
 
     pattern: str  # a letter per layer: L local, G global
     window: int
     rope: Rope | None  # for the local layers
+    chunked: bool = False
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Queries are multiplied by 1 + beta * log(1 + floor((position + shift) / period)), for long contexts."""
+
+    beta: float
+    period: int
+    shift: int = 0
+    of_rotated: bool = True  # in layers with rotary embeddings (Ministral 3); False: in the others (Llama 4)
 
 
 class RotaryPairs(StrEnum):
@@ -105,7 +120,7 @@ class LatentAttention:
 class DeltaNet:
     """Layers with a gated DeltaNet (Yang et al., arXiv 2412.06464) in place of attention. Each value head has a
     decaying state of [key dim, value dim]; a position adds the difference between its value and the state's prediction
-    for its key."""
+    for its key. In Mamba 2, it adds its value; a key head is a group there, and the key dim the state's size."""
 
     pattern: str  # a letter per layer: D DeltaNet, A attention
     num_heads: int  # query and key heads
@@ -113,6 +128,17 @@ class DeltaNet:
     key_dim: int  # per key head
     value_dim: int  # per value head
     num_taps: int  # of the causal convolutions over queries, keys and values
+    is_mamba: bool = False
+    min_time: float = 0.0  # Mamba 2: of a position's time step
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """Layers with a gated short convolution over the positions in place of attention (LFM2, arXiv 2511.23404). It has a
+    channel per feature of the residual stream."""
+
+    pattern: str  # a letter per layer: C convolution, A attention
+    num_taps: int
 
 
 @dataclass(frozen=True)
@@ -145,6 +171,7 @@ class Part(StrEnum):
     keys = "keys"  # and values, unless the layer attends to those of another
     values = "values"  # projections, unless the keys are also the values
     delta = "delta"  # a gated DeltaNet in place of attention
+    conv = "conv"  # a gated short convolution in place of attention
     dense = "dense"  # an MLP
     sparse = "sparse"  # a mixture of experts
 
@@ -165,6 +192,7 @@ class Router(StrEnum):
     softmax = "softmax"  # the largest shares of a softmax over all experts
     top_softmax = "top_softmax"  # the largest logits, weighted by a softmax over these
     groups = "groups"  # DeepSeek-V2: shares as in `softmax`, from the groups of experts with the largest shares
+    sigmoid = "sigmoid"  # the largest logits, weighted by their sigmoids
     sigmoid_groups = "sigmoid_groups"  # DeepSeek-V3: sigmoids, from the groups with the largest sums of two; the choice
     # adds corrections to the sigmoids
 
@@ -186,6 +214,7 @@ class Experts:
     scaling: float = 1.0  # of the weights, for experts in groups
     limit: float | None = None  # neurons are (up + 1) * gate * sigmoid(alpha * gate), with gate <= limit, |up| <= limit
     alpha: float = 1.702
+    scales_inputs: bool = False  # multiplies an expert's input by its weight, not its output
     beside_mlp: bool = False  # an MLP reads the same stream through its own norm, and the outputs are added (Gemma 4)
 
 
@@ -207,24 +236,32 @@ class Architecture:
     norm: Norm = Norm.rms
     activation: Activation = Activation.silu
     causal: bool = True
-    parallel: bool = False  # attention and MLP read the same residual stream
+    parallel: bool = False  # attention and MLP read the same stream, through one norm unless the MLP has its own
     gated: bool = True  # the MLP multiplies its activated gate by a linear projection
     rotary_dim: int | None = None  # dimensions of a head that rotate; None: all
+    rotary_pairs: RotaryPairs = RotaryPairs.halves
     attention_scale: float | None = None  # multiplies the scores; None: 1 / sqrt(head_dim)
     softcap: float | None = None  # scores become softcap * tanh(scores / softcap)
+    clip_qkv: float | None = None  # bounds queries and keys, before they rotate, and values
     local: LocalAttention | None = None  # None: all layers are global
     sinks: bool = False  # each head has a learned score for a key without a value, which all its queries see
     embed_scale: float = 1.0
+    position_offset: int = 0  # number of the first row of learned positions that is used
+    residual_scale: float = 1.0  # multiplies what attention and the MLP add to the stream
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense
     rotation: str | None = None  # a letter per layer: R with rotary embeddings, N without; None: R if `rope` is set
     latent: LatentAttention | None = None
     num_ignored_layers: int = 0  # multi-token prediction layers after the last layer, which are not read
-    delta: DeltaNet | None = None  # None: all layers have attention
+    delta: DeltaNet | None = None  # None: no layer has one
+    conv: ShortConv | None = None  # None: no layer has one
     global_heads: GlobalHeads | None = None  # None: the same heads in all layers
     shared_keys: SharedKeys | None = None  # None: all layers compute keys and values
+    query_scaling: QueryScaling | None = None
     norms_values: bool = False  # RMSNorm of the values, without a weight
+    norms_rotated: bool = False  # RMSNorm of queries and keys after rotation, without a weight
     layer_inputs: int = 0  # dims of per-layer inputs (per-layer embeddings of a token); 0: none
+    blocks: str | None = None  # a letter per layer: M only attention or what is in its place, F only an MLP; None: both
 
     @property
     def value_dim(self) -> int:
@@ -248,17 +285,26 @@ class Architecture:
         return self.rope is not None and (self.rotation is None or self.rotation[layer] == "R")
 
     def kind(self, layer: int) -> LayerKind:
-        is_delta = self.delta is not None and self.delta.pattern[layer] == "D"
         is_sparse = self.experts is not None and self.experts.pattern[layer] == "S"
         has_global_heads = self.global_heads is not None and not self.is_local(layer)
         keys_of = self.keys_of(layer)
-        parts = {Part.layer, Part.delta if is_delta else Part.attention, Part.sparse if is_sparse else Part.dense}
+        parts, block = {Part.layer}, self.blocks[layer] if self.blocks else None
+        if block != "F":
+            parts.add(self._mixer(layer))
+        if block != "M":
+            parts.add(Part.sparse if is_sparse else Part.dense)
         if is_sparse and self.experts.beside_mlp:
             parts.add(Part.dense)
-        if not is_delta and keys_of is None:
+        if Part.attention in parts and keys_of is None:
             keys_are_values = has_global_heads and self.global_heads.keys_are_values
             parts |= {Part.keys} if keys_are_values else {Part.keys, Part.values}
         return LayerKind(frozenset(parts), self.is_local(layer), self.is_rotated(layer), has_global_heads, keys_of)
+
+    def _mixer(self, layer: int) -> Part:
+        """What mixes positions: attention, or what is in its place."""
+        if self.delta is not None and self.delta.pattern[layer] == "D":
+            return Part.delta
+        return Part.conv if self.conv is not None and self.conv.pattern[layer] == "C" else Part.attention
 
     def keys_of(self, layer: int) -> int | None:
         """The layer whose keys and values a layer attends to; None: its own."""
@@ -285,15 +331,21 @@ class Architecture:
         experts = self.experts or Experts("", 0, 0, 0, False)
         latent = self.latent or LatentAttention(0, 0, 0, RotaryPairs.halves)
         delta = self.delta or DeltaNet("", 0, 0, 0, 0, 0)
-        num_rotary = self.rotary_dim or 0
+        num_rotary, num_positions = self.rotary_dim or 0, self.max_positions + self.position_offset
         sizes = {
-            **{"V": self.vocab_size, "D": self.d_model, "P": self.max_positions, "Y": self.num_token_types},
+            **{"V": self.vocab_size, "D": self.d_model, "P": num_positions, "Y": self.num_token_types},
             **{"N": self.num_heads, "K": self.num_kv_heads, "H": self.head_dim, "W": self.value_dim, "C": 3},
             **{"Q": latent.q_rank or 0, "Z": latent.kv_rank, "R": num_rotary},
             **{"X": self.head_dim - num_rotary + self.value_dim, "F": self.d_mlp},
             **{"E": experts.num_experts, "M": experts.d_expert, "U": experts.d_shared},
             **{"J": delta.num_heads, "O": delta.values_per_key, "k": delta.key_dim, "v": delta.value_dim},
-            **{"c": delta.num_taps, "L": self.num_layers, "p": self.layer_inputs, "I": 1},
+            **{
+                "c": self.conv.num_taps if self.conv else delta.num_taps,
+                "G": self.d_model,
+                "L": self.num_layers,
+                "p": self.layer_inputs,
+                "I": 1,
+            },
         }
         return sizes[axis]
 
@@ -327,6 +379,7 @@ the expert's number; tensors with `#` lack the axis E.
 | `FileTensor(("mlp.up",), "D F")` | our weight with different axes: GPT-2's matrices are [inputs, outputs] |
 | `FileTensor(("mlp.gate", "mlp.up"))` | several weights, concatenated along the first axis (Phi-3) |
 | `FileTensor(("attention.q", "attention.gate"), by="N")` | several weights, which alternate by head |
+| `FileTensor(())` | none of our weights; it is not read (the indexer of DeepSeek V3.2) |
 
 Matrix products with weights [outputs, inputs] measured as fast as with [inputs, outputs].
 """

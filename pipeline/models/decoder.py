@@ -10,16 +10,28 @@ from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Float32, Int32, PyTree
 
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.architecture import Architecture, LayerKind
+from pipeline.models.architecture import Architecture, LayerKind, QueryScaling
 from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.spec import Attend
-from pipeline.models.delta_net import Recur, WholeRows, delta_block
 from pipeline.models.experts import experts_block
-from pipeline.models.layers import LayerWeights, Rows, attention_block, layer_out, mlp_block, norm, norm_if_any
+from pipeline.models.layers import (
+    BlockWeights,
+    LayerWeights,
+    Rows,
+    attention_block,
+    layer_out,
+    mlp_block,
+    norm,
+    norm_if_any,
+)
 from pipeline.models.partition import Partition
+from pipeline.models.recurrent.delta_net import delta_block
+from pipeline.models.recurrent.mamba import mamba_block
+from pipeline.models.recurrent.recur import Recur, WholeRows
+from pipeline.models.recurrent.short_conv import conv_block
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import LayerRun, layer_runs, residual_index
 
@@ -42,6 +54,7 @@ class Params(TypedDict, total=False):
     final_norm: Float[Array, " D"]
     final_norm_bias: Float[Array, " D"]
     head: Float[Array, "V D"]  # only if loaded `with_head`; absent if the embedding is also the head
+    head_bias: Float[Array, " V"]
 
 
 STREAM_SITES = (Site.attn_in, Site.attn_out, Site.resid_mid, Site.mlp_in, Site.mlp_out)
@@ -74,7 +87,8 @@ def forward(
     """Computes `finish` of each key's activation, in the weights' dtype. Values at padding are undefined.
 
     Pure, so it can be jitted. `params` must have been loaded for the same keys, and sharded by `partition`. If `attend`
-    has an entry per layer, the keys must make each layer a run; `Recur` is for a layer with a DeltaNet.
+    has an entry per layer, the keys must make each layer a run; `Recur` is for a layer with
+    a DeltaNet or a convolution.
     """
     captured: dict[ActivationKey, PyTree] = {}
 
@@ -125,7 +139,10 @@ class LayerRows:
             selected = None
         elif selected is None:
             selected = jnp.broadcast_to(jnp.arange(batch.tokens.shape[1]), batch.tokens.shape)
-        self._arch, self._rows = arch, Rows(batch.segments, rope_tables(arch, batch.positions), selected)
+        scales = None if arch.query_scaling is None else query_scales(arch.query_scaling, batch.positions)
+        self._arch = arch
+        segments, chunks = batch.segments, chunk_segments(arch, batch)
+        self._rows = Rows(segments, chunks, rope_tables(arch, batch.positions), selected, query_scales=scales)
         has_inputs = "layer_embed" in params
         self._inputs = layer_inputs(arch, params, x, batch.tokens, num_layers) if has_inputs else None
         self._keys: dict[int, tuple[Array, Array]] = {}
@@ -189,7 +206,7 @@ def _partitioned_layer(
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """`layer_sites` with gathered weights and a residual stream that is replicated along `tensor`."""
     x, sites = layer_sites(arch, x, partition.gather(weights), rows, kind, attend, partition)
-    sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES}
+    sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
     return partition.residual(x), sites
 
 
@@ -223,19 +240,54 @@ def layer_sites(
     partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
     """The residual stream after a layer, and the layer's sites."""
-    attention, mlp = weights["attention"], weights["mlp"]
-    if "delta" in weights:
-        recur = WholeRows() if callable(attend) else attend
-        sites = delta_block(x, attention, weights["delta"], arch, rows.segments, partition, recur)
-    else:
-        sites = attention_block(x, attention, arch, rows, kind, attend)
+    attention = weights["attention"]
+    if "mlp" not in weights:
+        sites = _mixer_sites(arch, x, weights, rows, kind, attend, partition)
+        return x + sites[Site.attn_out], sites
+    if arch.blocks is not None:
+        sites = _mlp_sites(x, weights["mlp"] | {"norm": attention["norm"]}, arch, partition)
+        return x + sites[Site.mlp_out], sites
+    mlp = weights["mlp"]
+    sites = _mixer_sites(arch, x, weights, rows, kind, attend, partition)
+    sites[Site.attn_out] = _scaled_output(sites[Site.attn_out], arch)
     stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
     sites[Site.resid_mid] = stream
     read = x if arch.parallel else stream
-    is_sparse = "router" in mlp
-    sites |= experts_block(read, mlp, arch, partition) if is_sparse else mlp_block(read, mlp, arch)
+    if arch.parallel and "norm" not in mlp:
+        read = sites[Site.attn_in]
+    sites |= _mlp_sites(read, mlp, arch, partition)
+    sites[Site.mlp_out] = _scaled_output(sites[Site.mlp_out], arch)
     stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
     return layer_out(stream, mlp, arch, rows.layer_input), sites
+
+
+def _scaled_output(x: Float[Array, "B T D"], arch: Architecture) -> Float[Array, "B T D"]:
+    return x if arch.residual_scale == 1.0 else scaled(x, arch.residual_scale)
+
+
+def _mixer_sites(
+    arch: Architecture,
+    x: Float[Array, "B T D"],
+    weights: LayerWeights,
+    rows: Rows,
+    kind: LayerKind,
+    attend: Attend | Recur,
+    partition: Partition,
+) -> dict[Site, Array]:
+    """The sites of attention, or of what is in its place."""
+    attention, recur = weights["attention"], WholeRows() if callable(attend) else attend
+    if "delta" in weights:
+        block = mamba_block if arch.delta.is_mamba else delta_block
+        return block(x, attention, weights["delta"], arch, rows.segments, partition, recur)
+    if "conv" in weights:
+        return conv_block(x, attention, weights["conv"], arch, rows.segments, recur)
+    return attention_block(x, attention, arch, rows, kind, attend)
+
+
+def _mlp_sites(
+    x: Float[Array, "B T D"], mlp: BlockWeights, arch: Architecture, partition: Partition
+) -> dict[Site, Array]:
+    return experts_block(x, mlp, arch, partition) if "router" in mlp else mlp_block(x, mlp, arch)
 
 
 def embed(
@@ -248,7 +300,7 @@ def embed(
     if "type_embed" in params:
         x += params["type_embed"][0]
     if "position_embed" in params:
-        x += params["position_embed"][positions]
+        x += params["position_embed"][positions + arch.position_offset if arch.position_offset else positions]
     return norm_if_any(x, params, "embed_norm", arch)
 
 
@@ -261,6 +313,21 @@ def layer_inputs(
     projected = norm(scaled(projected, arch.d_model**-0.5), params, "layer_projection_norm", arch)
     embedded = jnp.moveaxis(params["layer_embed"][tokens, :num_layers], 2, 0) * arch.layer_inputs**0.5
     return scaled(projected + embedded, 2**-0.5)
+
+
+def chunk_segments(arch: Architecture, batch: TokenBatch) -> Int32[Array, "B T"]:
+    """The segments of local layers: those of the batch or, with chunked attention, of each chunk of a document."""
+    if arch.local is None or not arch.local.chunked:
+        return batch.segments
+    numbers = jnp.stack([batch.segments, batch.positions // arch.local.window])
+    is_first = jnp.any(jnp.diff(numbers, prepend=-1) != 0, axis=0)
+    return jnp.where(batch.segments > 0, jnp.cumsum(is_first, axis=1, dtype=jnp.int32), 0)
+
+
+def query_scales(scaling: QueryScaling, positions: Int32[Array, "B T"]) -> Float32[Array, "B T 1 1"]:
+    """The factors of all heads' queries. The axes of size 1 broadcast over heads and their dimensions."""
+    periods = (positions[:, :, None, None] + scaling.shift) // scaling.period
+    return 1 + scaling.beta * jnp.log1p(periods.astype(jnp.float32))
 
 
 def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:

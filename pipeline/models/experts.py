@@ -90,6 +90,9 @@ def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = Non
     if experts.router is Router.top_softmax:
         chosen, indices = jax.lax.top_k(logits, experts.per_token)
         return _Routing(indices, jax.nn.softmax(chosen.astype(jnp.float32)).astype(logits.dtype))
+    if experts.router is Router.sigmoid:
+        chosen, indices = jax.lax.top_k(logits, experts.per_token)
+        return _Routing(indices, jax.nn.sigmoid(chosen.astype(jnp.float32)).astype(logits.dtype))
     shares, indices = jax.lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), experts.per_token)
     if experts.sums_to_one:
         shares /= jnp.sum(shares, axis=-1, keepdims=True)
@@ -161,12 +164,15 @@ def _mix(
     order = jnp.argsort(experts, stable=True)  # tokens of other experts last
     sizes = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
     tokens = x.reshape(-1, x.shape[-1])[order // routing.indices.shape[-1]]
+    if arch.experts.scales_inputs:
+        tokens *= routing.weights.ravel()[order, None]
     compute = partial(_in_groups, arch=arch), partial(_in_blocks, arch=arch)
     sorted_outputs = jax.lax.platform_dependent(tokens, sizes, weights, tpu=compute[0], default=compute[1])
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
     outputs = sorted_outputs[inverse].reshape(*routing.indices.shape, -1)
     outputs = jnp.where(is_here.reshape(*routing.indices.shape, 1), outputs, 0)
-    mixture = jnp.sum(outputs.astype(jnp.float32) * routing.weights[..., None], axis=2)
+    wide = outputs.astype(jnp.float32)
+    mixture = jnp.sum(wide if arch.experts.scales_inputs else wide * routing.weights[..., None], axis=2)
     return _Mixed(outputs, mixture.astype(x.dtype))
 
 

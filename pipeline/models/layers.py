@@ -28,7 +28,7 @@ from pipeline.models.attention.arithmetic import map_parts, mlp_positions, scale
 from pipeline.models.attention.pattern import attention_entropy, attention_pattern
 from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
 from pipeline.models.int8_weights import Int8Weight
-from pipeline.models.rope import RopeTable, apply_rope, rotate_pairs
+from pipeline.models.rope import RopeTable, rotate_pairs
 
 BlockWeights = Mapping[str, Array | Int8Weight]
 """One block's weights by our keys, without those that the family lacks. Matrices may be int8."""
@@ -38,17 +38,21 @@ class Rows(NamedTuple):
     """A layer's inputs other than the residual stream. Segment 0 is padding."""
 
     segments: Int32[Array, "B T"]
+    chunks: Int32[Array, "B T"]  # the segments of local layers: with chunked attention, each chunk is a segment
     ropes: tuple[RopeTable, RopeTable] | None  # for global layers, for local layers
     selected: Int32[Array, "B S"] | None = None  # query positions of `attn_pattern`, or -1; None: not captured
     shared: tuple[Float[Array, "B T K H"], Float[Array, "B T K W"]] | None = None  # an earlier layer's keys and values
     layer_input: Float[Array, "B T p"] | None = None  # the layer's per-layer input
+    query_scales: Float32[Array, "B T 1 1"] | None = None  # of `Architecture.query_scaling`
 
 
 class LayerWeights(TypedDict, total=False):
-    """One layer's weights. A DeltaNet takes the place of attention, but for the norm before it."""
+    """One layer's weights. A DeltaNet, Mamba 2 or a convolution takes the place of attention, except for its norm. A
+    layer with one block has the norm before it in `attention`, also before an MLP."""
 
     attention: BlockWeights
     delta: BlockWeights
+    conv: BlockWeights
     mlp: BlockWeights
 
 
@@ -57,18 +61,20 @@ ACTIVATIONS = {
     Activation.gelu: partial(jax.nn.gelu, approximate=False),
     Activation.gelu_tanh: partial(jax.nn.gelu, approximate=True),
     Activation.relu: jax.nn.relu,
+    Activation.relu2: lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
 @jax.named_scope("norm")
 def norm(x: Array, weights: BlockWeights, key: str, arch: Architecture) -> Array:
-    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) or LayerNorm over the axes of `weights[key]`, in float32."""
-    scale = weights[key]
-    axes = tuple(range(-scale.ndim, 0))
+    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) or LayerNorm over the axes of `weights[key]`, in float32; over the
+    last axis without that weight."""
+    scale = weights.get(key)
+    axes = (-1,) if scale is None else tuple(range(-scale.ndim, 0))
     wide = x.astype(jnp.float32)
-    if arch.norm is Norm.layer:
+    if arch.norm in (Norm.layer, Norm.layer_plain):
         wide -= jnp.mean(wide, axes, keepdims=True)
-    wide = _normalised(wide, axes, arch)
+    wide = normalised(wide, axes, arch)
     match arch.norm:
         case Norm.rms:
             return wide.astype(x.dtype) * scale
@@ -77,21 +83,24 @@ def norm(x: Array, weights: BlockWeights, key: str, arch: Architecture) -> Array
         case Norm.rms_plus_one:
             wide *= 1 + scale.astype(jnp.float32)
         case Norm.layer:
-            wide = wide * scale + weights[f"{key}_bias"]
+            wide, bias = wide * scale, weights.get(f"{key}_bias")
+            wide = wide if bias is None else wide + bias
     return wide.astype(x.dtype)
 
 
-def _normalised(x: Float32[Array, "*B D"], axes: tuple[int, ...], arch: Architecture) -> Float32[Array, "*B D"]:
+def normalised(x: Float32[Array, "*B D"], axes: tuple[int, ...], arch: Architecture) -> Float32[Array, "*B D"]:
+    """x divided by its root mean square over these axes."""
     return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axes, keepdims=True) + arch.norm_eps)
 
 
 def norm_without_weight(x: Float[Array, "*B D"], arch: Architecture) -> Float[Array, "*B D"]:
     """RMSNorm over the last axis, in float32."""
-    return _normalised(x.astype(jnp.float32), (-1,), arch).astype(x.dtype)
+    return normalised(x.astype(jnp.float32), (-1,), arch).astype(x.dtype)
 
 
 def norm_if_any(x: Array, weights: BlockWeights, key: str, arch: Architecture) -> Array:
-    return norm(x, weights, key, arch) if key in weights else x
+    is_plain = arch.norm is Norm.layer_plain and key == "norm"
+    return norm(x, weights, key, arch) if is_plain or key in weights else x
 
 
 def project(x: Float[Array, "B T *inputs"], weights: BlockWeights, key: str) -> Float[Array, "B T *outputs"]:
@@ -155,11 +164,12 @@ def attention_block(
         sites |= _heads(x, weights, arch, rows, kind)
     else:
         sites |= _latent_heads(x, weights, arch, arch.latent, rows.ropes[kind.is_local])
-    inputs = AttentionInputs(sites[Site.q], sites[Site.k], sites[Site.v], rows.segments, weights.get("sinks"))
+    segments = rows.chunks if kind.is_local else rows.segments
+    inputs = AttentionInputs(sites[Site.q], sites[Site.k], sites[Site.v], segments, weights.get("sinks"))
     spec = _attention_spec(arch, kind, rows.segments.shape[1])
     sites[Site.attn_entropy] = attention_entropy(inputs, spec)
     if rows.selected is not None:
-        sites[Site.attn_pattern] = attention_pattern(inputs, rows.selected, spec)
+        sites[Site.attn_pattern] = attention_pattern(inputs, rows.segments, rows.selected, spec)
     z = attend(inputs, spec)
     if "gate" in weights:
         z *= jax.nn.sigmoid(project(x, weights, "gate"))
@@ -182,14 +192,24 @@ def _heads(
         sites[Site.v] = sites[Site.k]  # values are the keys, before their norm and rotation
     if arch.norms_values and Site.v in sites:
         sites[Site.v] = norm_without_weight(sites[Site.v], arch)
+    if Site.v in sites:
+        sites[Site.v] = _clipped(sites[Site.v], arch)
     for site, key in ((Site.q, "q_norm"), (Site.k, "k_norm")):
         if site in sites:
-            sites[site] = norm_if_any(sites[site], weights, key, arch)
+            sites[site] = _clipped(norm_if_any(sites[site], weights, key, arch), arch)
             if kind.is_rotated:
-                sites[site] = apply_rope(sites[site], rows.ropes[kind.is_local])
+                sites[site] = rotate_pairs(sites[site], rows.ropes[kind.is_local], arch.rotary_pairs)
+                if arch.norms_rotated:
+                    sites[site] = norm_without_weight(sites[site], arch)
+    if rows.query_scales is not None and kind.is_rotated is arch.query_scaling.of_rotated:
+        sites[Site.q] = (sites[Site.q].astype(jnp.float32) * rows.query_scales).astype(x.dtype)
     if rows.shared is not None:
         sites[Site.k], sites[Site.v] = rows.shared
     return sites
+
+
+def _clipped(x: Float[Array, "B T N H"], arch: Architecture) -> Float[Array, "B T N H"]:
+    return x if arch.clip_qkv is None else jnp.clip(x, -arch.clip_qkv, arch.clip_qkv)
 
 
 def _projected(x: Float[Array, "B T D"], weights: BlockWeights) -> dict[Site, Array]:
@@ -230,6 +250,8 @@ def _attention_spec(arch: Architecture, kind: LayerKind, length: int) -> Attenti
     is_decoding = length == 1  # the keys of earlier positions are in a cache
     if not kind.is_local or (arch.local.window >= length and not is_decoding):
         return spec
+    if arch.local.chunked:
+        return replace(spec, chunk=arch.local.window) if is_decoding else spec
     return replace(spec, window=arch.local.window)
 
 

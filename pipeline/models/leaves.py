@@ -192,16 +192,18 @@ def flops_per_token(
     layers = range(runs[-1].stop if runs else 0)
     stacks = needed_leaves(arch, table, keys)["runs"]
     if runs and not _reads_mlp(keys, layers[-1]):
-        del stacks[-1]["mlp"]
+        stacks[-1].pop("mlp", None)
     matrices = sum(_used_size(arch, leaf) for leaf in jax.tree.leaves(stacks) if leaf.is_matrix)
     attention, deltas, captured = 0, 0, {*keys}
     for layer in layers:
         sizes = arch.with_sizes_of(layer)
         window = arch.local.window if arch.is_local(layer) else None
-        mean_keys = _mean_keys(arch, window, length) * (1 if attention_shares is None else attention_shares[window])
+        in_chunks = window is not None and arch.local.chunked  # a chunk is like a row of its length
+        row = (None, min(window, length)) if in_chunks else (window, length)
+        mean_keys = _mean_keys(arch, *row) * (1 if attention_shares is None else attention_shares[window])
         if Part.delta in arch.kind(layer).parts:
             deltas += _delta_flops(arch.delta)
-        else:
+        elif Part.attention in arch.kind(layer).parts:
             attention += 2 * mean_keys * (sizes.head_dim + sizes.value_dim)
         if ActivationKey(layer, Site.attn_entropy) in captured:  # computes the scores again
             attention += 2 * mean_keys * sizes.head_dim
@@ -220,9 +222,12 @@ def _reads_mlp(keys: Sequence[ActivationKey], last: int) -> bool:
 
 
 def _delta_flops(delta: DeltaNet) -> int:
-    """FLOPs per token of the matrix products in `delta_net.delta_rule`, without inverting its triangular system."""
-    scores = 2 * DELTA_CHUNK * 2 * delta.key_dim  # queries and keys, times the keys of the chunk
-    macs_per_value_head = DELTA_CHUNK * (delta.key_dim + 2 * delta.value_dim) + 3 * delta.key_dim * delta.value_dim
+    """FLOPs per token of the matrix products in `delta_net.chunkwise`, without inverting its triangular system."""
+    scores = 2 * DELTA_CHUNK * delta.key_dim  # queries times the keys of the chunk
+    macs_per_value_head = (DELTA_CHUNK + 2 * delta.key_dim) * delta.value_dim
+    if not delta.is_mamba:
+        scores *= 2  # keys, too
+        macs_per_value_head += DELTA_CHUNK * (delta.key_dim + delta.value_dim) + delta.key_dim * delta.value_dim
     return delta.num_heads * (scores + delta.values_per_key * 2 * macs_per_value_head)
 
 

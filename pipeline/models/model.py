@@ -9,17 +9,17 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import FINAL_NORM, POST_NORM_HOOKS, UNROTATED_HOOKS, ActivationKey, Site
-from pipeline.models.architecture import Architecture, KeyTable, our_keys, without_defaults
+from pipeline.models.architecture import Architecture, KeyTable, Norm, our_keys, without_defaults
 from pipeline.models.attention.spec import Attend
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.loading import Placement, WeightBytes, check_tensors, load_params
 from pipeline.models.checkpoints.random_weights import random_params
 from pipeline.models.decoder import Params, TokenBatch, forward
-from pipeline.models.delta_net import Recur
 from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves
 from pipeline.models.partition import Partition
+from pipeline.models.recurrent.recur import Recur
 from pipeline.models.weight_specs import TENSOR_AXES, has_site, is_post_norm, weight_spec
 
 
@@ -66,11 +66,11 @@ class Model:
         """The model's sites, in the order of the forward pass."""
         layers = range(self.num_layers)
         missing = {site for site in Site if not any(has_site(self.arch, layer, site) for layer in layers)}
-        if self.arch.parallel:
+        if self.arch.parallel or self.arch.blocks:
             missing.add(Site.resid_mid)
         if not self.arch.gated:
             missing.add(Site.mlp_pre_linear)
-        if "final_norm" not in self._weight_keys:
+        if "final_norm" not in self._weight_keys and self.arch.norm is not Norm.layer_plain:
             missing.add(Site.final_norm)
         return tuple(site for site in Site if site not in missing)
 
@@ -122,6 +122,7 @@ class Model:
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
+        identity |= self.checkpoint.identity
         return identity | ({"weights": self.checkpoint.digest} if with_weights else {})
 
     def weight_bytes(
@@ -202,7 +203,10 @@ class Model:
         return forward(self.arch, params, TokenBatch(tokens, segments, positions), keys, attend, partition)
 
     def leaves(self, keys: Sequence[ActivationKey], with_head: bool = False) -> LeafTree:
-        """Describes the arrays that `load` puts on the devices, without reading them."""
+        """Describes the arrays that `load` puts on the devices, without reading them. Raises CheckpointError if an
+        adapter rules out the head."""
+        if with_head:
+            self.checkpoint.check_head()
         head = head_leaf(self.head, self.arch) if with_head else {}
         return needed_leaves(self.arch, self.table, keys) | head
 

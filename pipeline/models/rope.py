@@ -47,7 +47,8 @@ def _llama3(rope: Rope, frequencies: Float32[np.ndarray, " half"]) -> Float32[np
     3.1)."""
     wavelengths = np.float32(2 * math.pi) / frequencies
     periods = rope.original_max_positions / wavelengths  # in the original context
-    kept = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    with np.errstate(divide="ignore"):  # Llama 4 Scout has equal factors, so nothing is interpolated
+        kept = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = np.clip(kept, 0.0, 1.0)
     return ((1 - kept) * frequencies / rope.factor + kept * frequencies).astype(np.float32)
 
@@ -82,10 +83,13 @@ def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B 
     return jax.lax.platform_dependent(x, table, tpu=_rotate_by_product, default=_rotate)
 
 
-def rotate_pairs(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
-    """`apply_rope` for heads that rotate in all dimensions, with a choice of the pairs that rotate together."""
+def rotate_pairs(x: Float[Array, "B T N H"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N H"]:
+    """`apply_rope` with a choice of the pairs that rotate together."""
     if pairs is RotaryPairs.halves:
         return apply_rope(x, table)
+    if x.shape[-1] > (rotary_dim := 2 * table.cos.shape[-1]):
+        rotating, rest = jnp.split(x, [rotary_dim], axis=-1)
+        return jnp.concatenate([rotate_pairs(rotating, table, pairs), rest], axis=-1)
     rotate = partial(_rotate_neighbours_by_product, pairs=pairs), partial(_rotate_neighbours, pairs=pairs)
     return jax.lax.platform_dependent(x, table, tpu=rotate[0], default=rotate[1])
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.models.attention.arithmetic import map_parts
 from pipeline.models.decoder import Params
-from pipeline.models.head import Head, head_weight, scores
+from pipeline.models.head import Head, HeadWeights, head_weights, scores
 
 CHUNK = 4096  # vocabulary ids at a time
 TILE = 2048  # tokens at a time: 32 MiB of logits
@@ -55,10 +55,10 @@ def token_outputs(
     If the vocabulary is divided along `tensor`, each device computes its part, and the devices exchange a few numbers
     per token.
     """
-    weight = head_weight(head, params)
+    weights = head_weights(head, params)
     if mesh is None:
-        return _on_device(x, next_tokens, weight, head=head, num_top=num_top)
-    is_divided = weight.shape[0] % mesh.shape["tensor"] == 0 and mesh.shape["tensor"] > 1
+        return _on_device(x, next_tokens, weights, head=head, num_top=num_top)
+    is_divided = weights.matrix.shape[0] % mesh.shape["tensor"] == 0 and mesh.shape["tensor"] > 1
     rows, vocabulary = PartitionSpec("data"), PartitionSpec("tensor" if is_divided else None)
     # check_vma=False: JAX does not infer that results computed from gathered candidates are equal along `tensor`.
     compute = jax.shard_map(
@@ -68,21 +68,21 @@ def token_outputs(
         out_specs=TokenOutputs(rows, rows, rows, rows),
         check_vma=False,
     )
-    return compute(x, next_tokens, weight)
+    return compute(x, next_tokens, weights)
 
 
 def _on_device(
     x: Float[Array, "B S D"],
     next_tokens: Int32[Array, "B S"],
-    weight: Float[Array, "V D"],
+    weights: HeadWeights,
     *,
     head: Head,
     num_top: int,
     axis: str | None = None,
 ) -> TokenOutputs:
-    """If the mesh's `axis` divides the vocabulary, `weight` is this device's part."""
-    first = jax.lax.axis_index(axis) * weight.shape[0] if axis else 0
-    reduce_tile = partial(_reduce_vocabulary, weight=weight, first=first, head=head, num_top=num_top)
+    """If the mesh's `axis` divides the vocabulary, `weights` are this device's part."""
+    first = jax.lax.axis_index(axis) * weights.matrix.shape[0] if axis else 0
+    reduce_tile = partial(_reduce_vocabulary, weights=weights, first=first, head=head, num_top=num_top)
     tokens = x.reshape(-1, x.shape[2]), next_tokens.reshape(-1)
     reduced = map_parts(lambda tile: reduce_tile(*tile), tokens, TILE, axis=0)
     if axis:
@@ -101,18 +101,18 @@ def _reduce_vocabulary(
     x: Float[Array, "n D"],
     next_tokens: Int32[Array, " n"],
     *,
-    weight: Float[Array, "V D"],
+    weights: HeadWeights,
     first: int | Int32[Array, ""],
     head: Head,
     num_top: int,
 ) -> _Partial:
-    """`first` is the id of the first row of `weight`."""
+    """`first` is the id of the first row of `weights`."""
 
     def add(start: int | Int32[Array, ""], reduced: _Partial, size: int) -> _Partial:
-        chunk = scores(head, x, _rows(weight, start, size))
+        chunk = scores(head, x, jax.tree.map(partial(_rows, start=start, size=size), weights))
         return _add_chunk(reduced, chunk, next_tokens, first + start, num_top)
 
-    num_chunks, rest = divmod(weight.shape[0], CHUNK)
+    num_chunks, rest = divmod(weights.matrix.shape[0], CHUNK)
     lowest = jnp.finfo(jnp.float32).min
     zeros = jnp.zeros(len(x), jnp.float32)
     top = jnp.full((len(x), num_top), lowest)
@@ -175,7 +175,7 @@ def _merge_devices(reduced: _Partial, axis: str) -> _Partial:
     return _Partial(greatest, total, weighted, jax.lax.psum(reduced.target, axis), top, ids)
 
 
-def _rows(weight: Float[Array, "V D"], start: int | Int32[Array, ""], size: int) -> Float[Array, "c D"]:
+def _rows(weight: Float[Array, "V ..."], start: int | Int32[Array, ""], size: int) -> Float[Array, "c ..."]:
     """Rows of the head. Without the barrier, XLA's CPU backend would convert the whole bfloat16 weight to float32
     before the loop."""
     weight, start = jax.lax.optimization_barrier((weight, start))

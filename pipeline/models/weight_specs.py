@@ -13,27 +13,33 @@ from functools import partial
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture, Part
 
-_SITE_PARTS: Mapping[Site, Part] = {
-    **dict.fromkeys((Site.q, Site.attn_entropy, Site.attn_pattern, Site.attn_z, Site.head_out), Part.attention),
-    **dict.fromkeys((Site.k, Site.v), Part.keys),
-    **dict.fromkeys((Site.mlp_pre, Site.mlp_pre_linear, Site.mlp_post), Part.dense),
-    **dict.fromkeys((Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out), Part.sparse),
+_SITE_PARTS: Mapping[Site, Collection[Part]] = {
+    **dict.fromkeys((Site.attn_in, Site.attn_out), (Part.attention, Part.delta, Part.conv)),
+    **dict.fromkeys((Site.q, Site.attn_entropy, Site.attn_pattern, Site.attn_z, Site.head_out), (Part.attention,)),
+    **dict.fromkeys((Site.k, Site.v), (Part.keys,)),
+    **dict.fromkeys((Site.mlp_in, Site.mlp_out), (Part.dense, Part.sparse)),
+    **dict.fromkeys((Site.mlp_pre, Site.mlp_pre_linear, Site.mlp_post), (Part.dense,)),
+    **dict.fromkeys((Site.router_logits, Site.router_weights, Site.router_indices, Site.expert_out), (Part.sparse,)),
 }
-"""The parts that sites belong to; other sites inside layers belong to all layers."""
+"""A layer has a site if it has one of these parts; other sites inside layers belong to all layers."""
 
 
 def has_site(arch: Architecture, layer: int, site: Site) -> bool:
     """Whether a layer has a site. True for sites outside layers."""
-    return _SITE_PARTS.get(site, Part.layer) in arch.kind(layer).parts
+    return not arch.kind(layer).parts.isdisjoint(_SITE_PARTS.get(site, (Part.layer,)))
 
 
 def why_missing(arch: Architecture, layer: int, site: Site) -> str:
     """Why `has_site` is false, as a clause for messages."""
     kind = arch.kind(layer)
-    if _SITE_PARTS[site] is Part.keys and kind.keys_of is not None:
+    if Part.keys in _SITE_PARTS[site] and kind.keys_of is not None:
         return f"it attends to the keys and values of layer {kind.keys_of}"
-    if _SITE_PARTS[site] in (Part.attention, Part.keys):
-        return "it has a gated DeltaNet in place of attention"
+    if {Part.attention, Part.keys} & {*_SITE_PARTS[site]}:
+        delta = "Mamba 2" if arch.delta and arch.delta.is_mamba else "a gated DeltaNet"
+        others = {Part.delta: delta, Part.conv: "a short convolution", Part.dense: "an MLP", Part.sparse: "experts"}
+        return f"it has {next(name for part, name in others.items() if part in kind.parts)} in place of attention"
+    if not kind.parts & {Part.dense, Part.sparse}:
+        return "it has no MLP"
     return f"its MLP is {'a mixture of experts' if Part.sparse in kind.parts else 'dense'}"
 
 
@@ -41,8 +47,8 @@ class WeightKind(StrEnum):
     """What a weight is used for. Only matrices of layers are divided over a mesh by `tensor`'s heads, neurons and
     experts, and only they may be int8.
 
-    Routers and the weights that control a DeltaNet's state are `control`: they are small, and rounding them would send
-    tokens to different experts and change the decay of states."""
+    Routers, taps of convolutions and the weights that control a DeltaNet's state are `control`: they are small, and
+    rounding them would send tokens to different experts and change the decay of states."""
 
     embedding = "embedding"
     norm = "norm"
@@ -56,7 +62,8 @@ TENSOR_AXES: Mapping[str, str] = {
     "F": "MLP neurons",
     "E": "experts",
     "U": "neurons of the shared expert",
-    "J": "key heads of DeltaNet",
+    "J": "key heads or groups of recurrent layers",
+    "G": "channels of short convolutions",
 }
 """The logical axes of matrices and biases that are divided along `tensor`, and their names in messages."""
 
@@ -126,9 +133,15 @@ WEIGHTS: Mapping[str, WeightSpec] = {
     "delta.decay": _control("JO D", Part.delta),
     "delta.decay_offset": replace(_control("JO", Part.delta), is_wide=True),
     "delta.decay_log_rate": replace(_control("JO", Part.delta), is_wide=True),
+    "delta.skip": replace(_control("JO", Part.delta), is_wide=True),
     "delta.z": _matrix("JOv D", Part.delta),
     "delta.z_norm": _norm("v", Part.delta),
     "delta.o": _matrix("D JOv", Part.delta),
+    "conv.in_gate": _matrix("G D", Part.conv),  # multiplies the convolution's inputs
+    "conv.in": _matrix("G D", Part.conv),
+    "conv.taps": _control("G I c", Part.conv),
+    "conv.out_gate": _matrix("G D", Part.conv),  # multiplies the convolution's outputs
+    "conv.o": _matrix("D G", Part.conv),
     "mlp.norm": _norm("D", Part.layer),
     "mlp.gate": _matrix("F D", Part.dense),
     "mlp.up": _matrix("F D", Part.dense),

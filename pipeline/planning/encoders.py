@@ -17,6 +17,7 @@ from pipeline.models.registry import Model
 from pipeline.models.sae.loading import SAE, open_sae
 from pipeline.models.sae.params import SAEParams, load_params, needed_arrays
 from pipeline.planning.capture import captured_keys
+from pipeline.planning.trained_inputs import for_checkpoint
 from pipeline.step.spec import EncoderSpec
 from pipeline.store.format.keys import ENCODER_NAME, MAX_ENCODER_NAME, features_name
 
@@ -76,6 +77,7 @@ def open_encoders(capture: CaptureConfig, model: Model) -> tuple[Encoder, ...]:
                 f"capture.encode: the SAE {address} reads activations of width {sae.spec.d_in}, but {key.name} has "
                 f"width {width}. Give the SAE for this model, layer and site."
             )
+        sae = for_checkpoint(sae, key, model)
         _compare_sites(sae, address, key, model)
         if sae.spec.k is not None and sae.spec.k < capture.encode_top:
             log.warning(
@@ -110,14 +112,26 @@ def open_encoders(capture: CaptureConfig, model: Model) -> tuple[Encoder, ...]:
 
 
 def _compare_sites(sae: SAE, address: str, key: ActivationKey, model: Model) -> None:
-    """Warns if the SAE was trained on a different array, according to a TransformerLens hook name in its file."""
-    trained, names = sae.hook_name or "", {model.hook_name(key)}
-    if key.site is Site.resid_post:  # also the input of the next layer
-        names.add(f"blocks.{key.layer + 1}.hook_resid_pre")
-    if ".hook_" in trained and trained not in names:
+    """Warns if the SAE was trained on a different array, according to its files or its repository's name."""
+    same = {  # other names of the same array
+        Site.embed: ("hook_embed", "blocks.0.hook_resid_pre"),
+        Site.resid_pre: (f"blocks.{key.layer - 1}.hook_resid_post",) if key.layer else ("hook_embed",),
+        Site.resid_mid: (f"blocks.{key.layer}.hook_mlp_in",),
+        Site.resid_post: (f"blocks.{key.layer + 1}.hook_resid_pre",),
+    }
+    trained, hook = sae.hook_name or "", model.hook_name(key)
+    names, place = {hook, *same.get(key.site, ())}, hook
+    norm, output = {Site.attn_out: ("attention.post_norm", "attn"), Site.mlp_out: ("mlp.post_norm", "mlp")}.get(
+        key.site, ("", "")
+    )
+    if norm not in model.table.values():
+        names.add(f"blocks.{key.layer}.{output}.hook_out")
+    elif trained == f"blocks.{key.layer}.{output}.hook_out":
+        place += ", after the norm that follows the module"
+    if "hook_" in trained and trained not in names:
         log.warning(
             "according to its files, the SAE %s was trained on %s, but it encodes %s (%s)",
-            *(address, trained, key.name, model.hook_name(key)),
+            *(address, trained, key.name, place),
         )
 
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import Weights, When
+from pipeline.config.choices import Packing, Weights, When, Windows
 from pipeline.config.sampling import Sampling
-from pipeline.config.schema import GenerateData, RunConfig
+from pipeline.config.schema import BatchConfig, GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, Part
@@ -79,6 +79,7 @@ def plan_generation(
     options, keeps_activations = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
         return None
+    _require_own_windows(config.batch)
     spec = GenerationSpec(
         rows=options.rows,
         max_prompt=options.prompt_length,
@@ -94,9 +95,9 @@ def plan_generation(
     tensor, weights = _divide_weights(config, model, tensor, topology)
     data, itemsize = topology.devices // tensor, ITEM_BYTES[config.model.dtype]
     token_bytes = sum(activations.values()) * itemsize
-    _require_valid(spec, model, data, options.group)
+    _require_valid(spec, model, data)
     if keeps_activations:
-        _require_bounded_groups(options.group, spec.length * token_bytes)
+        _require_bounded_groups(options.group_size, spec.length * token_bytes)
     cache = cache_bytes(model.arch, spec, itemsize) // (data * tensor)
     kept = spec.rows * spec.length * token_bytes // data if keeps_activations else None
     logits = spec.rows // data * model.arch.vocab_size * 4
@@ -142,13 +143,15 @@ def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topo
 
 def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int) -> int:
     """Bytes of all layers' caches, over all devices: keys and values (int8 with float32 scales), and for a DeltaNet the
-    last inputs of its convolutions and its float32 states."""
+    last inputs of its convolutions and its float32 states; only the inputs for a short convolution."""
     row_bytes = 0
     for layer in range(arch.num_layers):
         if has_site(arch, layer, Site.k):
             sizes = arch.with_sizes_of(layer)
             width = sizes.head_dim + sizes.value_dim
             row_bytes += sizes.num_kv_heads * spec.length * (width + 2 * 4 if spec.cache_is_int8 else width * itemsize)
+        if Part.conv in arch.kind(layer).parts:
+            row_bytes += (arch.conv.num_taps - 1) * arch.d_model * itemsize
         if Part.delta in arch.kind(layer).parts:
             keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
             conv_bytes = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize
@@ -156,7 +159,7 @@ def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int) -> int:
     return spec.rows * row_bytes
 
 
-def _require_valid(spec: GenerationSpec, model: Model, data: int, group: int) -> None:
+def _require_valid(spec: GenerationSpec, model: Model, data: int) -> None:
     if spec.length > model.max_positions:
         raise ConfigError(
             f"data.prompt_length + data.max_new_tokens = {spec.max_prompt} + {spec.max_new_tokens} exceeds the model's "
@@ -167,11 +170,20 @@ def _require_valid(spec: GenerationSpec, model: Model, data: int, group: int) ->
             f"data.rows = {spec.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."
         )
-    if spec.rows // data < spec.samples or group % spec.samples:
+    if spec.rows // data < spec.samples:
         raise ConfigError(
-            f"data.samples = {spec.samples}: expected at least as many of data.rows = {spec.rows} on each of {data} "
-            f"devices, and a multiple of it as data.group, got {group}. Set data.rows to at least "
-            f"{spec.samples * data} and data.group to {-(-group // spec.samples) * spec.samples}."
+            f"data.rows = {spec.rows} is {spec.rows // data} on each device, expected at least data.samples = "
+            f"{spec.samples}: all samples of a prompt start together. Set data.rows to at least {spec.samples * data}."
+        )
+
+
+def _require_own_windows(batch: BatchConfig) -> None:
+    """Raises ConfigError unless a row holds the tokens of completions as they were generated, and nothing else."""
+    if batch.packing is Packing.concat or batch.windows is Windows.restart:
+        given = "packing=concat" if batch.packing is Packing.concat else "windows=restart"
+        raise ConfigError(
+            f"batch.{given} with data=generate, whose documents are stored as they were generated. Set "
+            "batch.packing=pack and batch.windows=continued."
         )
 
 

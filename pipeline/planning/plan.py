@@ -12,6 +12,7 @@ from pipeline.config.choices import OnNotFinite, Packing, Positions
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
+from pipeline.data.sources import has_labels
 from pipeline.models.registry import Model
 from pipeline.planning.capture import plan_step
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
@@ -20,7 +21,7 @@ from pipeline.planning.mesh import MeshPlan, WeightsPlan, plan_mesh, plan_weight
 from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
-from pipeline.store.format.layout import MIB, SIDE_BYTES
+from pipeline.store.format.layout import LABELS_ARRAY, MIB, SIDE_BYTES
 
 _GIB = 1 << 30
 NOTED_EXCESS = 1.03  # a store that may hold more than 3 % above run.max_tokens says so
@@ -63,6 +64,7 @@ class Plan:
     fails_on_not_finite: bool  # otherwise, warns
     is_packed: bool  # rows hold several documents
     limits_selected: bool  # a row may have fewer slots than selected tokens (capture.per_row)
+    side_bytes: int  # of a position in the store, besides activations and outputs
 
     @property
     def keeps_activations(self) -> bool:
@@ -82,7 +84,7 @@ class Plan:
         dtype = f" as {step.dtype}" if step.keys else ""
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         selected = "" if step.selected is None else f", for up to {step.selected} selected tokens per row"
-        token_bytes = step.row_bytes / step.length + step.index_bytes + SIDE_BYTES
+        token_bytes = step.row_bytes / step.length + step.index_bytes + self.side_bytes
         num_bytes = token_bytes * (streams.max_tokens or 1_000_000)
         size = f"{shown_bytes(num_bytes)} without padding or compression"
         wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
@@ -178,5 +180,7 @@ def make_plan(
         reserved_bytes=reserved_bytes(config.run),
         fails_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
         is_packed=config.batch.packing is Packing.pack,
-        limits_selected=config.capture.positions in (Positions.last, Positions.token, Positions.regex),
+        limits_selected=config.capture.positions
+        in (Positions.last, Positions.token, Positions.regex, Positions.labels),
+        side_bytes=SIDE_BYTES + (LABELS_ARRAY.position_bytes if has_labels(config.data) else 0),
     )

@@ -33,7 +33,7 @@ class StoredTokens:
         return values
 
     def next_tokens(self) -> tuple[Int32[Array, "B S"], Bool[Array, "B S"]]:
-        """The next token in the row, and whether it belongs to the same window of a document."""
+        """The next token in the row, and whether it belongs to the same segment."""
         next_segments = jnp.roll(self._segments, -1, axis=1).at[:, -1].set(0)
         is_same = (next_segments == self._segments) & self.valid
         return self.take(jnp.roll(self._tokens, -1, axis=1)), self.take(is_same) & self.exist

@@ -17,6 +17,7 @@ from pipeline.config.schema import ParquetData
 from pipeline.data.documents import Source, TokenBlock
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
+from pipeline.data.text.contexts import NOTHING, Added
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import TokenisedDocuments
 
@@ -79,11 +80,12 @@ def text_stream(
     num_streams: int = 1,
     on_error: OnError = OnError.fail,
     vocab_size: int | None = None,
+    added: Added = NOTHING,
     **settings,
 ) -> TokenStream:
     """A stream of a source's texts, by default the only one."""
     shards = range(stream, len(source.shards), num_streams)
-    documents = TokenisedDocuments(source, tokenizer, shards, on_error=on_error, vocab_size=vocab_size)
+    documents = TokenisedDocuments(source, tokenizer, shards, on_error=on_error, vocab_size=vocab_size, added=added)
     return TokenStream(documents, stream=stream, num_streams=num_streams, **settings)
 
 
@@ -91,6 +93,7 @@ def assert_same_block(left: TokenBlock, right: TokenBlock) -> None:
     for name in ("tokens", "segments", "positions", "documents"):
         np.testing.assert_array_equal(getattr(left, name), getattr(right, name), err_msg=name)
     np.testing.assert_array_equal(left.selected, right.selected)
+    np.testing.assert_array_equal(left.labels, right.labels)
     assert left.table.equals(right.table)
     for name in ("stream", "index", "skipped", "start", "next", "exhausted"):
         assert getattr(left, name) == getattr(right, name), name

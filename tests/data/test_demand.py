@@ -16,6 +16,7 @@ from pipeline.data.demand import shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
 from pipeline.data.feed import StreamWork
 from pipeline.data.stream import TokenStream
+from pipeline.data.text.contexts import NOTHING
 from pipeline.data.tokenised import TokenisedDocument
 
 
@@ -23,7 +24,7 @@ class Documents:
     """Documents of the given sizes. Reading past the first `end` fails."""
 
     num_shards = 1
-    info_schema = pa.schema([])
+    info_schema, added = pa.schema([]), NOTHING
 
     def __init__(self, sizes: list[int], end: int | None = None) -> None:
         self.sizes = sizes

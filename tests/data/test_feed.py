@@ -18,6 +18,7 @@ from pipeline.data.documents import Document
 from pipeline.data.feed import Feed, InTurn, StreamWork
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.stream import TokenStream
+from pipeline.data.text.contexts import NOTHING
 
 TOKENIZER = word_tokenizer()
 LIMIT_S = 60  # for what takes milliseconds
@@ -80,7 +81,7 @@ class SlowSource:
     """Endless documents, each after a call of `wait`."""
 
     shards = ("endless",)
-    info_schema = pa.schema([])
+    info_schema, added = pa.schema([]), NOTHING
 
     def __init__(self, wait) -> None:
         self._wait = wait

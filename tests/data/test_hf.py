@@ -35,7 +35,7 @@ def write_json_lines(path: Path, rows: list[dict]) -> str:
 
 
 def source(**settings) -> HfSource:
-    return HfSource(HfData(**({"source": "hf", "path": "json"} | settings)))
+    return HfSource(HfData(**({"source": "hf", "path": "json"} | settings)), word_tokenizer())
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pipeline.config.schema import ParquetData
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.text import long_texts
 from pipeline.data.text.long_texts import IndivisibleText, encode_in_pieces
+from pipeline.data.text.token_starts import TokenStarts, offset_starts
 from pipeline.data.text.tokenizer import TextTokenizer
 
 RNG = random.Random(0)
@@ -75,27 +76,35 @@ def short_pieces(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_have_the_ids_of_the_whole(kind):
+def test_pieces_have_the_tokens_of_the_whole(kind):
     tokenizer = bpe(*KINDS[kind])
     tokenizer.add_tokens([AddedToken("<s>", lstrip=True), AddedToken("tor", rstrip=True), AddedToken("a b")])
     sizes = []
 
-    def encode(text: str) -> list[int]:
+    def encode(text: str) -> np.ndarray:
         sizes.append(len(text))
-        return tokenizer.encode(text, add_special_tokens=False).ids
+        return offset_starts(tokenizer.encode(text, add_special_tokens=False))
 
-    for text in TEXTS.values():
+    ours = TextTokenizer(tokenizer, name=kind, digest="0")
+    for name, text in TEXTS.items():
         whole = encode(text)
         sizes.clear()
-        assert encode_in_pieces(encode, text).tolist() == whole
+        difference = encode_in_pieces(encode, text) - whole
+        assert not difference[:, 0].any()
+        assert np.count_nonzero(difference[:, 1]) <= len(sizes)  # a piece's first token lacks the space before it
         assert max(sizes) <= 3000 + 256
+        [found] = ours.encode_with_starts([text])
+        assert (found == whole + difference).all()
+        assert (ours.encode([text])[0] == whole[:, 0]).all()
+        if kind in ("gpt2", "llama3", "qwen2", "gemma") and name == "code":  # without the library
+            assert (TokenStarts(tokenizer).find(text, whole[:, 0].tolist()) == whole).all()
 
 
 @pytest.mark.parametrize("text", ["a" * 9000, " " * 9000, "7" * 9000])
 def test_an_indivisible_stretch_is_refused(text):
     tokenizer = bpe(*KINDS["llama3"])
     with pytest.raises(IndivisibleText, match="3000 characters from character 0 on without a place"):
-        encode_in_pieces(lambda piece: tokenizer.encode(piece, add_special_tokens=False).ids, text)
+        encode_in_pieces(lambda piece: offset_starts(tokenizer.encode(piece, add_special_tokens=False)), text)
 
 
 def test_long_documents_have_special_tokens_and_prefix_once():
@@ -108,6 +117,8 @@ def test_long_documents_have_special_tokens_and_prefix_once():
     long, short = tokenizer.encode([words(ids), words(ids[:3])])
     np.testing.assert_array_equal(long, [8, 0, 1, *ids, 3, 9])
     assert short.tolist() == [8, 0, 1, 2, 3, 4, 3, 9]
+    [starts] = tokenizer.encode_with_starts(["w1 w2 w3"])  # w1 and w3 are not added beside themselves
+    assert starts.tolist() == [[8, -1], [0, -1], [1, 0], [2, 3], [3, 6], [9, -1]]
 
 
 def test_only_the_indivisible_document_is_skipped(tmp_path):

@@ -87,6 +87,8 @@ def test_chat_templates_render_as_in_transformers(name):
                         template.render(chat, add_generation_prompt=prompt)
                     continue
                 assert template.render(chat, add_generation_prompt=prompt) == expected
+                if name != "methods":  # prints lists
+                    assert template.render_labelled(chat, add_generation_prompt=prompt).text == expected
                 assert chat == given
                 num_rendered += 1
     assert num_rendered or name in ("undefined has no attribute", "changes a list", "private attribute")

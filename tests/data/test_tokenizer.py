@@ -126,12 +126,14 @@ def test_tools_choose_the_template_for_them(tmp_path):
     named = [{"name": "default", "template": "default"}, {"name": "tool_use", "template": "{{ tools[0].name }}"}]
     tools = {"tools": [{"name": "f"}]}
 
-    def rendered(**settings) -> str:
-        return save(tmp_path, config={"chat_template": named}, **settings).render_chat(
-            QUESTION, add_generation_prompt=True
-        )
+    def rendered(*, own=None, **settings) -> str:
+        tokenizer = save(tmp_path, config={"chat_template": named}, **settings)
+        text = tokenizer.render_chat(QUESTION, tools=own, add_generation_prompt=True)
+        assert tokenizer.render_labelled(QUESTION, tools=own, add_generation_prompt=True).text == text
+        return text
 
     assert rendered() == "default"
+    assert rendered(own=[{"name": "g"}]) == "g"
     assert rendered(template_kwargs=tools) == "f"
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("file {{ tools | length }}")

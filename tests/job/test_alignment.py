@@ -3,12 +3,15 @@
 from itertools import pairwise
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import composing
 from pipeline.config.composing import PACKAGE
+from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.job.running import run
 from pipeline.store import ActivationStore
+from pipeline.store.check.verifying import verify_store
 from tests.jobs import write_text
 
 torch = pytest.importorskip("torch")
@@ -31,8 +34,10 @@ def reference():
         model.model.layers[layer].register_forward_hook(hook)
 
     def activations(tokens):
+        ids = torch.tensor(tokens[None].astype(np.int64))
         with torch.no_grad():
-            model(torch.tensor(tokens[None].astype(np.int64)))
+            logits = model(ids).logits[0, :-1]
+        seen["loss"] = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").numpy()
         return dict(seen)
 
     return activations
@@ -59,3 +64,37 @@ def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_pa
     assert windows > 60
     rows = store.read_tokens(store.rows)
     assert (rows.segments.max(axis=1) > 1).any() == (packing == "pack")
+
+
+def test_joined_rows_are_one_text_each(reference, tmp_path):
+    """Attention, positions and the next token cross documents; the documents are still found in them."""
+    text = write_text(tmp_path / "text", files=2, documents=12, max_characters=700)
+    tokenizer = load_tokenizer(str(PACKAGE / "assets" / "tiny-qwen2"))
+    overrides = [f"data.path={text}", f"store.path={tmp_path / 'store'}", "capture.dtype=float32", "batch.rows=4"]
+    overrides += [f"capture.layers={list(LAYERS)}", "batch.length=128", "batch.packing=concat", "data.num_streams=2"]
+    overrides += ["batch.windows=restart", 'data.prefix="<|endoftext|>"', 'batch.separator="<|im_end|>"']
+    run(composing.compose([*overrides, "capture.outputs=[loss]", "store.rows_per_block=8", "run.progress=false"]))
+    assert verify_store(str(tmp_path / "store")) == []
+    store = ActivationStore.open(str(tmp_path / "store"))
+    bos, separator = (tokenizer.token_id("", token) for token in ("<|endoftext|>", "<|im_end|>"))
+    across = 0
+    for row in store.rows.tolist():
+        side = store.read_tokens([row])
+        valid = side.segments[0] > 0
+        tokens, documents = side.tokens[0][valid], side.documents[0][valid]
+        assert tokens[0] == bos
+        across += len(np.unique(documents)) > 1
+        expected = reference(tokens)
+        for layer in LAYERS:
+            stored = store.read(f"blocks.{layer}.resid_post", [row])[0][valid]
+            np.testing.assert_allclose(stored, expected[layer], atol=1e-4, rtol=1e-4)
+        loss = store.read_outputs([row])["loss"][0][valid]
+        np.testing.assert_allclose(loss[:-1], expected["loss"], atol=1e-3, rtol=1e-3)
+        assert np.isnan(loss[-1])
+    assert across > len(store.rows) // 2
+    for row in pq.read_table(text).to_pylist():
+        document = store.document(row["id"])
+        own = tokenizer.encode([row["text"]], with_ends=False)[0]
+        kept = ~np.isin(document.text, (bos, separator))
+        np.testing.assert_array_equal(document.text[kept], own)
+        assert document.positions[0] in (0, 1) or document.text[0] == separator

@@ -405,9 +405,9 @@ def test_features_of_selected_tokens_are_stored_exported_and_shown(folder, overr
 
 
 def test_wrong_configurations_and_saes_that_do_not_fit_are_refused(folder, overrides, tmp_path) -> None:
-    gated, centred = str(folder / "gated"), {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
+    gated, folded = str(folder / "gated"), {"model_from_pretrained_kwargs": {"fold_ln": True}}
     rng = np.random.default_rng(0)
-    centred = str(sae_files.write_saelens(tmp_path / "sae", "standard", rng, metadata=centred).folder)
+    folded = str(sae_files.write_saelens(tmp_path / "sae", "standard", rng, metadata=folded).folder)
     decoding = ["capture.when=decode", "data=generate", "data@data.prompts=fineweb", encode(gated)]
     several = ["capture.layers=all", "capture.sites=[attn_in,resid_post]", encode(gated, "blocks.*")]
     for error, message, *more in (
@@ -424,7 +424,7 @@ def test_wrong_configurations_and_saes_that_do_not_fit_are_refused(folder, overr
         (ConfigError, "capture.when=document", *decoding),
         (ConfigError, r"which matches several sites.*Use \* only for the layer", *several),
         (CheckpointError, "text", encode(str(folder / "text"))),
-        (CheckpointError, "center_writing_weights is True", encode(centred)),
+        (CheckpointError, "fold_ln is True", encode(folded)),
     ):
         with pytest.raises(error, match=message):
             open_job(composing.compose([*overrides, *more, f"store.path={tmp_path}/store"]))

@@ -1,9 +1,11 @@
 """An Extractor returns the values of the store that the command writes, for all options and kinds of documents."""
 
 import re
+import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline import Extractor
 from pipeline.cluster.sharding import make_mesh
+from pipeline.config.composing import PACKAGE
 from pipeline.core.errors import ConfigError, InputError, NotFiniteError, PipelineError, StoreMismatch
 from pipeline.library import ExtractedDocument
 from pipeline.step.compiler import compiler_options
@@ -57,6 +60,10 @@ JOBS = {
             *("capture.dtype=int8", "capture.scale_group=32", "store.shard_mib=0.005"),
             *("capture.positions=last", "capture.per_row=2"),
         ],
+    ),
+    "windows that restart": (
+        {"prefix": "<|endoftext|>", "windows": "restart"},
+        ['data.prefix="<|endoftext|>"', "batch.windows=restart"],
     ),
     "outputs, regex": (
         {
@@ -115,6 +122,26 @@ def test_results_equal_the_stores_bit_by_bit(text, texts, tmp_path, options, ove
     results = Extractor(TINY, **{"layers": [2, 4]} | FLOAT32 | SMALL | options)(texts)
     assert_same_results(results, run_job(text, tmp_path / "store", *overrides))
     assert any(result.num_cut for result in results) == ("long_documents" in options)
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(extractor, text, texts, tmp_path):
+    store, ids = run_job(text, tmp_path / "run"), extractor.tokenizer.encode(texts)
+    folder = tmp_path / "model"
+    files = shutil.ignore_patterns("tokenizer*")
+    shutil.copytree(PACKAGE / "assets/tiny-qwen2", folder, ignore=files)
+    other = Extractor(str(folder), layers=[2, 4], **FLOAT32, **SMALL)
+    assert_same_results(other(ids), store)
+    saved = other.save(tmp_path / "saved", [tokens.tolist() for tokens in ids])
+    assert saved.metadata.data["tokens"] == "tokens"
+    assert saved.metadata.tokenizer == {}
+    for name in store.arrays:
+        assert saved.arrays[name].read().result().tobytes() == store.arrays[name].read().result().tobytes(), name
+    for call in (other, partial(other.save, tmp_path / "texts")):
+        with pytest.raises(InputError, match="the model has no tokenizer"):
+            call(["a text"])
+    for options in ({"windows": "restart"}, {"positions": "regex", "regex": "a"}):
+        with pytest.raises(InputError, match=r"no tokenizer\.json"):
+            Extractor(str(folder), layers=[2], **FLOAT32, **SMALL | options)
 
 
 def test_results_and_a_saved_store_equal_the_commands_store(extractor, text, texts, tmp_path):
@@ -233,6 +260,11 @@ def test_options_that_are_refused():
         ({"model_dtype": "float16"}, ConfigError, "model.dtype is 'float16'. Set it to one of"),
         ({"length": 5000}, ConfigError, "batch.length is 5000, but the model has 1024 positions"),
         ({"attention": "splash"}, ConfigError, "model.attention=splash cannot be used"),
+        (
+            {"packing": "concat", "separator": ""},
+            ConfigError,
+            "a call's results would depend on its other documents. Use save()",
+        ),
         ({"lenght": 5}, ConfigError, "no option 'lenght'. Did you mean length?"),
         ({"max_tokens": 5}, ConfigError, "no option 'max_tokens'. run.max_tokens is a key of the command"),
         ({"model": "/no/such/folder"}, PipelineError, "/no/such/folder"),
@@ -262,7 +294,7 @@ def test_documents_that_are_refused(extractor):
 
 def test_token_ids_and_too_few_ids_are_refused_by_save(extractor, tmp_path):
     for documents, ids, message in (
-        ([[1, 2]], None, "documents[0] is [1, 2]. Expected a text, or a chat"),
+        (["a", [1, 2]], None, "documents[1] is [1, 2]. Expected a text (or only token ids), or a chat"),
         (["a", "b"], ["one"], "ids has 1 entries for 2 documents"),
     ):
         with pytest.raises(InputError) as raised:

@@ -92,10 +92,11 @@ def test_without_shuffling_batches_equal_the_stores(stream, store):
             ],
             {"outputs": ("loss", "top_ids", "top_logprobs"), "dtype": "float16"},
         ),
+        (["batch.packing=concat", 'data.prefix="<|endoftext|>"', "batch.windows=restart"], {}),
     ],
-    ids=["int8", "selected and padded"],
+    ids=["int8", "selected and padded", "joined"],
 )
-def test_int8_selected_and_padded_streams_equal_their_stores(overrides, tmp_path, settings, options):
+def test_streams_of_other_forms_equal_their_stores(overrides, tmp_path, settings, options):
     run_here(*overrides, *settings, f"store.path={tmp_path / 'store'}")
     store = ActivationStore.open(str(tmp_path / "store"))
     stream = Stream.from_config([*overrides, *settings])
@@ -220,7 +221,7 @@ def test_the_refusal_of_an_unknown_option_gives_a_hint():
         ("text_column", """Give data.text_column with the data: data={"path": ..., "text_column": ...}."""),
         ("capture.layers", "Did you mean layers?"),
         ("statistics", "capture.statistics is a key of the configuration: Stream.from_config(["),
-        ("xyz", "It has attention, "),
+        ("xyz", "It has adapter, "),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"Stream has no option '{name}'. {hint}")):
             Stream("${assets:tiny-qwen2}", layers=[2], data="/texts", **{name: 1})

@@ -12,10 +12,10 @@ DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
 
 def loaded_leaves(
-    model: Model, keys: Sequence[ActivationKey], dtype: str = "float32", *, with_int8: bool = False
+    model: Model, keys: Sequence[ActivationKey], dtype: str = "float32", **options: bool
 ) -> dict[str, np.ndarray]:
     """The leaves that `keys` need, by their paths in the tree."""
-    flat = jax.tree_util.tree_leaves_with_path(model.load(tuple(keys), dtype, DEVICE, with_int8=with_int8))
+    flat = jax.tree_util.tree_leaves_with_path(model.load(tuple(keys), dtype, DEVICE, **options))
     return {jax.tree_util.keystr(path): np.asarray(array) for path, array in flat}
 
 

@@ -20,7 +20,7 @@ D_IN, WIDTH, D_OUT, K = 12, 40, 9, 5
 
 @dataclass(frozen=True)
 class Written:
-    """A written checkpoint."""
+    """A written checkpoint. `folder` is the file of a format whose folders have several SAEs."""
 
     folder: Path
     config: Mapping[str, object]
@@ -124,16 +124,22 @@ def write_gemma_scope_2(folder: Path, rng: np.random.Generator, *, kind: str = "
 
 
 def write_sparsify(
-    folder: Path, rng: np.random.Generator, *, transcode: bool = False, skip_connection: bool = False, **config: object
+    folder: Path,
+    rng: np.random.Generator,
+    *,
+    transcode: bool = False,
+    skip_connection: bool = False,
+    num_inputs: int = D_IN,
+    **config: object,
 ) -> Written:
     tensors = {
-        "encoder.weight": normal(rng, WIDTH, D_IN, scale=D_IN**-0.5),
+        "encoder.weight": normal(rng, WIDTH, num_inputs, scale=num_inputs**-0.5),
         "encoder.bias": normal(rng, WIDTH, scale=0.3),
-        "W_dec": normal(rng, WIDTH, D_IN),
-        "b_dec": normal(rng, D_IN, scale=0.3),
+        "W_dec": normal(rng, WIDTH, num_inputs),
+        "b_dec": normal(rng, num_inputs, scale=0.3),
     }
     if skip_connection:
-        tensors["W_skip"] = normal(rng, D_IN, D_IN)
+        tensors["W_skip"] = normal(rng, num_inputs, num_inputs)
     values = {
         "activation": "topk",
         "expansion_factor": 32,
@@ -143,22 +149,28 @@ def write_sparsify(
         "multi_topk": False,
         "skip_connection": skip_connection,
         "transcode": transcode,
-        "d_in": D_IN,
+        "d_in": num_inputs,
     }
     return _written(folder, "cfg.json", values | config, "sae.safetensors", tensors)
 
 
 def write_llama_scope(
-    folder: Path, rng: np.random.Generator, *, hook_out: str = "blocks.24.hook_resid_post", **config: object
+    folder: Path,
+    rng: np.random.Generator,
+    *,
+    hook_out: str = "blocks.24.hook_resid_post",
+    has_norms: bool = False,
+    **config: object,
 ) -> Written:
-    """Writes the attributes of a published hyperparams.json."""
+    """Writes the attributes of a published hyperparams.json. has_norms: the norms of the decoder's rows are not 1."""
     tensors = {
         "encoder.weight": normal(rng, WIDTH, D_IN, scale=D_IN**-0.5),
         "encoder.bias": normal(rng, WIDTH, scale=0.3),
         "decoder.weight": normal(rng, D_IN, WIDTH),
         "decoder.bias": normal(rng, D_IN, scale=0.3),
     }
-    tensors["decoder.weight"] /= np.linalg.norm(tensors["decoder.weight"], axis=0)
+    if not has_norms:
+        tensors["decoder.weight"] /= np.linalg.norm(tensors["decoder.weight"], axis=0)
     values = {
         "device": "cuda:0",
         "seed": 42,
@@ -194,6 +206,60 @@ def write_llama_scope(
     return _written(folder, "hyperparams.json", values | config, "checkpoints/final.safetensors", tensors)
 
 
+def write_llama_scope_r1(folder: Path, rng: np.random.Generator, **config: object) -> Written:
+    """The norms are 0-d tensors. DeepSeek-R1-Distill's are of residual streams; here it is a transcoder."""
+    ends = {"in": "blocks.15.hook_resid_mid", "out": "blocks.15.hook_mlp_out"}
+    tensors = {
+        "encoder.weight": normal(rng, WIDTH, D_IN, scale=D_IN**-0.5),
+        "encoder.bias": normal(rng, WIDTH, scale=0.3),
+        "decoder.weight": normal(rng, D_IN, WIDTH),
+        "decoder.bias": normal(rng, D_IN, scale=0.3),
+        "log_jumprelu_threshold": np.log(rng.uniform(0.1, 0.6, WIDTH)).astype(np.float32),
+        f"dataset_average_activation_norm.{ends['in']}": np.array(5.125, np.float32),
+        f"dataset_average_activation_norm.{ends['out']}": np.array(1.75, np.float32),
+    }
+    values = {"sae_type": "sae", "hook_point_in": ends["in"], "hook_point_out": ends["out"], "d_model": D_IN}
+    values |= {"expansion_factor": WIDTH / D_IN, "act_fn": "jumprelu", "norm_activation": "dataset-wise"}
+    values |= {"use_decoder_bias": True, "apply_decoder_bias_to_pre_encoder": False, "use_glu_encoder": False}
+    values |= {"top_k": 50, "sparsity_include_decoder_norm": True, "use_triton_kernel": False}
+    return _written(folder, "config.json", values | config, "sae_weights.safetensors", tensors)
+
+
+def write_circuit_tracer(
+    folder: Path, rng: np.random.Generator, *, has_skip: bool = False, d_out: int = D_OUT
+) -> Written:
+    """With thresholds, if it has a skip connection."""
+    tensors = {
+        "W_enc": normal(rng, WIDTH, D_IN, scale=D_IN**-0.5),
+        "b_enc": normal(rng, WIDTH, scale=0.3),
+        "W_dec": normal(rng, WIDTH, d_out),
+        "b_dec": normal(rng, d_out, scale=0.3),
+    }
+    if has_skip:
+        threshold = rng.uniform(0, 0.6, WIDTH).astype(np.float32)
+        tensors |= {"activation_function.threshold": threshold, "W_skip": normal(rng, d_out, D_IN)}
+    return _circuit_tracer(folder, "layer_7.safetensors", tensors)
+
+
+def write_cross_layer(folder: Path, rng: np.random.Generator) -> Written:
+    tensors = {
+        "W_enc_7": normal(rng, WIDTH, D_IN, scale=D_IN**-0.5),
+        "b_enc_7": normal(rng, WIDTH, scale=0.3),
+        "b_dec_7": normal(rng, D_IN, scale=0.3),
+    }
+    written = _circuit_tracer(folder, "W_enc_7.safetensors", tensors)
+    save_file({"W_dec_7": normal(rng, WIDTH, 3, D_IN)}, folder / "W_dec_7.safetensors")
+    return written
+
+
+def _circuit_tracer(folder: Path, name: str, tensors: Mapping[str, np.ndarray]) -> Written:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = ["model_name: owner/tiny", "feature_input_hook: hook_resid_mid", "feature_output_hook: hook_mlp_out"]
+    (folder / "config.yaml").write_text("\n".join(lines))
+    save_file(dict(tensors), folder / name)
+    return Written(folder / name, {}, tensors)
+
+
 def _written(
     folder: Path, config_name: str, config: Mapping[str, object], name: str, tensors: Mapping[str, np.ndarray]
 ) -> Written:
@@ -209,6 +275,8 @@ def scaled_input(spec: SAESpec, x: np.ndarray) -> np.ndarray:
     match spec.input_scaling:
         case InputScaling.none:
             return x
+        case InputScaling.centred:
+            return x - x.mean(axis=-1, keepdims=True)
         case InputScaling.constant_norm:
             return x * np.sqrt(spec.d_in) / np.linalg.norm(x, axis=-1, keepdims=True)
         case InputScaling.layer_norm:
@@ -249,6 +317,8 @@ def decoded_values(spec: SAESpec, arrays: Mapping[str, np.ndarray], values: np.n
     arrays = {name: array.astype(np.float64) for name, array in arrays.items()}
     out = (values / arrays.get("feature_scale", 1)) @ arrays["w_dec"] + arrays.get("b_out", 0)
     x = np.asarray(x, np.float64)
+    if spec.undo_scaling and spec.input_scaling is InputScaling.centred:
+        out = out + x.mean(axis=-1, keepdims=True)
     if spec.undo_scaling and spec.input_scaling is InputScaling.constant_norm:
         out = out * np.linalg.norm(x, axis=-1, keepdims=True) / np.sqrt(spec.d_in)
     if spec.undo_scaling and spec.input_scaling is InputScaling.layer_norm:

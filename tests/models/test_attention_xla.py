@@ -62,7 +62,7 @@ def test_attention_equals_loops(rule: dict, sinks: list[float] | None) -> None:
     np.testing.assert_allclose(attend(inputs, spec), z, rtol=1e-4, atol=2e-6)
     np.testing.assert_allclose(entropy(inputs, spec), entropies, atol=1e-5)
     selected = np.array([[4, 3, 1], [-1, -1, -1], [6, 2, 0]], np.int32)
-    got = np.asarray(jax.jit(attention_pattern, static_argnums=2)(inputs, selected, spec))
+    got = np.asarray(jax.jit(attention_pattern, static_argnums=3)(inputs, inputs.segments, selected, spec))
     for row, slot in ((0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2)):
         query = selected[row, slot]
         start = list(SEGMENTS[row]).index(SEGMENTS[row, query])  # the pattern begins with the query's segment

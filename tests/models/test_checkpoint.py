@@ -50,10 +50,6 @@ def cut(path: Path, num_bytes: int) -> None:
     file.write_bytes(file.read_bytes()[:num_bytes])
 
 
-def only_pickles(path: Path) -> None:
-    (path / "model.safetensors").rename(path / "pytorch_model.bin")
-
-
 def only_an_adapter(path: Path) -> None:
     (path / "model.safetensors").rename(path / "adapter_model.safetensors")
 
@@ -85,9 +81,8 @@ DAMAGED = {
         r"model\.layers\.4\.mlp\.up_proj\.weight is unexpected",
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no weights.*model.init=random"),
-    "pickled weights": (only_pickles, r"got .*pytorch_model\.bin.*Pickled weights are never read.*save_pretrained"),
-    "adapter": (only_an_adapter, "weights of an adapter"),
-    "PEFT folder": (a_peft_folder, "is a PEFT adapter .*merge_and_unload"),
+    "adapter": (only_an_adapter, "weights of an adapter.*model.adapter"),
+    "PEFT folder": (a_peft_folder, "is a PEFT adapter .*Set model.adapter"),
 }
 
 

@@ -1,20 +1,25 @@
-"""The chunked delta rule against its definition, position by position in float64."""
+"""The chunked delta rule, and the rule of Mamba 2, against their definitions, position by position in float64."""
 
 import jax
 import numpy as np
 import pytest
 
-from pipeline.job.generation.cache import CachedDelta, PromptDelta
-from pipeline.models.delta_net import Heads, convolution, delta_rule
+from pipeline.job.generation.cache import CachedHistory, PromptHistory
 from pipeline.models.partition import Partition
+from pipeline.models.recurrent.delta_net import DELTA_RULE
+from pipeline.models.recurrent.mamba import DECAY_RULE
+from pipeline.models.recurrent.recur import Heads, Rule, convolution
 
 pytestmark = pytest.mark.heavy
 ROWS, HEADS, VALUES = 2, 2, 2  # rows, key heads, value heads per key head
 KEY_DIM, VALUE_DIM = 6, 10
 
 
-def recurrence(segments: np.ndarray, heads: Heads) -> np.ndarray:
-    """The delta rule by its definition. A document's state begins at 0."""
+RULES = pytest.mark.parametrize("rule", [DELTA_RULE, DECAY_RULE], ids=["delta", "mamba"])
+
+
+def recurrence(rule: Rule, segments: np.ndarray, heads: Heads) -> np.ndarray:
+    """A rule by its definition. A document's state begins at 0."""
     q, k, v, write, log_decay = (np.asarray(x, np.float64) for x in heads)
     outputs = np.zeros(v.shape)
     for row, positions in enumerate(segments):
@@ -25,7 +30,8 @@ def recurrence(segments: np.ndarray, heads: Heads) -> np.ndarray:
                     state[:] = 0
                 state *= np.exp(log_decay[row, t, *place])
                 key = k[row, t, place[0]]
-                state += write[row, t, *place] * np.outer(key, v[row, t, *place] - key @ state)
+                known = key @ state if rule is DELTA_RULE else 0
+                state += write[row, t, *place] * np.outer(key, v[row, t, *place] - known)
                 outputs[row, t, *place] = q[row, t, place[0]] @ state
     return outputs
 
@@ -48,34 +54,36 @@ BORDERS = {  # the length, and the first positions of each row's documents, the 
 }
 
 
+@RULES
 @pytest.mark.parametrize("borders", BORDERS)
 @pytest.mark.parametrize(("key_noise", "decay"), [(10.0, 0.1), (10.0, 5.0), (0.01, 0.001)])
-def test_chunks_equal_the_recurrence(borders: str, key_noise: float, decay: float) -> None:
+def test_chunks_equal_the_recurrence(rule: Rule, borders: str, key_noise: float, decay: float) -> None:
     length, *starts = BORDERS[borders]
     segments = np.array([[sum(start <= t for start in row) for t in range(length)] for row in starts], np.int32)
     if len(starts[0]) > 1:
         segments[segments == segments.max(axis=1, keepdims=True)] = 0
     heads = random_heads(length, key_noise, decay)
-    got, _ = jax.jit(delta_rule)(segments, heads)
-    expected = recurrence(segments, heads)
+    got, _ = jax.jit(rule.rows)(segments, heads)
+    expected = recurrence(rule, segments, heads)
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_a_prompt_and_the_steps_after_it_equal_whole_rows() -> None:
+@RULES
+def test_a_prompt_and_the_steps_after_it_equal_whole_rows(rule: Rule) -> None:
     """Wherever the prompt ends. An inactive row keeps its state."""
     length, num_taps = 150, 4
     heads = random_heads(length, 10.0, 0.1)
     x = np.random.default_rng(1).normal(size=(ROWS, length, HEADS, KEY_DIM)).astype("float32")
     taps = np.random.default_rng(2).normal(size=(HEADS, KEY_DIM, 1, num_taps)).astype("float32")
     ones, partition = np.ones((ROWS, length), np.int32), Partition()
-    expected, convolved = recurrence(ones, heads), convolution(x, taps, ones)
-    step = jax.jit(lambda cache, is_active, *inputs: _stepped(CachedDelta(cache, is_active), taps, *inputs))
+    expected, convolved = recurrence(rule, ones, heads), convolution(x, taps, ones)
+    step = jax.jit(lambda cache, is_active, *inputs: _stepped(rule, CachedHistory(cache, is_active), taps, *inputs))
     for ends in ([1, 150], [3, 64], [65, 128], [2, 149]):
-        prompt = PromptDelta(np.array(ends))
+        prompt = PromptHistory(np.array(ends))
         segments = (np.arange(length) < np.array(ends)[:, None]).astype("int32")
         for name in "qkv":
             prompt.convolve(name, x, taps, segments)
-        outputs = prompt.outputs(segments, heads, partition)
+        outputs = prompt.outputs(rule, segments, heads, partition)
         cache, positions = prompt.cache, np.array(ends)
         for row, end in enumerate(ends):
             np.testing.assert_allclose(outputs[row, :end], expected[row, :end], atol=1e-5)
@@ -87,11 +95,11 @@ def test_a_prompt_and_the_steps_after_it_equal_whole_rows() -> None:
                 np.testing.assert_allclose(latest[row, 0], convolved[row, positions[row]], atol=1e-5)
                 np.testing.assert_allclose(out[row, 0], expected[row, positions[row]], atol=1e-5)
             for row in np.flatnonzero(~is_active):
-                assert all((new[row] == old[row]).all() for new, old in zip(cache, before, strict=True))
+                assert all((cache[name][row] == old[row]).all() for name, old in before.items())
             positions += is_active
 
 
-def _stepped(layer: CachedDelta, taps: np.ndarray, x: jax.Array, heads: Heads) -> tuple:
+def _stepped(rule: Rule, layer: CachedHistory, taps: np.ndarray, x: jax.Array, heads: Heads) -> tuple:
     segments = np.ones((ROWS, 1), np.int32)
     latest = [layer.convolve(name, x, taps, segments) for name in "qkv"][-1]
-    return latest, layer.outputs(segments, heads, Partition()), layer.cache
+    return latest, layer.outputs(rule, segments, heads, Partition()), layer.cache

@@ -1,6 +1,7 @@
 """Differences between families: sites and their names, older files, refused configurations."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from test_parity import ALTERNATING, GEMMA4
+from test_parity import ALTERNATING, GEMMA4, LLAMA3_ROPE, SECTIONS
 
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import CheckpointError, ConfigError
-from pipeline.core.sites import ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
+from pipeline.job.end_tokens import end_tokens
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.capture import captured_keys
 from tests.models.hf_reference import save_random, transformers
@@ -36,6 +38,7 @@ LACKING = {
     "gpt_neox": EXPERTS | {"resid_mid", "mlp_pre_linear"},
     "bert": EXPERTS | {"final_norm", "mlp_pre_linear"},
     "gpt2": EXPERTS | {"mlp_pre_linear"},
+    "phi": EXPERTS | {"resid_mid", "mlp_pre_linear"},
     "gemma2": EXPERTS,
     "mixtral": NEURONS,
 }
@@ -87,6 +90,22 @@ def test_a_layer_with_a_delta_net_has_no_sites_of_attention(tmp_path) -> None:
     assert layers("all", "attn_out") == [0, 1, 2, 3]
 
 
+def test_a_layer_of_one_block_has_the_sites_of_that_block(tmp_path) -> None:
+    save_random("nemotron_h", tmp_path)
+    model = open_model(str(tmp_path))
+    layers = partial(captured_layers, model)
+    assert set(Site) - set(model.sites) == EXPERTS | {"resid_mid", "mlp_pre_linear"}
+    assert (layers("all", "attn_out"), layers("all", "mlp_out"), layers("all", "k")) == ([0, 2, 3], [1], [2])
+    assert layers("all", "resid_post") == [0, 1, 2, 3]
+    for site, layer, why in (
+        ("mlp_in", 0, "no MLP"),
+        ("attn_in", 1, "an MLP in place"),
+        ("q", 3, "Mamba 2 in place of attention"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{site}, which layer {layer} lacks: it has {why}"):
+            layers([layer], site)
+
+
 def test_a_layer_that_shares_the_keys_of_another_has_no_k_or_v(tmp_path) -> None:
     save_random("gemma4_text", tmp_path, **GEMMA4)
     model = open_model(str(tmp_path))
@@ -102,6 +121,10 @@ def test_a_layer_that_shares_the_keys_of_another_has_no_k_or_v(tmp_path) -> None
 HOOKS = [
     ("llama", "blocks.1.q", "blocks.1.attn.hook_rot_q"),
     ("gpt2", "blocks.1.q", "blocks.1.attn.hook_q"),
+    ("gpt_neo", "blocks.1.k", "blocks.1.attn.hook_k"),
+    ("gptj", "blocks.1.k", "blocks.1.attn.hook_rot_k"),
+    ("cohere2", "blocks.2.q", "blocks.2.attn.hook_rot_q"),
+    ("cohere2", "blocks.3.q", "blocks.3.attn.hook_q"),
     ("gpt2", "blocks.1.resid_post", "blocks.1.hook_resid_post"),
     ("smollm3", "blocks.2.q", "blocks.2.attn.hook_rot_q"),
     ("smollm3", "blocks.3.q", "blocks.3.attn.hook_q"),
@@ -123,10 +146,49 @@ def older_deepseek(config: dict) -> None:
     config["rope_scaling"] = {"type": rope.pop("rope_type")} | rope
     del config["head_dim"], config["qk_head_dim"], config["output_router_logits"]
     config |= {"moe_layer_freq": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "auto_map": {"AutoModel": "modeling.X"}}
-    is_v3 = config["model_type"] == "deepseek_v3"
+    is_v3 = config["model_type"] != "deepseek_v2"
     config |= (
         {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "ep_size": 1} if is_v3 else {"scoring_func": "softmax"}
     )
+
+
+def older_cohere2(config: dict) -> None:
+    """As published, with attributes that transformers does not read."""
+    del config["layer_types"]
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "sliding_window_pattern": 4}
+    config |= {"layer_switch": 4, "order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True}
+    config |= {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_qk_norm": False}
+    config |= {"use_embedding_sharing": True, "use_gated_activation": True, "use_parallel_embedding": False}
+
+
+def older_gpt_neo(config: dict) -> None:
+    del config["attention_layers"]
+    config |= {"gradient_checkpointing": False}
+
+
+def older_gptj(config: dict) -> None:
+    config |= {"gradient_checkpointing": False, "rotary": True, "scale_attn_weights": True, "n_ctx": 512}
+
+
+def older_opt(config: dict) -> None:
+    del config["enable_bias"], config["layer_norm_elementwise_affine"]
+    config |= {"prefix": "</s>", "output_projection": True, "activation_dropout": 0.1}
+    config |= {"learned_embeddings": True, "scale_embeddings": False}
+
+
+def older_partial_rope(config: dict) -> None:
+    rope = config.pop("rope_parameters")
+    config |= {"partial_rotary_factor": rope["partial_rotary_factor"], "rope_theta": rope["rope_theta"]}
+    config |= {"rope_scaling": None}
+
+
+def older_rope(config: dict) -> None:
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "rope_scaling": None}
+
+
+def older_deepseek_v32(config: dict) -> None:
+    older_deepseek(config)
+    del config["layer_types"], config["mlp_layer_types"]
 
 
 def older_gpt_neox(config: dict) -> None:
@@ -146,9 +208,65 @@ def older_gemma3(config: dict) -> None:
     }
 
 
+def published_gemma3(config: dict) -> None:
+    older_gemma3(config["text_config"])
+    del config["text_config"]["model_type"]
+
+
+def published_mistral3(config: dict) -> None:
+    text = config["text_config"]
+    text |= {"rope_theta": text.pop("rope_parameters")["rope_theta"]}
+
+
+def published_llama4(config: dict) -> None:
+    published_qwen3_vl(config)
+    text = config["text_config"]
+    del text["moe_layers"], text["layer_types"]
+    text |= {"no_rope_layers": [], "for_llm_compressor": False, "attn_temperature_tuning": 4}
+
+
+def published_qwen3_vl(config: dict) -> None:
+    text = config["text_config"]
+    text |= {"rope_theta": text["rope_parameters"].pop("rope_theta"), "rope_scaling": text.pop("rope_parameters")}
+
+
+def published_qwen2_vl(config: dict) -> None:
+    """The language model's attributes are not in `text_config`."""
+    published_qwen3_vl(config)
+    text = config.pop("text_config")
+    scaling = {"type": "mrope", "mrope_section": text["rope_scaling"]["mrope_section"]}
+    config |= text | {"rope_scaling": scaling, "model_type": config["model_type"]}
+    del config["layer_types"]
+
+
+def twice_qwen2_vl(config: dict) -> None:
+    """As transformers 4.53 writes it: the language model's attributes are also outside of `text_config`, and not all
+    have its values."""
+    published_qwen3_vl(config)
+    config["text_config"]["sliding_window"] = None
+    config |= config["text_config"] | {"model_type": config["model_type"], "sliding_window": 7}
+
+
 def published_gemma4(config: dict) -> None:
     del config["per_layer_config"], config["rope_parameters"], config["layer_types"]
     config |= {"global_head_dim": 12, "num_global_key_value_heads": 1}
+
+
+def older_lfm2(config: dict) -> None:
+    """As published, with attributes that transformers does not read."""
+    del config["layer_types"]
+    config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "block_ff_dim": config["intermediate_size"]}
+    config |= {"intermediate_size": 9, "tie_embedding": True, "block_dim": 32, "block_norm_eps": 1e-9, "num_heads": 3}
+    config |= {"conv_dim": 32, "conv_dim_out": 32, "block_use_swiglu": True, "use_pos_enc": True}
+
+
+def older_nemotron_h(config: dict) -> None:
+    """As published, with a pattern of letters and attributes that only the model's own code reads."""
+    names = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+    config["hybrid_override_pattern"] = "".join(names[name] for name in config.pop("layers_block_type"))
+    for key in ("moe_latent_size", "mtp_layers_block_type", "time_step_max"):
+        del config[key]
+    config |= {"num_hidden_layers": 9, "attention_head_dim": 8, "rms_norm_eps": 1e-5, "auto_map": {"AutoModel": "x.Y"}}
 
 
 def older_gemma2(config: dict) -> None:
@@ -161,6 +279,15 @@ def older_olmo3(config: dict) -> None:
     ropes = config.pop("rope_parameters")
     del config["layer_types"]
     config |= {"rope_theta": ropes["full_attention"].pop("rope_theta"), "rope_scaling": ropes["full_attention"]}
+
+
+def older_minimax_m2(config: dict) -> None:
+    """As published, with attributes that transformers does not read."""
+    rope = config.pop("rope_parameters")
+    config |= {"rotary_dim": 4, "rope_theta": rope["rope_theta"], "attn_type_list": [1] * 4, "use_mtp": True}
+    config |= {"num_mtp_modules": 0, "mtp_transformer_layers": 1, "qk_norm_type": "per_layer", "use_qk_norm": True}
+    config |= {"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0}
+    config |= {"mlp_intermediate_size": 9, "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0}
 
 
 def older_gpt_oss(config: dict) -> None:
@@ -181,6 +308,8 @@ def older_smollm3(config: dict) -> None:
     config |= {"rope_theta": config.pop("rope_parameters")["rope_theta"], "max_window_layers": 28, "pretraining_tp": 2}
 
 
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.75}
+OTHER_ROPE = {"rope_type": "default", "rope_theta": 300.0}
 NEOX_ROPE = {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 0.5}
 GEMMA3_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
@@ -196,16 +325,39 @@ EVERY_SECOND = ["sliding_attention", "full_attention"] * 2
 MSCALE_ROPE = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 24}
 MSCALE_ROPE |= {"mscale": 0.7, "mscale_all_dim": 1.3}
 OLDER = {
+    "deepseek_v32": ({"rope_parameters": MSCALE_ROPE}, older_deepseek_v32),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ({"rope_parameters": MSCALE_ROPE}, older_deepseek)),
+    "cohere": ({"rope_parameters": OTHER_ROPE}, older_rope),
+    "cohere2": ({"sliding_window": 7, "rope_parameters": OTHER_ROPE}, older_cohere2),
+    **dict.fromkeys(
+        ("glm", "glm4", "glm4_moe", "phi", "stablelm"), ({"rope_parameters": PARTIAL_ROPE}, older_partial_rope)
+    ),
+    "gpt_neo": ({}, older_gpt_neo),
     "gpt_neox": ({"rope_parameters": NEOX_ROPE}, older_gpt_neox),
+    "gptj": ({}, older_gptj),
+    **dict.fromkeys(("granite", "granitemoe"), ({"rope_parameters": OTHER_ROPE}, older_rope)),
     "gpt_oss": ({"sliding_window": 7}, older_gpt_oss),
     "gemma2": ({"sliding_window": 7, "layer_types": EVERY_SECOND}, older_gemma2),
     "gemma3_text": (
         {"sliding_window": 7, "rope_parameters": GEMMA3_ROPES, "layer_types": EVERY_SECOND},
         older_gemma3,
     ),
+    "gemma3": ({"sliding_window": 7, "rope_parameters": GEMMA3_ROPES, "layer_types": EVERY_SECOND}, published_gemma3),
+    "llama4": (
+        {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "rope_parameters": LLAMA3_ROPE},
+        published_llama4,
+    ),
+    "mistral3": ({"head_dim": 6}, published_mistral3),
+    "qwen2_5_vl": ({"rope_parameters": SECTIONS}, published_qwen2_vl),
+    "qwen2_vl": ({"rope_parameters": SECTIONS}, twice_qwen2_vl),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), ({"rope_parameters": SECTIONS}, published_qwen3_vl)),
     "gemma4_text": ({"attention_k_eq_v": True, "num_global_key_value_heads": 1}, published_gemma4),
+    "minimax_m2": ({}, older_minimax_m2),
+    "olmo": ({"rope_parameters": OTHER_ROPE}, older_rope),
+    "lfm2": ({"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}, older_lfm2),
+    "nemotron_h": ({}, older_nemotron_h),
     "olmo3": ({"sliding_window": 7, "rope_parameters": OLMO3_ROPES}, older_olmo3),
+    "opt": ({}, older_opt),
     "phi3": ({"original_max_position_embeddings": 64, "rope_parameters": PHI3_ROPE}, older_phi3),
     "smollm3": ({"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7}, older_smollm3),
 }
@@ -223,6 +375,9 @@ def test_an_older_config_gives_the_same_architecture(family: str, tmp_path) -> N
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 REFUSED = {
     "bert that decodes": ("bert", {"is_decoder": True}, "is_decoder is true"),
+    "cohere with norms of heads": ("cohere", {"use_qk_norm": True}, "use_qk_norm is True.*implemented: False"),
+    "cohere2 in sequence": ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False"),
+    "cohere2 without its window": ("cohere2", {"sliding_window": None}, "sliding_window is null, expected a length"),
     "deepseek v2 with weights that sum to one": ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true"),
     "deepseek v2 with unequal groups": (
         "deepseek_v2",
@@ -233,6 +388,11 @@ REFUSED = {
         "deepseek_v3",
         {"num_experts_per_tok": 5},
         "topk_group groups to contain the 5 experts of a token",
+    ),
+    "deepseek v3.2 with another attention": (
+        "deepseek_v32",
+        {"layer_types": ["indexed_attention", "full_attention"] * 2},
+        "expected indexed_attention for each of the 4 layers",
     ),
     "deepseek v3 with groups of one": ("deepseek_v3", {"n_group": 6}, "n_group is 6"),
     "deepseek v3 with too few groups": ("deepseek_v3", {"topk_group": 4}, "topk_group is 4, expected at most n_group"),
@@ -250,6 +410,48 @@ REFUSED = {
         "none for other layers",
     ),
     "gemma4 with unlike windows": ("gemma4_text", {"per_layer_config": {"3": {"sliding_window": 3}}}, "3 sets sliding"),
+    "glm4_moe with too few groups": ("glm4_moe", {"topk_group": 4}, "topk_group is 4, expected at most n_group"),
+    "minimax_m2 with linear attention": ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list is"),
+    "minimax_m2 with a shared expert": ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
+    "stablelm with norms of heads": ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True"),
+    "gpt_neo with another kind": ("gpt_neo", {"attention_layers": ["global", "block"] * 2}, "expected lists of global"),
+    "gpt_neo with too few layers": (
+        "gpt_neo",
+        {"attention_layers": None, "attention_types": [[["global"], 3]]},
+        "for 4 layers in total",
+    ),
+    "gpt_neo with damaged types": ("gpt_neo", {"attention_layers": None, "attention_types": [3]}, "attention_types is"),
+    "gpt_neo with endless types": (
+        "gpt_neo",
+        {"attention_layers": None, "attention_types": [[[], 10**15], [["global"], 10**15]]},
+        "for 4 layers in total",
+    ),
+    "gptj with odd rotation": ("gptj", {"rotary_dim": 3}, "rotary_dim is 3, expected an even number"),
+    "gptj with a wide rotation": ("gptj", {"rotary_dim": 10}, "at most the head size, 8"),
+    "opt with projected embeddings": ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16, expected hidden"),
+    "opt with norms after its blocks": ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+    "opt without the last norm": ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
+    "mistral3 with mistral 4": (
+        "mistral3",
+        {"text_config": {"model_type": "mistral4"}},
+        "text_config: model_type is 'mistral4'.*implemented: mistral, ministral3",
+    ),
+    "ministral3 without its scales": ("ministral3", {"rope_parameters": LINEAR}, "has no 'llama_4_scaling_beta'"),
+    "qwen2.5 vl with two sizes": ("qwen2_5_vl", {"hidden_size": 64}, "sets hidden_size=64"),
+    "lfm2 with two answers": ("lfm2", {"tie_embedding": False}, "tie_embedding and tie_word_embeddings differ"),
+    "lfm2 with a window": ("lfm2", {"layer_types": ["sliding_attention"] * 4}, "expected conv or full_attention"),
+    "nemotron h with experts": (
+        "nemotron_h",
+        {"layers_block_type": ["mlp", "moe"]},
+        r"'moe'\], expected .* layers with experts are not implemented",
+    ),
+    "nemotron h with one letter too many": (
+        "nemotron_h",
+        {"layers_block_type": None, "hybrid_override_pattern": "MX"},
+        "the layers are 'MX'",
+    ),
+    "nemotron h with groups of unlike sizes": ("nemotron_h", {"n_groups": 4}, "expected a multiple of n_groups"),
+    "nemotron h, tied": ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings is true, expected false"),
     "olmo3 with one older theta": (
         "olmo3",
         {"rope_parameters": None, "rope_theta": 1e4},
@@ -305,6 +507,14 @@ def test_layers_for_multi_token_prediction_are_not_read(tmp_path) -> None:
         open_model(str(tmp_path))
 
 
+def test_rows_are_no_longer_than_what_an_indexer_chooses(tmp_path) -> None:
+    save_random("deepseek_v32", tmp_path, rope_parameters=MSCALE_ROPE)
+    model = open_model(str(tmp_path))
+    assert model.max_positions == 96
+    edit_config(tmp_path, lambda config: config.update(index_topk=2048))
+    assert open_model(str(tmp_path)).arch == replace(model.arch, max_positions=512)  # the rotation is the same
+
+
 def test_deepseek_chooses_experts_in_float32(tmp_path) -> None:
     """Corrections rounded to bfloat16 would choose other experts."""
     save_random("deepseek_v3", tmp_path)
@@ -325,10 +535,40 @@ def test_deepseek_chooses_experts_in_float32(tmp_path) -> None:
     assert not np.array_equal(logits, logits.astype(jnp.bfloat16).astype(np.float32))
 
 
+def test_a_multimodal_checkpoint_has_its_end_token_in_text_config(tmp_path) -> None:
+    save_random("mistral3", tmp_path, eos_token_id=7)
+    (tmp_path / "generation_config.json").unlink()
+    assert end_tokens(open_model(str(tmp_path)), None, None) == (7,)
+
+
+NEWER = "model.language_model."
+PREFIXES = {  # in files of transformers 4 and 5
+    **dict.fromkeys(("gemma3", "mistral3"), ("language_model.model.", NEWER)),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), ("model.", NEWER)),
+    "gemma4_unified": (NEWER, NEWER),
+    "llama4": ("language_model.model.", "language_model.model."),
+}
+
+
+@pytest.mark.parametrize("family", PREFIXES)
+def test_a_language_model_has_the_same_weights_under_older_and_newer_names(family: str, tmp_path) -> None:
+    """Published files have the names of transformers 4."""
+    model = save_random(family, tmp_path / "older", tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "newer", save_original_format=False)
+    older, newer = (open_model(str(tmp_path / name)) for name in ("older", "newer"))
+    assert (older.checkpoint.prefix, newer.checkpoint.prefix) == PREFIXES[family]
+    assert any("vision" in name or "visual" in name for name in older.checkpoint.names)
+    leaves = [loaded_leaves(model, (FINAL_NORM, LAST), with_head=True) for model in (older, newer)]
+    assert_same_leaves(*leaves)
+    for name, end in (("['final_norm']", "language_model.norm.weight"), ("['head']", "lm_head.weight")):
+        weights = (p for key, p in model.named_parameters() if key.replace("model.model.", "model.").endswith(end))
+        np.testing.assert_array_equal(leaves[0][name], next(weights).detach().numpy())
+
+
 def assert_same_language_model(whole: Path, text: Path, vision: str) -> None:
     """Asserts that `whole`, which also has tensors for vision, has the architecture and weights of `text`."""
     model, expected = open_model(str(whole)), open_model(str(text))
-    assert model.arch == expected.arch
+    assert (model.arch, model.head) == (expected.arch, expected.head)
     assert any(vision in name for name in model.checkpoint.names)
     assert_same_leaves(loaded_leaves(model, (LAST,)), loaded_leaves(expected, (LAST,)))
 
@@ -357,7 +597,7 @@ def test_the_language_model_of_a_checkpoint_with_vision_is_read(family: str, nam
 
 def test_the_language_model_of_gemma4_is_read(tmp_path) -> None:
     """As published: with a vision tower, and key tensors of layers that share the keys of others."""
-    text = save_random("gemma4_text", tmp_path / "text", **GEMMA4)
+    text = save_random("gemma4_text", tmp_path / "text", final_logit_softcapping=30.0, **GEMMA4)
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2}
     vision |= {"head_dim": 4, "num_hidden_layers": 1, "patch_size": 2, "position_embedding_size": 16}
     config = transformers.Gemma4Config(text_config=text.config.to_dict(), vision_config=vision, audio_config=None)
@@ -370,7 +610,7 @@ def test_the_language_model_of_gemma4_is_read(tmp_path) -> None:
     assert_same_language_model(tmp_path / "whole", tmp_path / "text", "vision_tower")
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2"])
+@pytest.mark.parametrize("family", ["bert", "gpt2", "opt"])
 def test_a_checkpoint_without_head_gives_the_same_weights(family: str, tmp_path) -> None:
     model = save_random(family, tmp_path / "with")
     model.base_model.save_pretrained(tmp_path / "without")

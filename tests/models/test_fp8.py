@@ -118,7 +118,7 @@ REFUSED = {
     "something else": (PUBLISHED | {"expert_dtype": "fp4"}, "sets expert_dtype='fp4'"),
     "another method": (
         PUBLISHED | {"quant_method": "gptq"},
-        "quantization_config: expected .* mxfp4 or fp8 weights, got 'gptq'",
+        "quantization_config: expected .* fp8 or compressed-tensors weights, got 'gptq'",
     ),
 }
 

@@ -38,7 +38,7 @@ def open_config(path: Path, config: object):
 
 REFUSED = {
     "unknown attribute": (QWEN2 | {"logit_softcap": 30.0}, "logit_softcap=30.0"),
-    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, mistral.*qwen2, .*qwen3"),
+    "unknown family": (QWEN2 | {"model_type": "mamba"}, "model_type is 'mamba'.*llama, .*mistral.*qwen2, .*qwen3"),
     "no family": ({k: v for k, v in QWEN2.items() if k != "model_type"}, "no 'model_type'"),
     "unknown class": (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
     "heads that do not divide": (QWEN2 | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
@@ -59,6 +59,15 @@ REFUSED = {
     ),
     "a number that float32 lacks": (LLAMA | {"rms_norm_eps": 1e-40}, "rms_norm_eps is 1e-40"),
     "rope without factor": (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no 'factor'"),
+    "llama3 with factors in the wrong order": (
+        LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
+        "low_freq_factor is 4, expected at most",
+    ),
+    "Galactica with computed positions": (
+        {k: v for k, v in LLAMA.items() if k not in ("architectures", "intermediate_size")}
+        | {"model_type": "opt", "ffn_dim": 48, "learned_embeddings": False},
+        "learned_embeddings is False",
+    ),
     "two ropes": (
         LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
         "differ",

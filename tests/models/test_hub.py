@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
+import numpy as np
 import pytest
 
 from pipeline.config import composing
@@ -26,6 +27,7 @@ from pipeline.models.registry import open_model
 from pipeline.store.write.store_writer import StoreWriter
 from tests.hub import Hub, contents, hub_for_this_process, lead_to
 from tests.jobs import write_text
+from tests.models.adapter_files import write_adapter
 from tests.store.fault_proxy import Fault, FaultProxy
 
 TINY = contents(composing.PACKAGE / "assets" / "tiny-qwen2")
@@ -116,6 +118,26 @@ def test_a_store_is_resumed_at_its_commit(
     assert [difference.key for difference in first.metadata.differences(again.metadata)] == ["model.weights"] * moves
 
 
+def test_an_adapter_of_the_hub_is_one_at_a_commit(server: Hub, text: Path, tmp_path: Path) -> None:
+    def adapter(scale: float) -> dict[str, bytes]:
+        factor = np.full((4, 128), scale, np.float32)
+        module = "model.layers.0.self_attn.q_proj"
+        write_adapter(tmp_path / "local", {f"{module}.lora_A.weight": factor, f"{module}.lora_B.weight": factor.T})
+        return contents(tmp_path / "local")
+
+    commit = server.push("models/owner/lora", adapter(1.0) | {f"deep/{name}": x for name, x in adapter(2.0).items()})
+    first = job(text, tmp_path / "store", "model.adapter=owner/lora").metadata
+    assert first.config["model"]["adapter_commit"] == commit != first.config["model"]["commit"]
+    server.push("models/owner/lora", adapter(3.0))
+    for address, same in ((f"hf://owner/lora@{commit}", True), (f"hf://owner/lora@{commit}/deep", False)):
+        found = job(text, tmp_path / "store", f"model.adapter={address}").metadata
+        assert [difference.key for difference in first.differences(found)] == ([] if same else ["model.adapter"])
+    moved = job(text, tmp_path / "store", "model.adapter=owner/lora").metadata
+    assert [difference.key for difference in first.differences(moved)] == ["model.adapter"]
+    with pytest.raises(CheckpointError, match=r"model.adapter: hf://owner/tiny has none of adapter_config.json"):
+        job(text, tmp_path / "store", "model.adapter=owner/tiny")
+
+
 def test_all_files_are_of_one_commit(server: Hub, text: Path, tmp_path: Path) -> None:
     (commit,) = server.refs.values()
 
@@ -152,7 +174,7 @@ def test_requests_that_fail_temporarily_are_repeated(fault: Fault, server: Hub, 
 def everything() -> dict[str, object]:
     """Everything that a start requests: a model, its tokenizer, a listing of files, and a data set's first row."""
     model, tokenizer = open_model("owner/tiny"), load_tokenizer("owner/tiny")
-    source = HfSource(HfData(source="hf", path="owner/text", text="{{ text }}", data_files="data/*.jsonl"))
+    source = HfSource(HfData(source="hf", path="owner/text", text="{{ text }}", data_files="data/*.jsonl"), None)
     return {
         "model": model.identity(),
         "tokenizer": tokenizer.identity() | {"chat": tokenizer.chat_identity()},

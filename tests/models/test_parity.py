@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.models.head import head_leaf, logits
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
 from tests.models.hf_reference import VOCAB_SIZE, reference_activations, save_random, torch
@@ -26,6 +27,9 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 24}
+OTHER_THETA = {"rope_type": "default", "rope_theta": 250000.0}
+SECTIONS = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [1, 2, 1]}
+SCALED_QUERIES = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 24}
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}
 YARN_ROPES = {"full_attention": YARN_ROPE | {"attention_factor": 1.5}, "sliding_attention": {"rope_type": "default"}}
@@ -39,31 +43,63 @@ GEMMA4 = {"layer_types": ALTERNATING, "num_kv_shared_layers": 2, "enable_moe_blo
 GEMMA3_ROPES = {"full_attention": LINEAR_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 DELTA_FIRST = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 OLMOE = {"eos_token_id": None}
+MULTIPLIERS = {"embedding_multiplier": 1.7, "attention_multiplier": 0.2, "residual_multiplier": 0.6}
+MULTIPLIERS |= {"logits_scaling": 3.0}
 GPT_OSS = {"sliding_window": 7}
 FAMILIES = {
     "bert": {},
+    "cohere": {},
+    "cohere2": {"sliding_window": 7, "num_hidden_layers": 2, "layer_types": TURNS[:2]},
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "deepseek_v3": {"rope_parameters": MSCALE_ROPE},
+    "deepseek_v32": {"rope_parameters": MSCALE_ROPE, "num_hidden_layers": 2},
+    "gemma": {"head_dim": 6},
     "gemma2": GEMMA,
+    "gemma3": GEMMA | {"num_hidden_layers": 2, "layer_types": TURNS[:2], "rope_parameters": GEMMA3_ROPES},
     "gemma3_text": GEMMA | {"num_hidden_layers": 2, "layer_types": TURNS[:2]},
     "gemma4_text": GEMMA4,
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {},
+    "gemma4_unified": {"layer_types": TURNS, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"num_kv_shared_layers": 2},
+    "gemma4_unified_text": {"layer_types": ALTERNATING, "num_kv_shared_layers": 1},
     "gpt2": {},
+    "gpt_neo": {},
     "gpt_neox": {},
+    "gptj": {},
+    "granite": MULTIPLIERS,
+    "granitemoe": MULTIPLIERS,
     "gpt_oss": GPT_OSS,
+    "lfm2": {},
     "llama": {},
+    "minimax_m2": {},
+    "llama4": {"moe_layers": [0, 3], "no_rope_layers": [1, 0, 1, 1]},
+    "llama4_text": {},
+    "ministral3": {"head_dim": 6, "rope_parameters": YARN_ROPE | SCALED_QUERIES},
     "mistral": {"sliding_window": 7},
+    "mistral3": {"sliding_window": None, "head_dim": 6, "tie_word_embeddings": False},
     "mixtral": {},
+    "olmo": {"clip_qkv": 0.4},
+    "nemotron_h": {},
     "olmo2": {},
     "olmo3": {"sliding_window": 7, "num_hidden_layers": 2, "layer_types": TURNS[:2]},
     "olmoe": OLMOE,
+    "opt": {},
+    "phi": {},
     "phi3": {"partial_rotary_factor": 0.5},
     "qwen2": {},
     "qwen2_moe": {"num_hidden_layers": 2, "mlp_only_layers": [1]},
+    "qwen2_5_vl": {"rope_parameters": SECTIONS},
+    "qwen2_vl": {"rope_parameters": SECTIONS | YARN_ROPE},
     "qwen3": {},
     "qwen3_moe": {},
     "qwen3_next": DELTA_FIRST,
     "qwen3_5_text": DELTA_FIRST,
+    "qwen3_vl": {"head_dim": 8, "rope_parameters": SECTIONS},
+    "qwen3_vl_moe": {"rope_parameters": SECTIONS},
     "smollm3": WINDOW,
+    "stablelm": {},
 }
 CASES = {
     "qwen2 tied, one kv head, window in the last layer, longrope": (
@@ -76,9 +112,25 @@ CASES = {
         "llama",
         {"num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE, "head_dim": 16, "hidden_act": "gelu"},
     ),
+    "lfm2 alternating, biases, two taps, one kv head, untied, linear rope, d_mlp as it is": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "conv_L_cache": 2, "norm_eps": 1e-3}
+        | {"num_key_value_heads": 1, "tie_word_embeddings": False, "rope_parameters": LINEAR_ROPE}
+        | {"block_auto_adjust_ff_dim": False},
+    ),
+    "nemotron h, attention first, one group, biases, long time steps, two taps, silu, two periods": (
+        "nemotron_h",
+        {"layers_block_type": ["full_attention", "linear_attention", "mlp"] * 2, "n_groups": 1, "mlp_bias": True}
+        | {"use_bias": True, "time_step_min": 0.7, "conv_kernel": 2, "mlp_hidden_act": "silu", "head_dim": 6},
+    ),
     "mistral without window, dynamic rope, head_dim": (
         "mistral",
         {"sliding_window": None, "head_dim": 6, "rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96},
+    ),
+    "llama4, every second layer sparse, biases, three experts, one kv head, without norms, llama3 rope": (
+        "llama4_text",
+        {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_bias": True, "use_qk_norm": False}
+        | {"num_experts_per_tok": 3, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE},
     ),
     "qwen3 biases, one kv head, windows, yarn, head_dim": (
         "qwen3",
@@ -129,6 +181,11 @@ CASES = {
         "gpt_neox",
         {"hidden_size": 36, "rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5}},
     ),
+    "opt norms without weights": ("opt", {"layer_norm_elementwise_affine": False, "hidden_size": 28}),
+    "phi norms of heads, one kv head, tied": (
+        "phi",
+        {"qk_layernorm": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "partial_rotary_factor": 0.75},
+    ),
     "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
     "qwen3 moe, one expert, a dense layer, window, biases": (
         "qwen3_moe",
@@ -159,6 +216,10 @@ CASES = {
         {"sliding_window": 7, "num_experts": 3, "head_dim": 6, "hidden_act": "gelu"},
     ),
     "olmoe, norm_topk_prob, biases": ("olmoe", OLMOE | {"norm_topk_prob": True, "attention_bias": True}),
+    "stablelm parallel, biases, half rotating": (
+        "stablelm",
+        {"use_parallel_residual": True, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    ),
     "gpt-oss, tied, yarn with another factor, one expert, one kv head": (
         "gpt_oss",
         GPT_OSS
@@ -197,12 +258,247 @@ CASES = {
         | {"n_group": 1, "topk_group": 1},
     ),
 }
+FURTHER_CASES = {
+    "cohere theta by default, biases, one kv head, untied": (
+        "cohere",
+        {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": False, "logit_scale": 0.7},
+    ),
+    "cohere linear rope, gelu, odd number of pairs": (
+        "cohere",
+        {"hidden_size": 24, "hidden_act": "gelu", "rope_parameters": LINEAR_ROPE, "num_key_value_heads": 4},
+    ),
+    "cohere yarn": ("cohere", {"rope_parameters": YARN_ROPE, "layer_norm_eps": 1e-2}),
+    "cohere2 windows by period, biases, all heads": (
+        "cohere2",
+        {"sliding_window": 7, "num_hidden_layers": 4, "attention_bias": True, "num_key_value_heads": 4},
+    ),
+    "cohere2 without windows, so without rotation": (
+        "cohere2",
+        {"sliding_window": 7, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    ),
+    "cohere2 windows longer than the row, other theta": (
+        "cohere2",
+        {"sliding_window": 600, "num_hidden_layers": 2, "layer_types": TURNS[:2]}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
+    ),
+    "gpt_neo all local, relu, other width": (
+        "gpt_neo",
+        {"num_hidden_layers": 2, "attention_types": [[["local"], 2]], "activation_function": "relu"}
+        | {"intermediate_size": None, "layer_norm_epsilon": 1e-2},
+    ),
+    "gpt_neo all global": ("gpt_neo", {"num_hidden_layers": 2, "attention_types": [[["global"], 2]]}),
+    "gptj rotating whole heads": ("gptj", {"rotary_dim": 8, "n_inner": None}),
+    "gptj two dimensions, gelu": ("gptj", {"rotary_dim": 2, "activation_function": "gelu"}),
+    "gptj odd heads, tied": ("gptj", {"n_embd": 36, "rotary_dim": 4, "tie_word_embeddings": True}),
+    "granite biases, tied, yarn, head_dim": (
+        "granite",
+        MULTIPLIERS
+        | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN_ROPE}
+        | {"head_dim": 6, "num_key_value_heads": 4},
+    ),
+    "granite multipliers by default, llama3 rope": ("granite", {"rope_parameters": LLAMA3_ROPE}),
+    "granite large multipliers, one kv head, gelu": (
+        "granite",
+        {"residual_multiplier": 2.0, "embedding_multiplier": 12, "hidden_act": "gelu", "num_key_value_heads": 1},
+    ),
+    "granitemoe one expert, biases, tied": (
+        "granitemoe",
+        MULTIPLIERS | {"num_experts_per_tok": 1, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "granitemoe all experts": ("granitemoe", {"num_experts_per_tok": 6, "residual_multiplier": 0.3}),
+    "granitemoe three experts, gelu, linear rope": (
+        "granitemoe",
+        MULTIPLIERS | {"num_local_experts": 3, "hidden_act": "gelu", "rope_parameters": LINEAR_ROPE},
+    ),
+    "opt without biases, gelu, untied": (
+        "opt",
+        {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
+    "opt norms and projections without weights and biases": (
+        "opt",
+        {"layer_norm_elementwise_affine": False, "enable_bias": False, "ffn_dim": 30},
+    ),
+    "phi rotating whole heads, yarn, gelu": (
+        "phi",
+        {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 1.0}, "hidden_act": "gelu"},
+    ),
+    "phi all heads, other theta, eps": (
+        "phi",
+        {"num_key_value_heads": None, "rope_parameters": OTHER_THETA, "layer_norm_eps": 1e-2},
+    ),
+    "glm without biases, rotating whole heads, tied": (
+        "glm",
+        {"attention_bias": False, "partial_rotary_factor": 1.0, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "glm4 without biases, a quarter rotating, gelu": (
+        "glm4",
+        {"attention_bias": False, "head_dim": 16, "hidden_act": "gelu", "num_key_value_heads": 1}
+        | {"rope_parameters": OTHER_THETA | {"partial_rotary_factor": 0.25}},
+    ),
+    "glm4 yarn, all heads, tied": (
+        "glm4",
+        {"rope_parameters": YARN_ROPE, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "glm4 heads of another size, eps": ("glm4", {"head_dim": 12, "partial_rotary_factor": 2 / 3, "rms_norm_eps": 1e-3}),
+    "glm4_moe norms of heads, biases, two shared experts, scaled": (
+        "glm4_moe",
+        {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
+        | {"n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
+    ),
+    "glm4_moe all layers sparse, rotating whole heads": (
+        "glm4_moe",
+        {"num_hidden_layers": 2, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "n_group": 2}
+        | {"topk_group": 1},
+    ),
+    "minimax_m2 one expert, rotating whole heads, tied": (
+        "minimax_m2",
+        {"num_experts_per_tok": 1, "rope_parameters": OTHER_THETA, "tie_word_embeddings": True},
+    ),
+    "minimax_m2 all experts, one kv head, a quarter rotating": (
+        "minimax_m2",
+        {"num_experts_per_tok": 6, "num_key_value_heads": 1, "head_dim": 16}
+        | {"rope_parameters": OTHER_THETA | {"partial_rotary_factor": 0.25}},
+    ),
+    "minimax_m2 three experts, yarn": ("minimax_m2", {"num_local_experts": 3, "rope_parameters": YARN_ROPE}),
+    "olmo without clipping, biases, tied, all heads": (
+        "olmo",
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": None},
+    ),
+    "olmo linear rope, gelu, one kv head": (
+        "olmo",
+        {"rope_parameters": LINEAR_ROPE, "hidden_act": "gelu", "num_key_value_heads": 1, "clip_qkv": 2.0},
+    ),
+    "olmo heads of another size": ("olmo", {"head_dim": 6, "rope_parameters": OTHER_THETA}),
+    "stablelm all heads, tied, eps": (
+        "stablelm",
+        {"num_key_value_heads": 4, "tie_word_embeddings": True, "layer_norm_eps": 1e-2, "use_qkv_bias": True},
+    ),
+    "stablelm parallel, yarn, gelu": (
+        "stablelm",
+        {"use_parallel_residual": True, "hidden_act": "gelu"}
+        | {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.75}},
+    ),
+    "deepseek v3.2, linear rope, all experts": (
+        "deepseek_v32",
+        {"num_hidden_layers": 2, "rope_parameters": LINEAR_ROPE, "num_experts_per_tok": 6, "topk_group": 3},
+    ),
+    "deepseek v3.2, weights as they are, all sparse, longer choice of keys": (
+        "deepseek_v32",
+        {"num_hidden_layers": 2, "first_k_dense_replace": 0, "norm_topk_prob": False, "index_topk": 500},
+    ),
+    "llama4, dense, chunks longer than the row": (
+        "llama4",
+        {"num_hidden_layers": 2, "moe_layers": [], "no_rope_layers": [0, 1], "attention_chunk_size": 600},
+    ),
+    "ministral3 in mistral3, yarn without scales, all heads": (
+        "mistral3",
+        {"model_type": "ministral3", "head_dim": 6, "num_key_value_heads": 4}
+        | {"rope_parameters": MSCALE_ROPE | {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}},
+    ),
+    "mistral3, windows, one kv head, linear rope": (
+        "mistral3",
+        {"sliding_window": 7, "num_key_value_heads": 1, "head_dim": 6, "rope_parameters": LINEAR_ROPE},
+    ),
+    "gemma3, biases, all heads, untied, yarn in global layers": (
+        "gemma3",
+        GEMMA
+        | {"num_hidden_layers": 3, "layer_types": ALTERNATING[:3], "num_key_value_heads": 4, "attention_bias": True}
+        | {"tie_word_embeddings": False, "rope_parameters": YARN_ROPES},
+    ),
+    "gemma4 unified, all heads alike, biases, soft cap, other ropes": (
+        "gemma4_unified",
+        {"num_hidden_layers": 2, "layer_types": TURNS[:2], "global_head_dim": 8, "final_logit_softcapping": 2.0}
+        | {"attention_bias": True, "rope_parameters": GEMMA3_ROPES, "num_key_value_heads": 4},
+    ),
+    "qwen2.5 vl, windows, one kv head, tied": (
+        "qwen2_5_vl",
+        WINDOW
+        | {"num_hidden_layers": 2, "max_window_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
+        | {"rope_parameters": SECTIONS | LINEAR_ROPE},
+    ),
+    "qwen2.5 vl, all heads, two layer types": (
+        "qwen2_5_vl",
+        WINDOW
+        | {"layer_types": ALTERNATING, "num_key_value_heads": 4, "rope_parameters": SECTIONS | {"rope_type": "mrope"}},
+    ),
+    "qwen3 vl, biases, one kv head, tied, wide heads": (
+        "qwen3_vl",
+        {"head_dim": 12, "num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": SECTIONS | {"mrope_section": [2, 2, 2], "mrope_interleaved": True}},
+    ),
+    "qwen3 vl moe, a dense layer, biases, three experts": (
+        "qwen3_vl_moe",
+        {"num_hidden_layers": 2, "mlp_only_layers": [0], "num_experts_per_tok": 3, "attention_bias": True}
+        | {"head_dim": 12, "tie_word_embeddings": True, "rope_parameters": SECTIONS | {"mrope_section": [2, 2, 2]}},
+    ),
+    "olmoe, queries, keys and values clipped": ("olmoe", OLMOE | {"clip_qkv": 0.4}),
+    "deepseek v3.2, sparse layers first, biases, tied": (
+        "deepseek_v32",
+        {"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"], "attention_bias": True}
+        | {"tie_word_embeddings": True, "n_group": 1, "topk_group": 1},
+    ),
+    "lfm2 attention first, five taps, wider MLP": (
+        "lfm2",
+        {
+            "layer_types": ["full_attention", "conv"],
+            "num_hidden_layers": 2,
+            "conv_L_cache": 5,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
+    "nemotron h, a group per head, no biases, one kv head": (
+        "nemotron_h",
+        {"layers_block_type": ["linear_attention", "full_attention"], "n_groups": 6, "use_conv_bias": False}
+        | {"num_key_value_heads": 1, "layer_norm_epsilon": 1e-3},
+    ),
+    "llama4, other layers in chunks, without scales, all heads, tied, wide heads": (
+        "llama4_text",
+        {"layer_types": ["full_attention", "chunked_attention"] * 2, "attn_temperature_tuning": False, "head_dim": 12}
+        | {"num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    ),
+    "ministral3, windows, one kv head, tied, plain rope": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0} | SCALED_QUERIES, "sliding_window": 7}
+        | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu"},
+    ),
+    "gemma biases, one kv head, untied, gelu": (
+        "gemma",
+        {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"},
+    ),
+    "gemma4 unified, last layers with another's keys and wider, one kv head": (
+        "gemma4_unified_text",
+        {"layer_types": TURNS, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_key_value_heads": 1},
+    ),
+    "gpt_neo local first, then global, untied": (
+        "gpt_neo",
+        {"num_hidden_layers": 3, "attention_types": [[["local"], 1], [["global"], 2]], "window_size": 3}
+        | {"tie_word_embeddings": False},
+    ),
+    "glm4_moe dense at first, weights as they are, head_dim": (
+        "glm4_moe",
+        {"num_hidden_layers": 3, "first_k_dense_replace": 2, "norm_topk_prob": False, "head_dim": 12}
+        | {"topk_group": 3, "num_experts_per_tok": 3, "rope_parameters": OTHER_THETA | {"partial_rotary_factor": 0.5}},
+    ),
+}
+"""Variants of families whose parts other cases test, too. They are slow only in sum."""
+WITH_VISION = ("gemma3", "gemma4_unified", "llama4", "mistral3", "qwen2_vl")
+"""Also slow: models with vision whose language model is that of another family. `test_families.py` compares names."""
 SCANNED = {
     "alike": "llama",
     "local and global with two ropes": "gemma3_text",
     "local and global, rotated and not": "smollm3 windows where it rotates, yarn, one kv head, biases, untied",
+    "local and global, one norm for attention and MLP, adjacent pairs": "cohere2",
+    "norms without weights": "opt norms without weights",
+    "outputs of blocks scaled": "granite",
+    "chunked and global, queries with scales": "llama4_text",
     "sparse and latent": "deepseek v3, all groups, three shared experts, biases, yarn without mscale",
     "DeltaNet and attention, two periods": "qwen3.5, alternating, tied, heads alike, half rotating, two taps",
+    "convolution and attention, two periods": (
+        "lfm2 alternating, biases, two taps, one kv head, untied, linear rope, d_mlp as it is"
+    ),
+    "one block per layer, two periods": (
+        "nemotron h, attention first, one group, biases, long time steps, two taps, silu, two periods"
+    ),
     "inputs of layers, local and global heads, two periods": (
         "gemma4, experts beside the MLP, values are keys in global layers, biases, other ropes"
     ),
@@ -212,8 +508,10 @@ SCANNED = {
 
 
 ALIKE = (
-    *("bert", "deepseek_v2", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_neox", "gpt_oss", "llama", "mistral"),
-    *("mixtral", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("bert", "cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4"),
+    *("glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "llama", "minimax_m2", "ministral3"),
+    *("mistral", "mistral3", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_5_vl"),
+    *("qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "stablelm"),
 )
 """Two layers of these families test as much as four: layers are alike, alternate, or only the first is dense."""
 OF_LAYERS = {"layer_types", "max_window_layers", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"}
@@ -247,6 +545,12 @@ class Forward:
         params = self.model.load((self.last_key,), "float32", DEVICE)
         return np.asarray(self._apply(params, *map(jnp.array, batch), keys=(self.last_key,))[self.last_key])
 
+    def logits(self, final_norm: np.ndarray) -> np.ndarray:
+        """The head's output for the last norm's output [1, T, D]."""
+        leaves = head_leaf(self.model.head, self.model.arch)
+        params = self._params | self.model.load_leaves(leaves, "float32", DEVICE)
+        return np.asarray(logits(self.model.head, params, jnp.array(final_norm[0])))[None]
+
     @property
     def last_key(self) -> ActivationKey:
         return ActivationKey(self.model.num_layers - 1, Site.resid_post)
@@ -255,7 +559,7 @@ class Forward:
 @pytest.fixture(scope="module")
 def forward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Forward:
     """The model of a family or a case. pytest runs all tests of a model before those of the next one."""
-    family, overrides = CASES[request.param] if request.param in CASES else (request.param, FAMILIES[request.param])
+    family, overrides = (CASES | FURTHER_CASES).get(request.param) or (request.param, FAMILIES[request.param])
     return Forward(tmp_path_factory.mktemp("model"), family, overrides)
 
 
@@ -283,7 +587,14 @@ def bound(key: ActivationKey, model: Model) -> float:
     return 1e-5 * (key.layer + 1 if key.site.per_layer else model.num_layers)
 
 
-@pytest.mark.parametrize("forward", [*FAMILIES, *CASES], indirect=True)
+@pytest.mark.parametrize(
+    "forward",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] if case in {*FURTHER_CASES, *WITH_VISION} else [])
+        for case in (*FAMILIES, *CASES, *FURTHER_CASES)
+    ],
+    indirect=True,
+)
 def test_every_site_of_packed_documents_equals_transformers(forward: Forward) -> None:
     """Of every layer. transformers gets each document alone."""
     batch, model, keys, reference = packed(), forward.model, forward.keys, forward.reference
@@ -301,14 +612,7 @@ def test_every_site_of_packed_documents_equals_transformers(forward: Forward) ->
                 found = patterns[..., :length].reshape(1, length, -1)
             assert error(found, expected[key]) <= bound(key, model), key.name
     if model.head is not None:
-        assert error(logits(reference, found), hf_logits(reference, batch[0][1:])) < 1e-4
-
-
-def logits(reference, final_norm: np.ndarray) -> np.ndarray:
-    """The last norm's output times the unembedding."""
-    products = final_norm @ reference.get_output_embeddings().weight.detach().numpy().T
-    softcap = getattr(reference.config, "final_logit_softcapping", None)
-    return softcap * np.tanh(products / softcap) if softcap else products
+        assert error(forward.logits(found), hf_logits(reference, batch[0][1:])) < 1e-4
 
 
 def hf_logits(reference, tokens: np.ndarray) -> np.ndarray:
@@ -321,9 +625,6 @@ def test_scanned_layers_equal_transformers(forward: Forward) -> None:
     batch, last = packed(), forward.last_key
     expected = reference_activations(forward.reference, batch[0][1:])[last]
     assert error(forward.scanned(*batch)[1:], expected) < bound(last, forward.model)
-
-
-OTHER_THETA = {"rope_type": "default", "rope_theta": 250000.0}
 
 
 @pytest.mark.parametrize("parameters", [LINEAR_ROPE, YARN_ROPE, OTHER_THETA])

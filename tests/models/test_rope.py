@@ -57,6 +57,7 @@ YARNS = {
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": MAX_POSITIONS}
 LONG |= {"short_factor": [1 + pair / 7 for pair in range(32)], "long_factor": [2.0] * 32}
 YARNS |= {
+    "llama3 of equal factors": CASES["llama3"][1] | {"factor": 16.0, "high_freq_factor": 1.0},
     "longrope": LONG,
     "longrope factor": LONG | {"factor": 32.0},
     "longrope attention_factor": LONG | {"factor": 32, "attention_factor": 1.19, "rope_theta": 1e6},

@@ -49,6 +49,7 @@ CASES = {
     "gated": SAESpec(D, 50, D, FeatureActivation.gated),
     "topk": SAESpec(D, 50, D, FeatureActivation.topk, k=6),
     "layer_norm": SAESpec(D, 50, D, FeatureActivation.relu, input_scaling=InputScaling.layer_norm, undo_scaling=True),
+    "centred": SAESpec(D, 50, D, FeatureActivation.relu, input_scaling=InputScaling.centred, undo_scaling=True),
 }
 
 

@@ -1,10 +1,7 @@
 """SAEs and transcoders in each published format: features follow its definition, and anything unknown is refused."""
 
-import pickle
 import re
-import runpy
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,7 +20,6 @@ from tests.hub import contents, hub_for_this_process
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, D_OUT, WIDTH, K, Written, decode_dense, encode_dense, normal
 
-ROOT = Path(__file__).parents[2]
 Tensors = Mapping[str, np.ndarray]
 Config = Mapping[str, object]
 Write = Callable[[Path, np.random.Generator], Written]
@@ -84,11 +80,36 @@ def sparsify(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
     return largest(relu(x @ t["encoder.weight"].T + t["encoder.bias"]), K)
 
 
+def compared(t: Tensors, config: Config, pre: np.ndarray) -> np.ndarray:
+    """What Llama Scope's thresholds apply to."""
+    return pre * np.linalg.norm(t["decoder.weight"], axis=0) if config["sparsity_include_decoder_norm"] else pre
+
+
 def llama_scope(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
     """Inputs are scaled to a mean norm of sqrt(d); the threshold applies to features divided by the same factor."""
     factor = D_IN**0.5 / config["dataset_average_activation_norm"]["in"]
     pre = (x * factor) @ t["encoder.weight"].T + t["encoder.bias"]
-    return relu(pre) * (pre / factor > config["jump_relu_threshold"])
+    return relu(pre) * (compared(t, config, pre) / factor > config["jump_relu_threshold"])
+
+
+def llama_scope_r1(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
+    """The threshold applies to the scaled input's features."""
+    factor = D_IN**0.5 / t["dataset_average_activation_norm.blocks.15.hook_resid_mid"]
+    pre = (x * factor) @ t["encoder.weight"].T + t["encoder.bias"]
+    return relu(pre) * (compared(t, config, pre) > np.exp(t["log_jumprelu_threshold"]))
+
+
+def circuit_tracer(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
+    pre = x @ t["W_enc"].T + t["b_enc"]
+    return relu(pre) * (pre > t.get("activation_function.threshold", 0))
+
+
+def gemma_embedding(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
+    return gemma(t, config, x / D_IN**0.5)
+
+
+def centred(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
+    return lens_relu(t, config, x - x.mean(axis=-1, keepdims=True))
 
 
 def lens(architecture: str, /, **config: object) -> Write:
@@ -108,6 +129,8 @@ def lens_with_scale_of_ones(folder: Path, rng: np.random.Generator) -> Written:
     return written
 
 
+CENTRED = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
+HOOK_Z = {"metadata": {"hook_name": "blocks.1.attn.hook_z"}, "reshape_activations": "hook_z"}
 CASES: dict[str, tuple[Write, Features, FeatureActivation]] = {
     "standard": (lens("standard"), lens_relu, FeatureActivation.relu),
     "standard, old": (lens("standard", is_old=True), lens_relu, FeatureActivation.relu),
@@ -115,6 +138,13 @@ CASES: dict[str, tuple[Write, Features, FeatureActivation]] = {
     "standard, constant norm": (lens("standard", normalize_activations="constant_norm_rescale"), lens_relu, "relu"),
     "standard, layer norm": (lens("standard", normalize_activations="layer_norm"), lens_relu, FeatureActivation.relu),
     "standard, scale of ones": (lens_with_scale_of_ones, lens_relu, FeatureActivation.relu),
+    "standard, hook_z": (lens("standard", **HOOK_Z), lens_relu, FeatureActivation.relu),
+    "standard, old hook_z": (
+        lens("standard", is_old=True, hook_name="blocks.1.attn.hook_z"),
+        lens_relu,
+        FeatureActivation.relu,
+    ),
+    "standard, centred": (lens("standard", **CENTRED), centred, FeatureActivation.relu),
     "gated": (lens("gated"), lens_gated, FeatureActivation.gated),
     "gated, scaled input": (lens_scaled, lambda t, config, x: lens_gated(t, config, x * 0.4), FeatureActivation.gated),
     "jumprelu": (lens("jumprelu"), lens_jumprelu, FeatureActivation.jumprelu),
@@ -130,6 +160,11 @@ CASES: dict[str, tuple[Write, Features, FeatureActivation]] = {
     "gemma_scope, compressed": (
         lambda folder, rng: sae_files.write_gemma_scope(folder, rng, is_compressed=True),
         gemma,
+        FeatureActivation.jumprelu,
+    ),
+    "gemma_scope, embedding": (
+        lambda folder, rng: sae_files.write_gemma_scope(folder / "embedding" / "width_4k", rng),
+        gemma_embedding,
         FeatureActivation.jumprelu,
     ),
     "gemma_scope_2": (sae_files.write_gemma_scope_2, gemma, FeatureActivation.jumprelu),
@@ -153,6 +188,31 @@ CASES: dict[str, tuple[Write, Features, FeatureActivation]] = {
 }
 
 
+def llama_r1(**config: object) -> Write:
+    return lambda folder, rng: sae_files.write_llama_scope_r1(folder, rng, **config)
+
+
+CASES |= {
+    "llama_scope, norms": (
+        lambda folder, rng: sae_files.write_llama_scope(folder, rng, has_norms=True),
+        llama_scope,
+        FeatureActivation.jumprelu,
+    ),
+    "llama_scope_r1, transcoder": (llama_r1(), llama_scope_r1, FeatureActivation.jumprelu),
+    "llama_scope_r1, transcoder without norms": (
+        llama_r1(sparsity_include_decoder_norm=False),
+        llama_scope_r1,
+        FeatureActivation.jumprelu,
+    ),
+    "circuit_tracer, transcoder": (sae_files.write_circuit_tracer, circuit_tracer, FeatureActivation.relu),
+    "circuit_tracer, skip transcoder": (
+        lambda folder, rng: sae_files.write_circuit_tracer(folder, rng, has_skip=True),
+        circuit_tracer,
+        FeatureActivation.jumprelu,
+    ),
+}
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
@@ -171,12 +231,17 @@ def reconstruction(case: str, written: Written, values: np.ndarray, x: np.ndarra
     """The output of the format's decoder."""
     t, config = in_float64(written.tensors), written.config
     if case.startswith("llama_scope"):
-        factor = D_IN**0.5 / config["dataset_average_activation_norm"]["out"]
+        norm = t.get("dataset_average_activation_norm.blocks.15.hook_mlp_out")
+        factor = D_IN**0.5 / (config["dataset_average_activation_norm"]["out"] if norm is None else norm)
         return (values @ t["decoder.weight"].T + t["decoder.bias"]) / factor
     decoder, bias = t.get("W_dec", t.get("w_dec")), t["b_dec"]
     if config.get("rescale_acts_by_decoder_norm"):
         values = values / np.sqrt((decoder**2).sum(axis=-1))
     out = values @ decoder + bias
+    if case == "gemma_scope, embedding":
+        return out * D_IN**0.5
+    if case == "standard, centred":
+        return out + x.mean(axis=-1, keepdims=True)
     if case == "gated, scaled input":
         return out / 0.4
     if case == "standard, constant norm":
@@ -192,7 +257,7 @@ def reconstruction(case: str, written: Written, values: np.ndarray, x: np.ndarra
 def test_an_sae_follows_its_formats_definition(case: str, tmp_path: Path, rng):
     write, features, activation = CASES[case]
     written = write(tmp_path / "sae", rng)
-    sae, x = open_sae(str(tmp_path / "sae")), tokens(rng)
+    sae, x = open_sae(str(written.folder)), tokens(rng)
     arrays = sae.arrays()
     assert sae.shapes == {name: values.shape for name, values in arrays.items()}  # known before arrays are read
     assert arrays.keys() <= ARRAYS.keys()
@@ -207,7 +272,9 @@ def test_an_sae_follows_its_formats_definition(case: str, tmp_path: Path, rng):
     expected = reconstruction(case, written, values, x.astype(np.float64))
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     assert sae.spec.is_transcoder is (None if sae.format == "gemma_scope" else is_transcoder)
-    assert sae.spec.d_out == (D_OUT if is_transcoder and sae.format in ("saelens", "gemma_scope_2") else D_IN)
+    assert sae.spec.d_out == (
+        D_OUT if is_transcoder and sae.format in ("saelens", "gemma_scope_2", "circuit_tracer") else D_IN
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -229,15 +296,158 @@ def test_arrays_keep_the_dtype_of_the_file(dtype: type, tmp_path: Path, rng):
         ("standard", "blocks.1.hook_resid_post", "saelens"),
         ("standard, old", "blocks.1.hook_resid_post", "saelens"),
         ("gemma_scope", None, "gemma_scope"),
-        ("gemma_scope_2", "model.layers.12.output", "gemma_scope_2"),
+        ("gemma_scope_2", "blocks.12.hook_resid_post", "gemma_scope_2"),
+        ("gemma_scope, embedding", "hook_embed", "gemma_scope"),
+        ("circuit_tracer, transcoder", "blocks.7.hook_resid_mid", "circuit_tracer"),
         ("sparsify", None, "sparsify"),
         ("llama_scope", "blocks.24.hook_resid_post", "llama_scope"),
     ],
 )
 def test_formats_and_hook_names_are_read(case: str, hook_name: str | None, name: str, tmp_path: Path, rng):
-    CASES[case][0](tmp_path / "sae", rng)
-    sae = open_sae(str(tmp_path / "sae"))
+    sae = open_sae(str(CASES[case][0](tmp_path / "sae", rng).folder))
     assert (sae.hook_name, sae.format) == (hook_name, name)
+
+
+SPARSIFY, GEMMA, LLAMA = sae_files.write_sparsify, sae_files.write_gemma_scope, sae_files.write_llama_scope
+
+
+def gemma_2(**config: object) -> Write:
+    return lambda folder, rng: sae_files.write_gemma_scope_2(folder, rng, **config)
+
+
+def gemma_2_alone(folder: Path, rng: np.random.Generator) -> Written:
+    written = sae_files.write_gemma_scope_2(folder, rng, kind="transcoder" if "transcoder" in str(folder) else "sae")
+    (folder / "config.json").unlink()
+    return written
+
+
+def cross_layer_2(folder: Path, rng: np.random.Generator) -> Written:
+    written = gemma_2_alone(folder, rng)
+    decoder = normal(rng, WIDTH, 3, D_IN)
+    save_file({**written.tensors, "w_dec": decoder}, folder / "params_layer_3.safetensors")
+    return Written(folder / "params_layer_3.safetensors", {}, written.tensors)
+
+
+def tracer_alone(folder: Path, rng: np.random.Generator) -> Written:
+    written = sae_files.write_circuit_tracer(folder, rng)
+    (folder / "config.yaml").unlink()
+    return written
+
+
+def cross_layer(config: str) -> Write:
+    def write(folder: Path, rng: np.random.Generator) -> Written:
+        written = sae_files.write_cross_layer(folder, rng)
+        (folder / "config.yaml").write_bytes(config.encode())
+        return written
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("folder", "write", "hook_name", "model_name", "is_transcoder"),
+    [
+        (
+            *("gemma-scope-9b-it-res/layer_20/width_131k/average_l0_13", GEMMA),
+            *("blocks.20.hook_resid_post", "google/gemma-2-9b-it", False),
+        ),
+        (
+            *("models--google--gemma-scope-2b-pt-att/snapshots/0/layer_0/width_16k/x", GEMMA),
+            *("blocks.0.attn.hook_z", "google/gemma-2-2b", False),
+        ),
+        (
+            *("gemma-scope-2b-pt-transcoders/layer_3/width_16k/average_l0_54", GEMMA),
+            *("blocks.3.ln2.hook_normalized", "google/gemma-2-2b", True),
+        ),
+        (
+            *("gemma-scope-2-270m-pt/attn_out_all/layer_5_width_16k_l0_big", gemma_2_alone),
+            *("blocks.5.attn.hook_z", "google/gemma-3-270m", False),
+        ),
+        (
+            *("gemma-scope-2-4b-it/transcoder/layer_17_width_16k_l0_big_affine", gemma_2_alone),
+            *("blocks.17.mlp.hook_in", "google/gemma-3-4b-it", True),
+        ),
+        (
+            *("gemma-scope-2-1b-it/clt/width_262k_l0_big_affine", cross_layer_2),
+            *("blocks.3.mlp.hook_in", "google/gemma-3-1b-it", True),
+        ),
+        (
+            *("anywhere", gemma_2(model_name="google/gemma-3-4b-pt", hf_hook_point_in="model.layers.9.output")),
+            *("blocks.9.hook_resid_post", "google/gemma-3-4b-pt", False),
+        ),
+        (
+            *("qwen3-14b-transcoders-lowl0", tracer_alone),
+            *("blocks.7.mlp.hook_in", "Qwen/Qwen3-14B", True),
+        ),
+        (
+            *("models--mwhanna--qwen3-14b-transcoders/snapshots/0", tracer_alone),
+            *("blocks.7.mlp.hook_in", "Qwen/Qwen3-14B", True),
+        ),
+        ("clt", cross_layer("model_name: owner/tiny\nscan: [a, b]\nactivation: null"), None, "owner/tiny", True),
+        ("clt", cross_layer("feature_input_hook: hook_resid_mid"), "blocks.7.hook_resid_mid", None, True),
+        ("layers.7", sae_files.write_sparsify, "blocks.7.hook_resid_post", None, False),
+        ("layers.7.mlp", sae_files.write_sparsify, "blocks.7.mlp.hook_out", None, False),
+        ("layers.7.self_attn", sae_files.write_sparsify, "blocks.7.attn.hook_out", None, False),
+        ("layers.7.other", sae_files.write_sparsify, None, None, False),
+        ("h.7.mlp", lambda folder, rng: SPARSIFY(folder, rng, transcode=True), "blocks.7.mlp.hook_in", None, True),
+        ("gemma-scope-2b-pt-res/embedding", GEMMA, "hook_embed", "google/gemma-2-2b", False),
+        ("embedding/sae", GEMMA, None, None, None),
+        (
+            *("embedding/gemma-scope-2b-pt-res/layer_0/width_4k", GEMMA),
+            *("blocks.0.hook_resid_post", "google/gemma-2-2b", False),
+        ),
+        (
+            *("module", gemma_2(hf_hook_point_in="model.layers.9.mlp.gate_proj.output")),
+            *(None, "google/gemma-3-1b-pt", False),
+        ),
+    ],
+)
+def test_names_say_what_files_do_not(folder, write, hook_name, model_name, is_transcoder, tmp_path: Path, rng):
+    sae = open_sae(str(write(tmp_path / folder, rng).folder))
+    assert (sae.hook_name, sae.context.model_name, sae.spec.is_transcoder) == (hook_name, model_name, is_transcoder)
+    assert {"w_enc", "b_enc"} <= sae.arrays().keys()
+
+
+def test_values_do_not_depend_on_how_the_address_is_written(tmp_path: Path, rng, monkeypatch):
+    """Names of folders above the working directory count."""
+    gemma = tmp_path / "gemma-scope-2b-pt-res" / "embedding" / "width_4k"
+    sae_files.write_gemma_scope(gemma, rng)
+    old = dict(is_old=True, hook_name="blocks.8.hook_resid_pre")
+    lens = tmp_path / "jbloom" / "GPT2-Small-SAEs-Reformatted" / "x"
+    sae_files.write_saelens(lens, "standard", rng, **old)
+    for folder in (gemma, lens):
+        expected = open_sae(str(folder))
+        monkeypatch.chdir(folder)
+        for address in (".", f"../{folder.name}"):
+            sae = open_sae(address)
+            assert (sae.identity, sae.hook_name) == (expected.identity, expected.hook_name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "model_name: 7",
+        "---\n# a comment\nmodel_name:  '7' # another\r\nfeature_input_hook: null\n",
+        'activation: ~\nmodel_name: "7"\nscan:\n- a: b\n  c: [d]\nurls:\n  - hf://a\nfeature_input_hook:',
+        "scan: &a [*a, !x {b: c}]\nmodel_name: 7\nother: |\n  model_name: 8",
+        "\ufeffmodel_name:\t7",
+    ],
+)
+def test_some_keys_of_yaml_are_read(config: str, tmp_path: Path, rng):
+    sae = open_sae(str(cross_layer(config)(tmp_path, rng).folder))
+    assert (sae.context.model_name, sae.hook_name) == ("7", None)
+
+
+def test_the_registry_of_saelens_adds_to_its_files(tmp_path: Path, rng):
+    """Factors, scaling and centring that only pretrained_saes.yaml has."""
+    old = dict(is_old=True, normalize_activations="expected_average_only_in", hook_name="blocks.12.hook_resid_post")
+    plain = sae_files.write_saelens(tmp_path / "sae", "standard", rng, **old)
+    names = ("jbloom/Gemma-2b-Residual-Stream-SAEs/sae", "models--JoshEngels--Mistral-7B-Residual-Stream-SAEs/x")
+    factor, rescaled = (shutil.copytree(plain.folder, tmp_path / name) for name in names)
+    np.testing.assert_allclose(open_sae(str(factor)).read("w_enc"), plain.tensors["W_enc"] * 0.21381938399317255)
+    assert open_sae(str(rescaled)).spec.input_scaling == "constant_norm"
+    old |= {"normalize_activations": "none", "hook_name": "blocks.8.hook_resid_pre"}
+    sae_files.write_saelens(tmp_path / "jbloom/GPT2-Small-SAEs-Reformatted/x", "standard", rng, **old)
+    assert open_sae(str(tmp_path / "jbloom/GPT2-Small-SAEs-Reformatted/x")).spec.input_scaling == "centred"
 
 
 def test_older_configurations_are_read(tmp_path: Path, rng):
@@ -287,14 +497,15 @@ ADDRESSED = {
 
 
 @pytest.mark.parametrize("name", ADDRESSED)
-def test_folders_and_files_in_them_are_read(name: str, tmp_path: Path, rng):
+def test_folders_and_files_in_them_are_read(name: str, tmp_path: Path, rng, monkeypatch):
     write, file = ADDRESSED[name]
     write(tmp_path / "sae", rng)
     fs = fsspec.filesystem("memory")
     for path, content in contents(tmp_path).items():
         fs.pipe_file(f"/saes/{name}/{path}", content)
     expected = open_sae(str(tmp_path / "sae")).identity
-    for address in (f"{tmp_path}/sae/{file}", f"{tmp_path}/sae/", f"memory://saes/{name}/sae"):
+    monkeypatch.chdir(tmp_path / "sae")
+    for address in (f"{tmp_path}/sae/{file}", f"{tmp_path}/sae/", f"memory://saes/{name}/sae", file, ".", f"./{file}"):
         assert open_sae(address).identity == expected
     assert open_sae(f"memory://saes/{name}/sae/{file}").identity == expected
 
@@ -307,11 +518,16 @@ def hub(tmp_path: Path, monkeypatch) -> Iterator[object]:
 
 def test_folders_of_the_hub_are_read(tmp_path: Path, rng, hub):
     folders = {name: write(tmp_path / "saes" / name / "sae", rng).folder for name, (write, _) in ADDRESSED.items()}
+    shutil.copytree(folders["saelens"], tmp_path / "saes" / "layer_0.pt")
     hub.push("models/owner/saes", contents(tmp_path / "saes"))
+    assert open_sae("hf://owner/saes/layer_0.pt").identity == open_sae(str(folders["saelens"])).identity
     for name, folder in folders.items():
         expected = open_sae(str(folder)).identity
         assert open_sae(f"hf://owner/saes/{name}/sae").identity == expected
         assert open_sae(f"hf://owner/saes@main/{name}/sae/{ADDRESSED[name][1]}").identity == expected
+    tracer = sae_files.write_circuit_tracer(tmp_path / "tracer", rng).folder
+    hub.push("models/owner/tracer", contents(tracer.parent))
+    assert open_sae(f"hf://owner/tracer@main/{tracer.name}").identity == open_sae(str(tracer)).identity
     with pytest.raises(CheckpointError, match="hf://owner/saes/saelens has none of cfg.json"):
         open_sae("hf://owner/saes/saelens")
     with pytest.raises(CheckpointError, match="the Hub refuses access"):
@@ -345,13 +561,12 @@ def transposed(name: str) -> Callable[[dict[str, np.ndarray]], object]:
     return lambda tensors: tensors.update({name: np.ascontiguousarray(tensors[name].T)})
 
 
-def text(name: str, content: str) -> Damage:
-    return lambda folder, rng: (lens("standard")(folder, rng).folder / name).write_text(content)
+def text(name: str, content: str, weights: str = saelens.WEIGHTS) -> Damage:
+    def damage(folder: Path, rng: np.random.Generator) -> None:
+        (lens("standard")(folder, rng).folder / saelens.WEIGHTS).rename(folder / weights)
+        (folder / name).write_text(content)
 
-
-def only_pickle(folder: Path, rng: np.random.Generator) -> None:
-    folder.mkdir()
-    (folder / "ae.pt").write_bytes(pickle.dumps({}))
+    return damage
 
 
 def pickled_npz(folder: Path, rng: np.random.Generator) -> None:
@@ -410,7 +625,34 @@ def removed(write: Write, name: str) -> Damage:
     return lambda folder, rng: (write(folder, rng).folder / name).unlink()
 
 
-SPARSIFY, GEMMA, LLAMA = sae_files.write_sparsify, sae_files.write_gemma_scope, sae_files.write_llama_scope
+YAMLS = {
+    "an alias": "activation: &a relu\nmodel_name: *a",
+    "a tag": "model_name: !!python/object/apply:os.system [touch]",
+    "a list": "feature_input_hook: [a]",
+    "a list below": "feature_input_hook:\n- a",
+    "a mapping": "activation: {a: b}",
+    "a mapping below": "activation:\n  a: b",
+    "a mapping on the line": "activation: a: b",
+    "a block": "model_name: |\n  a",
+    "no end": "model_name: 'a",
+    "an escape": 'model_name: "\\U99999999"',
+    "twice": "model_name: a\nmodel_name: b",
+    "no mapping": "[a, b]",
+    "a flow mapping": "{model_name: a}",
+    "two documents": "model_name: b\n---\nc: d",
+    "brackets": "[" * 60_000,
+    "no UTF-8": "",
+}
+
+
+def traced(config: str) -> Damage:
+    """config.yaml beside a ReLU transcoder."""
+
+    def damage(folder: Path, rng: np.random.Generator) -> None:
+        sae_files.write_circuit_tracer(folder, rng)
+        (folder / "config.yaml").write_bytes(config.encode() or b"a: \xff")
+
+    return damage
 
 
 def sparse(**config: object) -> Write:
@@ -421,25 +663,32 @@ def llama(**config: object) -> Write:
     return lambda folder, rng: LLAMA(folder, rng, **config)
 
 
-def gemma_2(**config: object) -> Write:
-    return lambda folder, rng: sae_files.write_gemma_scope_2(folder, rng, **config)
-
-
 REFUSED: dict[str, tuple[Damage, str]] = {
+    "a folder of several": (
+        lambda folder, rng: sae_files.write_circuit_tracer(folder, rng),
+        "Name the file of one SAE: .*/sae/layer_7.safetensors",
+    ),
     "no files": (lambda folder, rng: folder.mkdir(), "is not an SAE: expected cfg.json and sae_weights.* got no files"),
-    "a pickle": (only_pickle, "is not an SAE.*got ae.pt.*never read.*scripts/convert_sae.py INPUT OUTPUT"),
     "without weights": (removed(lens("standard"), "sae_weights.safetensors"), "is not an SAE.*got cfg.json"),
     "not JSON": (text("cfg.json", "{"), "cfg.json is not JSON"),
     "no width": (lens("standard", d_sae=None), "cfg.json has no 'd_sae'"),
     "another width": (lens("standard", d_sae=WIDTH + 1), r"W_enc has shape \(12, 40\), expected \(12, 41\)"),
     "width as text": (lens("standard", d_sae="40"), "d_sae is '40', expected a whole number"),
-    "architecture": (lens("standard", architecture="temporal"), "architecture is 'temporal', which is not implemented"),
+    "temporal": (lens("standard", architecture="temporal"), "'temporal', which is not implemented.*the tokens before"),
+    "temporal, published": (text("conf.yaml", "sae: {}", "latest_ckpt.safetensors"), "is a temporal SAE"),
+    "abstopk": (lens("topk", architecture="abstopk"), "'abstopk'.*may be negative"),
+    "pursuit": (lens("standard", architecture="matching_pursuit"), "'matching_pursuit'.*for each feature that fires"),
+    "another architecture": (lens("standard", architecture="x"), "architecture is 'x'.*Use another SAE"),
     "batchtopk": (lens("jumprelu", architecture="batchtopk"), "'batchtopk'.*save_inference_model"),
     "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which its architecture"),
     "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
-    "normalisation": (lens("standard", normalize_activations="covariance_whitening"), "normalize_activations is 'cova"),
+    "normalisation": (lens("standard", normalize_activations="covariance_whitening"), "is 'cova.*Fold the whitening"),
     "factor elsewhere": (lens("standard", normalize_activations="expected_average_only_in"), "Fold it in with SAELens"),
-    "old heads": (lens("standard", is_old=True, hook_name="blocks.0.attn.hook_z"), "versions before 6 concatenated"),
+    "heads elsewhere": (lens("standard", reshape_activations="hook_z"), "reshape_activations is hook_z, but the SAE"),
+    "centred and scaled": (
+        lens("standard", **CENTRED, normalize_activations="constant_norm_rescale"),
+        "center_writing_weights is True and normalize_activations is constant_norm_rescale",
+    ),
     "one head": (lens("standard", is_old=True, hook_head_index=2), "hook_head_index is 2"),
     "decoder norms": (lens("jumprelu", rescale_acts_by_decoder_norm=True), "rescale_acts_by_decoder_norm is True"),
     "unknown attribute": (lens("standard", tied=True, warp=0), "sets tied=True, warp=0, which this program does not"),
@@ -467,7 +716,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "sparsify, k": (sparse(k=WIDTH + 1), "k is 41, expected at most the width 40"),
     "gemma, transposed": (tensors_changed(GEMMA, transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
     "gemma, missing": (tensors_changed(GEMMA, lambda t: t.pop("threshold")), "has no threshold"),
-    "gemma, no biases": (tensors_changed(GEMMA, lambda t: t.pop("b_enc")), "expected W_enc with two axes, b_enc"),
+    "gemma, no biases": (
+        tensors_changed(GEMMA, lambda t: t.pop("b_enc")),
+        "expected b_enc with the axes F, b_dec with the axes D, got",
+    ),
     "gemma, pickled": (pickled_npz, "b_enc has dtype object.*Pickled objects are never read"),
     "gemma, bomb": (npz_bomb, "W_dec of at most 20 times its"),
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
@@ -475,6 +727,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, cut": (cut(GEMMA, "params.npz"), "is not a valid .npz file"),
     **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
     "gemma, no zip": (lambda folder, rng: (folder.mkdir(), (folder / "params.npz").write_bytes(b"\x93NUMPY")), "valid"),
+    **{f"tracer, {what}": (traced(yaml), r"config\.yaml cannot be read") for what, yaml in YAMLS.items()},
+    "tracer, topk": (traced("activation: topk"), "is 'topk', which is not implemented .implemented: relu.. .*no thres"),
+    "tracer, jump_relu": (traced("activation: jump_relu"), "is 'jump_relu', .* has no thresholds"),
+    "tracer, large": (traced("# " * (40 << 10)), "81,920 bytes, expected at most 65,536"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),
     "gemma 2, skip": (gemma_2(affine_connection=True), "has no affine_skip_connection"),
     "llama, activation": (llama(act_fn="topk"), "act_fn is 'topk'"),
@@ -491,8 +747,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
 def test_damaged_and_unknown_files_are_refused(case: str, tmp_path: Path, rng):
     damage, message = REFUSED[case]
     damage(tmp_path / "sae", rng)
+    address = tmp_path / "sae" / ("layer_7.safetensors" if case.startswith("tracer") else "")
     with pytest.raises(CheckpointError, match=f"(?s){message}") as refused:
-        open_sae(str(tmp_path / "sae"))
+        open_sae(str(address))
     assert refused.value.exit_code == 2
     assert len(str(refused.value)) < 1500
 
@@ -502,7 +759,6 @@ def test_damaged_and_unknown_files_are_refused(case: str, tmp_path: Path, rng):
     [
         ("", "the SAE's address is ''"),
         ("absent/folder", "got none of them"),
-        ("folder/ae.pt", "never read.*scripts/convert_sae.py"),
         ("hf://owner", "expected hf://owner/name/folder"),
         ("hf://datasets/owner/name/folder", "expected hf://owner/name/folder"),
         ("memory://no/such/folder", "is not an SAE.*got no files"),
@@ -512,12 +768,6 @@ def test_damaged_and_unknown_files_are_refused(case: str, tmp_path: Path, rng):
 def test_other_addresses_are_refused(address: str, message: str):
     with pytest.raises(CheckpointError, match=f"(?s){message}"):
         open_sae(address)
-
-
-def test_saes_of_the_embedding_matrix_are_refused(tmp_path: Path, rng):
-    sae_files.write_gemma_scope(tmp_path / "embedding" / "width_4k" / "average_l0_6", rng)
-    with pytest.raises(CheckpointError, match=r"embedding matrix.*sqrt\(d\)"):
-        open_sae(str(tmp_path / "embedding" / "width_4k" / "average_l0_6"))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -539,10 +789,27 @@ def test_values_that_are_not_finite_are_refused(case: str, tensor: str, array: s
         _ = sae.identity
 
 
-def test_computed_values_that_are_not_finite_are_refused(tmp_path: Path, rng):
-    tensors_changed(lens("gated"), lambda t: t["r_mag"].fill(100))(tmp_path / "sae", rng)
-    with pytest.raises(CheckpointError, match="gate_scale, computed from r_mag, would have 40 values"):
-        open_sae(str(tmp_path / "sae")).read("gate_scale")
+@pytest.mark.parametrize(
+    ("write", "tensor", "value", "message"),
+    [
+        (lens("gated"), "r_mag", 100, "gate_scale, computed from r_mag, would have 40 values"),
+        (llama_r1(), "decoder.weight", np.inf, "threshold, computed from log_jumprelu_threshold, would have 40 values"),
+        (llama_r1(), "decoder.weight", np.nan, "threshold, computed from log_jumprelu_threshold, would have 40 values"),
+        (llama(has_norms=True), "decoder.weight", np.nan, "decoder.weight has 480 values"),
+    ],
+)
+def test_computed_values_that_are_not_finite_are_refused(write, tensor, value, message, tmp_path: Path, rng):
+    tensors_changed(write, lambda t: t[tensor].fill(value))(tmp_path / "sae", rng)
+    with pytest.raises(CheckpointError, match=message):
+        open_sae(str(tmp_path / "sae")).read("gate_scale" if tensor == "r_mag" else "threshold")
+
+
+@pytest.mark.parametrize("write", [llama_r1(), llama(has_norms=True)])
+def test_features_without_a_decoder_row_never_fire(write: Write, tmp_path: Path, rng):
+    tensors_changed(write, lambda t: t["decoder.weight"][:, :7].fill(0))(tmp_path / "sae", rng)
+    values = encode_dense(open_sae(str(tmp_path / "sae")), tokens(rng))
+    assert not values[:, :7].any()
+    assert values[:, 7:].any()
 
 
 def test_an_npz_is_read_in_either_order_and_its_checksums_are_compared(tmp_path: Path, rng):
@@ -576,112 +843,3 @@ def test_random_damage_never_raises_another_error(case: str, tmp_path: Path, rng
             except PipelineError as error:
                 assert error.exit_code == 2  # noqa: PT017 - damage may give other valid values
         file.write_bytes(content)
-
-
-def dictionary(kind: str, rng: np.random.Generator) -> tuple[dict[str, np.ndarray], Features]:
-    """A state dict of dictionary_learning, and its `encode`."""
-    linear = {
-        "encoder.weight": normal(rng, WIDTH, D_IN, scale=D_IN**-0.5),
-        "encoder.bias": normal(rng, WIDTH, scale=0.3),
-        "decoder.weight": normal(rng, D_IN, WIDTH),
-    }
-    stored = {"W_enc": linear["encoder.weight"], "W_dec": linear["decoder.weight"]}
-    plain = {name: np.ascontiguousarray(values.T) for name, values in stored.items()}
-    plain |= {"b_enc": linear["encoder.bias"], "b_dec": normal(rng, D_IN, scale=0.3)}
-    threshold = {"threshold": np.float32(0.2), "k": np.int32(K)}
-
-    def features(t: Tensors, config: Config, x: np.ndarray) -> np.ndarray:
-        encoder = t["W_enc"] if "W_enc" in t else t["encoder.weight"].T
-        bias = {"AutoEncoder": "bias", "GatedAutoEncoder": "decoder_bias"}.get(kind, "b_dec")
-        x = x if kind in ("AutoEncoderNew", "JumpReluAutoEncoder", "Qwen-Scope") else x - t[bias]
-        linear = x @ (t["W_enc"].T if kind == "Qwen-Scope" else encoder)
-        if kind == "GatedAutoEncoder":
-            return (linear + t["gate_bias"] > 0) * relu(np.exp(t["r_mag"]) * linear + t["mag_bias"])
-        pre = linear + t.get("encoder.bias", t.get("b_enc"))
-        match kind:
-            case "AutoEncoderTopK" | "Qwen-Scope":
-                return largest(relu(pre), K)
-            case "BatchTopKSAE" | "MatryoshkaBatchTopKSAE":
-                return relu(pre) * (relu(pre) > t["threshold"])
-            case "JumpReluAutoEncoder":
-                return relu(pre * (pre > t["threshold"]))
-        return relu(pre)
-
-    states = {
-        "AutoEncoder": linear | {"bias": plain["b_dec"]},
-        "AutoEncoderNew": linear | {"decoder.bias": plain["b_dec"]},
-        "AutoEncoderTopK": linear | {"b_dec": plain["b_dec"]} | threshold,
-        "BatchTopKSAE": linear | {"b_dec": plain["b_dec"]} | threshold,
-        "MatryoshkaBatchTopKSAE": plain | threshold | {"group_sizes": np.array([10, WIDTH - 10])},
-        "JumpReluAutoEncoder": plain | {"threshold": np.abs(normal(rng, WIDTH, scale=0.3))},
-        "GatedAutoEncoder": {
-            **{name: linear[name] for name in ("encoder.weight", "decoder.weight")},
-            "decoder_bias": plain["b_dec"],
-            **{name: normal(rng, WIDTH, scale=0.3) for name in ("r_mag", "gate_bias", "mag_bias")},
-        },
-        "Qwen-Scope": plain | {name: np.ascontiguousarray(plain[name].T) for name in ("W_enc", "W_dec")},
-    }
-    return {name: np.asarray(values) for name, values in states[kind].items()}, features
-
-
-KINDS = ("AutoEncoder", "AutoEncoderNew", "AutoEncoderTopK", "BatchTopKSAE", "MatryoshkaBatchTopKSAE")
-KINDS += ("JumpReluAutoEncoder", "GatedAutoEncoder", "Qwen-Scope")
-
-
-def converted(kind: str, folder: Path, state: Mapping[str, object], monkeypatch, *options: str) -> str:
-    """Runs the script on a pickled state dict. Returns the folder that it writes."""
-    torch = pytest.importorskip("torch")
-    source = folder / "SAE-Res-W1K-L0_5"
-    trainer = {"dict_class": kind, "k": K, "lm_name": "tiny", "layer": 1}
-    sae_files.write_json(source / "config.json", {"trainer": trainer, "buffer": {"ctx_len": 128}})
-    file = source / ("layer7.sae.pt" if kind == "Qwen-Scope" else "ae.pt")
-    arrays = {name: values for name, values in state.items() if isinstance(values, np.ndarray | np.generic)}
-    torch.save({**state, **{name: torch.from_numpy(np.asarray(values)) for name, values in arrays.items()}}, file)
-    argv = ["convert_sae.py", str(file if kind == "Qwen-Scope" else source), str(folder / "out"), *options]
-    monkeypatch.setattr(sys, "argv", argv)
-    runpy.run_path(str(ROOT / "scripts" / "convert_sae.py"), run_name="__main__")
-    return str(folder / "out")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_pickled_saes_are_converted(kind: str, tmp_path: Path, rng, monkeypatch):
-    state, features = dictionary(kind, rng)
-    sae, x = open_sae(converted(kind, tmp_path, state, monkeypatch)), tokens(rng)
-    expected, values = features(in_float64(state), {}, x), encode_dense(sae, x)
-    np.testing.assert_array_equal(values > 0, expected > 0)
-    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5)
-    assert 0 < np.count_nonzero(values) < values.size * 0.6
-    assert sae.hook_name == ("blocks.7.hook_resid_post" if kind == "Qwen-Scope" else None)
-
-
-@pytest.mark.parametrize("kind", ["JumpReluAutoEncoder", "GatedAutoEncoder"])
-def test_the_script_can_normalise_decoders(kind: str, tmp_path: Path, rng, monkeypatch):
-    state, features = dictionary(kind, rng)
-    sae, x = open_sae(converted(kind, tmp_path, state, monkeypatch, "--unit-decoder")), tokens(rng)
-    norms = np.linalg.norm(state["W_dec"] if "W_dec" in state else state["decoder.weight"].T, axis=1)
-    np.testing.assert_allclose(encode_dense(sae, x), features(in_float64(state), {}, x) * norms, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(np.linalg.norm(sae.read("w_dec"), axis=1), 1, rtol=1e-5)
-
-
-class Command:
-    def __reduce__(self) -> tuple[object, ...]:
-        return print, ("a pickle ran code",)
-
-
-@pytest.mark.parametrize(
-    ("kind", "change", "message"),
-    [
-        ("CrossCoder", {}, "the class CrossCoder is not implemented"),
-        ("AutoEncoder", {"extra": np.zeros(3)}, "expected the tensors encoder.weight"),
-        ("AutoEncoder", {"bias": "text"}, "expected a dict of tensors"),
-        ("AutoEncoder", {"bias": Command()}, "expected a pickled dict of tensors and nothing else"),
-        ("AutoEncoderTopK", {"k": np.int32(K + 1)}, "k is 6 in the file and 5 in the configuration"),
-        ("Qwen-Scope", {"W_dec": np.zeros((WIDTH, D_IN), np.float32)}, r"W_dec has shape \(12, 40\)"),
-    ],
-)
-def test_other_pickles_are_not_converted(kind: str, change, message: str, tmp_path: Path, rng, monkeypatch, capsys):
-    state, _ = dictionary("AutoEncoder" if kind == "CrossCoder" else kind, rng)
-    with pytest.raises(SystemExit, match=message):
-        converted(kind, tmp_path, {**state, **change}, monkeypatch)
-    assert "ran code" not in capsys.readouterr().out
-    assert not (tmp_path / "out").exists()

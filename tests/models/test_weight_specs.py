@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.models.architecture import DeltaNet, Experts, GlobalHeads, Part, SharedKeys
+from pipeline.models.architecture import DeltaNet, Experts, GlobalHeads, Part, SharedKeys, ShortConv
 from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, WeightKind, weight_spec
 from tests.specs import LLAMA
 
@@ -23,6 +23,10 @@ DIVIDED_AXIS = {
     "delta.v": 0,
     "delta.z": 0,
     "delta.o": 1,
+    "conv.in_gate": 0,
+    "conv.in": 0,
+    "conv.out_gate": 0,
+    "conv.o": 1,
     "mlp.gate": 0,
     "mlp.up": 0,
     "mlp.down": 1,
@@ -47,6 +51,7 @@ PARTS = [  # fields of an architecture, and the parts of its last layer beside P
     ({"experts": Experts("DS", 4, 2, 8, False, beside_mlp=True)}, ATTENTION | {Part.dense, Part.sparse}),
     ({"experts": Experts("SD", 4, 2, 8, False, beside_mlp=True)}, ATTENTION | {Part.dense}),
     ({"delta": DeltaNet("AD", 2, 2, 8, 8, 4)}, {Part.delta, Part.dense}),
+    ({"conv": ShortConv("AC", 3)}, {Part.conv, Part.dense}),
     ({"shared_keys": SharedKeys(1, 64)}, {Part.attention, Part.dense}),
     ({"global_heads": KEYS_AS_VALUES}, {Part.attention, Part.keys, Part.dense}),
     ({"global_heads": KEYS_AS_VALUES, "shared_keys": SharedKeys(1, 64)}, {Part.attention, Part.dense}),

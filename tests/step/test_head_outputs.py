@@ -24,6 +24,8 @@ NUM_TOP = 8
 DOCUMENTS = [(0, 0, 9), (0, 9, 15), (1, 0, 1), (1, 1, 20), (2, 0, 24), (3, 0, 11)]
 CASES = {
     "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "tied, with a bias": ("gptj", {"n_layer": 2, "tie_word_embeddings": True}),
+    "untied, scaled logits": ("granite", {"logits_scaling": 3.0}),
     "untied, capped logits": (
         "gemma2",
         {"head_dim": 6, "sliding_window": 7, "final_logit_softcapping": 4.0, "tie_word_embeddings": False},

@@ -65,13 +65,28 @@ GEMMA4 = CONFIG | {
     **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101},
     **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16},
 }
+LLAMA4 = CONFIG | {
+    "model_type": "llama4_text",
+    **{"head_dim": 8, "intermediate_size": 16, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
+    **{"num_local_experts": 6, "num_experts_per_tok": 3, "attention_chunk_size": 5, "floor_scale": 4},
+}
+CONV = CONFIG | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 3, "conv_bias": True}
+MAMBA = CONFIG | {
+    "model_type": "nemotron_h",
+    "head_dim": 8,
+    "layers_block_type": ["linear_attention", "full_attention", "mlp"] * 2,
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+}
 CONFIGS = {
     "dense": CONFIG,
     "experts": EXPERTS,
     "gpt_oss": GPT_OSS,
     "deepseek": DEEPSEEK,
     "delta": DELTA,
+    "conv": CONV,
+    "mamba": MAMBA,
     "gemma4": GEMMA4,
+    "llama4": LLAMA4,
 }
 
 SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8}  # by tensor and fsdp
@@ -82,7 +97,10 @@ DIVISIONS = {  # by model, and whether its weights are int8. EXPERTS also has at
     ("gpt_oss", False): [(2, True)],
     ("deepseek", True): [(2, True)],
     ("delta", False): [(2, False), (2, True)],
+    ("conv", False): [(2, True)],
+    ("mamba", False): [(2, True)],
     ("gemma4", False): [(2, True)],
+    ("llama4", False): [(2, True)],
 }
 
 PROGRAM = """
@@ -111,7 +129,10 @@ KEYS["experts"] = (*activation_keys((0,), ROUTED), *LAST)
 KEYS["gpt_oss"] = (*activation_keys((1,), ROUTED), *LAST)
 KEYS["deepseek"] = (*activation_keys((1,), (Site.q, Site.k, Site.v, Site.attn_z, *ROUTED)), *LAST)
 KEYS["delta"] = (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((1,), INNER), *LAST)
+KEYS["conv"] = (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((1,), INNER), *LAST)
+KEYS["mamba"] = (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((2,), INNER[-3:]), *LAST)
 KEYS["gemma4"] = (*activation_keys((1,), (*INNER, Site.v, *ROUTED)), *activation_keys((4,), (Site.attn_z,)), *LAST)
+KEYS["llama4"] = (*activation_keys((1,), (Site.q, Site.attn_z, *ROUTED)), *LAST)
 rng = np.random.default_rng(0)
 batch = {
     "tokens": rng.integers(0, 101, (8, 24), dtype=np.int32),
@@ -154,16 +175,17 @@ for name, with_int8, divisions in json.loads(sys.argv[2]):
         }
 
 token_outputs.CHUNK = 24  # of 96 tokens per device, or 48: several chunks
-x, weight = (jnp.asarray(rng.integers(-2, 3, shape), "float32") for shape in ((8, 24, 8), (96, 8)))  # many are equal
+x, *head_arrays = (jnp.asarray(rng.integers(-2, 3, shape), "float32") for shape in ((8, 24, 8), (96, 8), (96,)))
+head_params = dict(zip(("head", "head_bias"), head_arrays))  # many values are equal
 heads = {}
 for tensor in (0, 1, 2, 4):
     mesh = make_mesh(tensor) if tensor else None
-    head = Head("lm_head.weight", softcap=None)
-    compute = jax.jit(lambda x, n, w: token_outputs.token_outputs(head, {"head": w}, x, n, 8, mesh))
+    head = Head("lm_head.weight", softcap=None, bias="lm_head.bias")
+    compute = jax.jit(lambda x, n, params: token_outputs.token_outputs(head, params, x, n, 8, mesh))
     if tensor:
-        weight = jax.device_put(weight, jax.NamedSharding(mesh, jax.P("tensor")))
-    compiled = compute.lower(x, batch["tokens"] % 96, weight).compile()
-    heads[tensor] = [np.asarray(values) for values in compiled(x, batch["tokens"] % 96, weight)]
+        head_params = jax.device_put(head_params, jax.NamedSharding(mesh, jax.P("tensor")))
+    compiled = compute.lower(x, batch["tokens"] % 96, head_params).compile()
+    heads[tensor] = [np.asarray(values) for values in compiled(x, batch["tokens"] % 96, head_params)]
     report[f"head {tensor}"] = {
         "errors": [float(np.abs(a - b).max()) for a, b in zip(heads[tensor], heads[0])],
         "hlo": compiled.as_text(),

@@ -191,7 +191,8 @@ def test_tokens_are_read_by_row_and_position_in_any_order(store, keys):
     batch = store.tokens_at(rows, positions, keys)
     for name, values in ({keys: batch.activations} if keys == NAME else batch.activations).items():
         np.testing.assert_array_equal(values, store.read(name, rows)[np.arange(len(rows)), positions])
-    for name, values in vars(store.read_tokens(rows)).items():
+    for name in ("tokens", "segments", "positions", "documents"):
+        values = getattr(store.read_tokens(rows), name)
         np.testing.assert_array_equal(getattr(batch, name), values[np.arange(len(rows)), positions])
     assert store.tokens_at([], [], keys).tokens.shape == (0,)
     assert store.tokens_at(0, 1, NAME).activations.shape == (1, WIDTHS[NAME])

@@ -7,7 +7,7 @@ that they do not look further back or ahead.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import Int32
@@ -36,28 +36,34 @@ class IndivisibleText(ValueError):
     """A part of a text that cannot be divided and is too long to be tokenised as a whole."""
 
 
-def encode_in_pieces(encode: Callable[[str], Sequence[int]], text: str) -> Int32[np.ndarray, "_"]:
+Encode = Callable[[str], Int32[np.ndarray, "n columns"]]  # a text's ids and, as a second column, first characters
+
+
+def encode_in_pieces(encode: Encode, text: str) -> Int32[np.ndarray, "n columns"]:
     """`encode(text)`, computed in pieces. `encode` must not add special tokens. Raises IndivisibleText."""
-    pieces: list[Int32[np.ndarray, _]] = []
+    pieces: list[Int32[np.ndarray, "_ columns"]] = []
     start = 0
     while len(text) - start > PIECE_CHARACTERS + _CONTEXT:
-        piece, start = _next_piece(encode, text, start)
+        piece, end = _next_piece(encode, text, start)
+        piece[:, 1:] += start
         pieces.append(piece)
-    pieces.append(np.array(encode(text[start:]), np.int32))
+        start = end
+    pieces.append(encode(text[start:]))
+    pieces[-1][:, 1:] += start
     return np.concatenate(pieces)
 
 
-def _next_piece(encode: Callable[[str], Sequence[int]], text: str, start: int) -> tuple[Int32[np.ndarray, "_"], int]:
-    """The ids from `start` to a position at which the text can be divided, and that position."""
+def _next_piece(encode: Encode, text: str, start: int) -> tuple[Int32[np.ndarray, "n columns"], int]:
+    """The tokens from `start` to a position at which the text can be divided, and that position."""
     size = PIECE_CHARACTERS
     while size <= MAX_PIECE_CHARACTERS:
         end = start + size
         if end + _CONTEXT >= len(text):
-            return np.array(encode(text[start:]), np.int32), len(text)
-        whole = np.array(encode(text[start : end + _CONTEXT]), np.int32)
+            return encode(text[start:]), len(text)
+        whole = encode(text[start : end + _CONTEXT])
         for position in _boundaries(text, end):
-            rest = np.array(encode(text[position : end + _CONTEXT]), np.int32)
-            if 0 < len(rest) < len(whole) and np.array_equal(whole[-len(rest) :], rest):
+            rest = encode(text[position : end + _CONTEXT])
+            if 0 < len(rest) < len(whole) and np.array_equal(whole[-len(rest) :, 0], rest[:, 0]):
                 return whole[: -len(rest)], position
         size *= 2
     raise IndivisibleText(

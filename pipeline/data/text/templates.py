@@ -18,6 +18,9 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.core.errors import ConfigError
+from pipeline.data.text.following import Following, follow
+from pipeline.data.text.labelling import Labeller, mark_generated
+from pipeline.data.text.labels import LabelledText
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")  # in the text of an object; differs between processes
 
@@ -48,18 +51,51 @@ class ChatTemplate:
         self._subject = f"the chat template of tokenizer {owner}"
         self._named_tokens = dict(named_tokens or {})
         self._variables = dict(variables or {})
+        self._fixed = self._named_tokens | self._variables
         self._date = datetime.date.fromisoformat(date) if date else datetime.date.today()
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Raises ConfigError for a template that cannot be used, and RenderError if it cannot render these messages."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+    ) -> str:
+        """tools: None for those of `variables`.
+
+        Raises ConfigError for a template that cannot be used, and RenderError if it cannot render these messages.
+        """
+        template = self._compiled
+        try:
+            return template.render(self._values(messages, tools, add_generation_prompt))
+        except RenderError as error:
+            raise RenderError(f"{self._subject} fails: {error}") from error
+
+    def render_labelled(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+    ) -> LabelledText:
+        """The same text, with labels. Raises as `render` does, and RenderError where texts cannot be followed."""
+        labeller = self._labeller
+        try:
+            return labeller.render(self._values(messages, tools, add_generation_prompt))
+        except Exception as error:  # whatever the template's expressions raise
+            raise RenderError(f"{self._subject} fails: {_message(error)}") from error
+
+    def _values(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+    ) -> dict[str, Any]:
         # transformers removes null values, and gives a message's reasoning under the names that templates read.
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         values = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
-        values |= {"messages": [_with_reasoning(message) for message in chat]}
-        try:
-            return self._compiled.render(values | self._named_tokens | self._variables)
-        except RenderError as error:
-            raise RenderError(f"{self._subject} fails: {error}") from error
+        values |= {"messages": [_with_reasoning(message) for message in chat], **self._fixed}
+        return values if tools is None else values | {"tools": tools}
 
     def identity(self) -> dict[str, object]:
         """What determines a rendered chat, as plain JSON values. Raises ConfigError."""
@@ -72,12 +108,24 @@ class ChatTemplate:
         return identity
 
     @cached_property
-    def _compiled(self) -> "_Template":
-        environment = _environment(jinja2.Undefined, [_Generation, jinja2.ext.loopcontrols], _fixed)
+    def _labeller(self) -> Labeller:
+        template = self._compiled  # reports one that cannot be used
+        environment = self._environment(_LabelledGeneration, Following)
+        follow(environment)
+        return Labeller(environment.from_string(self._source), self._fixed, has_generation=template.has_generation)
+
+    def _environment(
+        self, generation: type[jinja2.ext.Extension], kind: type[ImmutableSandboxedEnvironment]
+    ) -> ImmutableSandboxedEnvironment:
+        environment = _environment(jinja2.Undefined, [generation, jinja2.ext.loopcontrols], _fixed, kind)
         midnight = datetime.datetime.combine(self._date, datetime.time())
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": midnight.strftime}
+        return environment
+
+    @cached_property
+    def _compiled(self) -> "_Template":
         try:
-            template = _Template(environment, self._source)
+            template = _Template(self._environment(_Generation, ImmutableSandboxedEnvironment), self._source)
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"{self._subject} fails: {error}. Set data.template=plain, or correct the template."
@@ -118,6 +166,7 @@ class _Template:
             source.encode()
             tree = environment.parse(source)
             self.names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
+            self.has_generation = tree.find(jinja2.nodes.ExtensionAttribute) is not None
             self.variables = jinja2.meta.find_undeclared_variables(tree)
             self.text = "".join(node.data for node in tree.find_all(jinja2.nodes.TemplateData))
             self._template = environment.from_string(source)
@@ -146,13 +195,19 @@ class _Generation(jinja2.ext.Extension):
         return caller()
 
 
+class _LabelledGeneration(_Generation):
+    def _text(self, caller: Callable[[], str]) -> str:
+        return mark_generated(caller())
+
+
 def _environment(
     undefined: type[jinja2.Undefined],
     extensions: list[type[jinja2.ext.Extension]],
     printed: Callable[[Any], Any],
+    kind: type[ImmutableSandboxedEnvironment] = ImmutableSandboxedEnvironment,
 ) -> ImmutableSandboxedEnvironment:
     """transformers' environment, without what would differ from run to run."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = kind(
         trim_blocks=True, lstrip_blocks=True, undefined=undefined, extensions=extensions, finalize=printed
     )
     environment.filters["tojson"] = _tojson

@@ -2,19 +2,22 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import ConfigError, InputError
+from pipeline.data.text.labels import LabelledText
 from pipeline.data.text.long_texts import PIECE_CHARACTERS, encode_in_pieces
 from pipeline.data.text.templates import ChatTemplate, RenderError
+from pipeline.data.text.token_starts import TokenStarts, offset_starts
 from pipeline.data.text.tokenizer_files import read_tokenizer_files
 from pipeline.data.text.tokenizer_settings import is_from_tokenizers, library_errors
 
@@ -34,8 +37,10 @@ class TextTokenizer:
         prefix: str | None = None,
         suffix: str | None = None,
         chat: ChatTemplate | None = None,
+        chat_with_tools: ChatTemplate | None = None,
     ) -> None:
-        """Takes ownership of `tokenizer`. name: for messages. digest: identifies the tokenizer.
+        """Takes ownership of `tokenizer`. name: for messages. digest: identifies the tokenizer. chat_with_tools: for
+        conversations that come with tools; None if `chat` is.
 
         Raises InputError for a tokenizer that draws random numbers.
         """
@@ -48,8 +53,10 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._name = name
+        self.name = self._name = name
+        self.named: Mapping[str, str] = {}  # the texts of `bos_token` and others
         self._chat = chat
+        self._chat_with_tools = chat_with_tools
         self._prefix = [] if prefix is None else [self.token_id("data.prefix", prefix)]
         self._suffix = [] if suffix is None else [self.token_id("data.suffix", suffix)]
         adds = special_tokens is SpecialTokens.tokenizer
@@ -57,6 +64,7 @@ class TextTokenizer:
             self._before, self._after = _added_ids(tokenizer, name) if adds else ([], [])
             added = tokenizer.get_added_tokens_decoder().items()
         self._special = {*self._before, *self._after, *(number for number, token in added if token.special)}
+        tokenizer.post_processor = None  # it may leave spaces out of the offsets
         self._has_said_once = False
         self._identity = {
             "sha256": digest,
@@ -82,36 +90,78 @@ class TextTokenizer:
         """The number of token ids, including added tokens."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def padding(self) -> int | None:
+        """The id that no text has several of at an end; None if there is none."""
+        padding = self.named.get("pad_token")
+        return None if padding is None else self._tokenizer.token_to_id(padding)
+
+    def text_of(self, token: int | str) -> str:
+        """The text of a token id, or of `bos`, `eos` or `sep`, as SAELens names them: EOS stands for a missing BOS.
+        Raises ConfigError if there is none."""
+        if isinstance(token, int):
+            text = self._tokenizer.id_to_token(token)
+        else:
+            names = [f"{token}_token", *(["eos_token"] if token == "bos" else [])]
+            text = next(filter(None, map(self.named.get, names)), None)
+        if text is None:
+            raise ConfigError(f"tokenizer {self._name} has no token {token}. Set batch.contexts=given.")
+        return text
+
     def identity(self) -> dict[str, object]:
         """What determines the ids of a text, as plain JSON values."""
         return dict(self._identity)
 
-    def encode(self, texts: Sequence[str]) -> list[Int32[np.ndarray, "_"]]:
-        """The ids of each text: prefix, the tokenizer's ids, suffix.
+    @property
+    def ends(self) -> tuple[Int32[np.ndarray, "_"], Int32[np.ndarray, "_"]]:
+        """The ids that are put before and after every text."""
+        pairs = (self._prefix, self._before), (self._after, self._suffix)
+        before, after = (self._merged(*(_added(ids, 1) for ids in pair))[:, 0] for pair in pairs)
+        return before, after
+
+    def encode(self, texts: Sequence[str], *, with_ends: bool = True) -> list[Int32[np.ndarray, "_"]]:
+        """The ids of each text: prefix, the tokenizer's ids, suffix. Without ends, only those of the text itself.
 
         A special token that would be put beside itself, e.g. BOS before a text that begins with it, is put once.
 
         Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, IndivisibleText,
         or an error with the library's message.
         """
-        short = iter(self._library_ids([text for text in texts if len(text) <= PIECE_CHARACTERS]))
-        return [
-            self._completed(
-                np.array(next(short), np.int32)
-                if len(text) <= PIECE_CHARACTERS
-                else encode_in_pieces(lambda piece: self._library_ids([piece])[0], text)
-            )
+        return [np.ascontiguousarray(tokens[:, 0]) for tokens in self._encoded(texts, self._ids, with_ends)]
+
+    def encode_with_starts(self, texts: Sequence[str], *, with_ends: bool = True) -> list[Int32[np.ndarray, "_ 2"]]:
+        """As `encode`, with the place in the text of each token's first character; -1 for what is put before and after
+        the text."""
+        return self._encoded(texts, self._ids_and_starts, with_ends)
+
+    def _encoded(
+        self,
+        texts: Sequence[str],
+        encode: Callable[[list[str]], list[Int32[np.ndarray, "_ columns"]]],
+        with_ends: bool,
+    ) -> list[Int32[np.ndarray, "_ columns"]]:
+        short = iter(encode([text for text in texts if len(text) <= PIECE_CHARACTERS]))
+        encoded = [
+            next(short) if len(text) <= PIECE_CHARACTERS else encode_in_pieces(lambda piece: encode([piece])[0], text)
             for text in texts
         ]
+        return [self._completed(tokens) for tokens in encoded] if with_ends else encoded
 
-    def _completed(self, ids: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
-        """The ids of a text, between those that are put before and after every text."""
-        whole = np.array(self._prefix, np.int32)
-        for part in (self._before, ids, self._after, self._suffix):
-            part = np.asarray(part, np.int32)
+    def _completed(self, tokens: Int32[np.ndarray, "_ columns"]) -> Int32[np.ndarray, "_ columns"]:
+        """The tokens of a text, between those that are put before and after every text."""
+        before, after = (self._prefix, self._before), (self._after, self._suffix)
+        before, after = ([_added(ids, tokens.shape[1]) for ids in parts] for parts in (before, after))
+        return self._merged(*before, tokens, *after)
+
+    def _merged(self, *parts: Int32[np.ndarray, "_ columns"]) -> Int32[np.ndarray, "_ columns"]:
+        """The tokens of all parts, one after another; special ones that two neighbours share are put once."""
+        whole = parts[0]
+        for part in parts[1:]:
             for size in range(min(len(whole), len(part)), 0, -1):
-                if np.array_equal(whole[-size:], part[:size]) and self._special.issuperset(part[:size].tolist()):
-                    self._say_once(int(part[0]))
+                ids = part[:size, 0]
+                if np.array_equal(whole[-size:, 0], ids) and self._special.issuperset(ids.tolist()):
+                    self._say_once(int(ids[0]))
+                    whole[-size:] = np.maximum(whole[-size:], part[:size])  # the text's own has a place in it
                     part = part[size:]
                     break
             whole = np.concatenate([whole, part])
@@ -125,9 +175,26 @@ class TextTokenizer:
                 *(self._tokenizer.id_to_token(token_id), self._name),
             )
 
-    def _library_ids(self, texts: list[str]) -> list[list[int]]:
+    def _ids(self, texts: list[str]) -> list[Int32[np.ndarray, "_ 1"]]:
+        encodings = self._library_encodings(self._tokenizer.encode_batch_fast, texts)
+        return [np.array(encoding.ids, np.int32)[:, None] for encoding in encodings]
+
+    def _ids_and_starts(self, texts: list[str]) -> list[Int32[np.ndarray, "_ 2"]]:
+        found: list[Int32[np.ndarray, "_ 2"] | None] = [None] * len(texts)
+        if self._token_starts.joins:
+            encodings = self._library_encodings(self._tokenizer.encode_batch_fast, texts)
+            found = [self._token_starts.find(text, item.ids) for text, item in zip(texts, encodings, strict=True)]
+        left = [text for text, tokens in zip(texts, found, strict=True) if tokens is None]
+        counted = iter(self._library_encodings(self._tokenizer.encode_batch, left))
+        return [offset_starts(next(counted)) if tokens is None else tokens for tokens in found]
+
+    @cached_property
+    def _token_starts(self) -> TokenStarts:
+        return TokenStarts(self._tokenizer)
+
+    def _library_encodings(self, encode: Callable[..., list[Encoding]], texts: list[str]) -> list[Encoding]:
         try:
-            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            return encode(texts, add_special_tokens=False)
         except TypeError:
             for text in texts:
                 text.encode()
@@ -137,7 +204,6 @@ class TextTokenizer:
                 raise
             # E.g. for an unknown word if the vocabulary has no unknown token.
             raise ValueError(f"the tokenizer refuses the text: {error!s:.300}") from error
-        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, "_"], *, skip_special_tokens: bool = False) -> str:
         """The text of the ids. Raises InputError for ids that the tokenizer cannot decode."""
@@ -165,25 +231,51 @@ class TextTokenizer:
             twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
         return {i: both[len(one) :] for i, one, both in zip(ids, once, twice, strict=True)}
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+    ) -> str:
         """Renders messages with the chat template, like transformers' `apply_chat_template(tokenize=False)`.
 
         Raises ConfigError if the tokenizer has no usable chat template, and RenderError, naming the template, if it
         cannot render these messages.
         """
-        if self._chat is None:
+        return self._template(tools).render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def render_labelled(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool,
+    ) -> LabelledText:
+        """The text of `render_chat`, with the labels of its characters (see `pipeline.data.text.labelling`).
+
+        Raises the same errors, and RenderError for a template whose texts cannot be followed.
+        """
+        return self._template(tools).render_labelled(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+
+    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+        chat = self._chat if tools is None else self._chat_with_tools or self._chat
+        if chat is None:
             raise ConfigError(
                 f"tokenizer {self._name} has no chat template. Set data.template=plain or a different model.tokenizer."
             )
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        return chat
 
     def require_chat(self) -> None:
-        """Raises ConfigError unless chats can be rendered, and tokenised without additional special tokens."""
+        """Raises ConfigError unless chats can be rendered, and tokenised without special tokens that the template does
+        not write."""
         try:
-            self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
+            text = self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
         except RenderError as error:
             raise ConfigError(f"{error}. Set data.template=plain, or correct the template.") from error
-        if self._before or self._after:
+        ids = self._ids([text])[0][:, 0].tolist()
+        writes = ids[: len(self._before)] == self._before and ids[len(ids) - len(self._after) :] == self._after
+        if (self._before or self._after) and not writes:
             raise ConfigError(
                 f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those of "
                 "the chat template. Set data.special_tokens=none."
@@ -191,7 +283,13 @@ class TextTokenizer:
 
     def chat_identity(self) -> dict[str, object]:
         """What determines a rendered chat, as plain JSON values; {} without a chat template."""
-        return {} if self._chat is None else self._chat.identity()
+        identity = {} if self._chat is None else self._chat.identity()
+        return identity | ({"with_tools": self._chat_with_tools.identity()} if self._chat_with_tools else {})
+
+
+def _added(ids: Sequence[int], columns: int) -> Int32[np.ndarray, "_ columns"]:
+    """Tokens that have no place in a text."""
+    return np.array([[i, -1] for i in ids], np.int32).reshape(-1, 2)[:, :columns]
 
 
 def _added_ids(tokenizer: Tokenizer, name: str) -> tuple[list[int], list[int]]:
@@ -232,8 +330,11 @@ def load_tokenizer(
             f"data.template_kwargs is {template_kwargs!r:.100}, expected values by name: {{enable_thinking: false}}."
         )
     files = read_tokenizer_files(os.path.expanduser(path), revision)
+    templates = {
+        name: ChatTemplate(source, path, named_tokens=files.named_tokens, variables=template_kwargs, date=date)
+        for name, source in files.templates.items()
+    }
     has_tools = (template_kwargs or {}).get("tools") is not None
-    chat = (has_tools and files.templates.get("tool_use")) or files.templates.get("default")
     tokenizer = TextTokenizer(
         files.tokenizer,
         name=path,
@@ -241,8 +342,10 @@ def load_tokenizer(
         special_tokens=special_tokens,
         prefix=prefix,
         suffix=suffix,
-        chat=chat and ChatTemplate(chat, path, named_tokens=files.named_tokens, variables=template_kwargs, date=date),
+        chat=(has_tools and templates.get("tool_use")) or templates.get("default"),
+        chat_with_tools=None if has_tools else templates.get("tool_use"),
     )
+    tokenizer.named = files.named_tokens
     if special_tokens is SpecialTokens.tokenizer:
         tokenizer.require_ends(files.adds)
     return tokenizer

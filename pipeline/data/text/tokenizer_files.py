@@ -24,6 +24,10 @@ _MAX_ID = 2**31 - 1  # ids are stored in 32 bits
 Read = Callable[[str], bytes | None]  # the content of the file with a name; None if it does not exist
 
 
+class NoTokenizer(InputError):
+    """A directory or repository has no tokenizer.json."""
+
+
 @dataclass(frozen=True)
 class TokenizerFiles:
     """The content of a tokenizer's files, with tokenizer_config.json applied.
@@ -45,7 +49,7 @@ def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
     read = _hub_reader(path, revision) if is_hub_id(path) else _folder_reader(path)
     definition = read("tokenizer.json")
     if definition is None:
-        raise InputError(
+        raise NoTokenizer(
             f"{path} has no tokenizer.json. Expected a directory, a remote path or a Hub id with this file; "
             "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it."
         )

@@ -1,11 +1,11 @@
-"""The cache on the devices: keys and values of earlier positions, and attention to them; inputs and states of
-DeltaNets.
+"""The cache on the devices: keys and values of earlier positions, and attention to them; inputs of
+convolutions and states of DeltaNets.
 
 A row's position p is always in slot p, so that its activations and tokens do not depend on other rows. Slots after a
 row's position are masked, so attention never sees padding or an earlier completion.
 
 Letters: B rows, T = 1 position, S slots, P prompt slots, N heads, K key-value heads, G = N / K, H head dim, W head dim
-of values; for DeltaNets, see `delta_net`.
+of values; for others, see `recurrent/recur.py`.
 """
 
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 from pipeline.models.attention.xla import attend_visible, attend_xla
-from pipeline.models.delta_net import Heads, convolution, delta_rule, delta_step
 from pipeline.models.int8_weights import quantise
 from pipeline.models.partition import Partition
+from pipeline.models.recurrent.recur import Heads, Rule, convolution
 
 
 class Int8Slots(NamedTuple):
@@ -68,6 +68,8 @@ class CachedLayer:
         visible = distances >= 0
         if spec.window is not None:
             visible &= distances < spec.window
+        if spec.chunk is not None:
+            visible &= distances <= self._positions[:, None] % spec.chunk
         rows, _, num_heads, head_dim = inputs.q.shape
         groups = inputs.q.reshape(rows, inputs.k.shape[2], -1, 1, head_dim)
         z = attend_visible(groups, keys, values, visible[:, None], spec, inputs.sinks, scales)
@@ -79,64 +81,55 @@ class CachedLayer:
         return Int8Slots(*(put_at(old, x, self._positions, 1) for old, x in zip(slots, Int8Slots.of(new), strict=True)))
 
 
-class DeltaCache(NamedTuple):
-    """The cache of a layer's DeltaNet: the last inputs of the convolutions of q, k and v, and the states."""
-
-    q: Float[Array, "B c-1 J k"]
-    k: Float[Array, "B c-1 J k"]
-    v: Float[Array, "B c-1 J O v"]
-    state: Float32[Array, "B J O k v"]
+History = dict[str, Array]
+"""The cache of a layer with a DeltaNet or a short convolution: the last inputs [B, c-1, *heads] of each convolution, by
+its name, and a DeltaNet's `state` [B, J, O, k, v] in float32."""
 
 
-class PromptDelta:
+class PromptHistory:
     """`Recur` for prompts. `cache` then contains what decoding continues from."""
 
     def __init__(self, lengths: Int32[Array, " B"]) -> None:
-        self._lengths, self._cache = lengths, {}
-
-    @property
-    def cache(self) -> DeltaCache:
-        return DeltaCache(**self._cache)
+        self._lengths, self.cache = lengths, History()
 
     def convolve(self, name: str, x: Float[Array, "B P *heads"], taps: Array, segments: Array) -> Array:
         # The prompt's last positions; negative before it begins.
         positions = self._lengths[:, None] - jnp.arange(taps.shape[-1] - 1, 0, -1)
         positions = positions.reshape(*positions.shape, *[1] * (x.ndim - 2))
         last_inputs = jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1)
-        self._cache[name] = jnp.where(positions >= 0, last_inputs, 0)
+        self.cache[name] = jnp.where(positions >= 0, last_inputs, 0)
         return convolution(x, taps, segments)
 
-    def outputs(self, segments: Int32[Array, "B P"], heads: Heads, partition: Partition) -> Array:
-        """The outputs of the delta rule. Positions after the prompt do not change the state."""
+    def outputs(self, rule: Rule, segments: Int32[Array, "B P"], heads: Heads, partition: Partition) -> Array:
+        """The outputs of the value heads. Positions after the prompt do not change the state."""
         is_prompt = (segments > 0)[..., None, None]
         heads = heads._replace(
             write=jnp.where(is_prompt, heads.write, 0), log_decay=jnp.where(is_prompt, heads.log_decay, 0)
         )
-        outputs, state = partition.by_rows_and_heads(delta_rule, jnp.ones_like(segments), heads)
-        self._cache["state"] = state[:, 0]
+        outputs, state = partition.by_rows_and_heads(rule.rows, jnp.ones_like(segments), heads)
+        self.cache["state"] = state[:, 0]
         return outputs
 
 
-class CachedDelta:
+class CachedHistory:
     """`Recur` for one decoding step. It continues from `cache`, and updates it for active rows."""
 
-    def __init__(self, cache: DeltaCache, is_active: Bool[Array, " B"]) -> None:
+    def __init__(self, cache: History, is_active: Bool[Array, " B"]) -> None:
         self.cache, self._is_active = cache, is_active
 
     def convolve(self, name: str, x: Float[Array, "B 1 *heads"], taps: Array, segments: Array) -> Array:
-        window = jnp.concatenate([getattr(self.cache, name), x], axis=1)
+        window = jnp.concatenate([self.cache[name], x], axis=1)
         self._update(**{name: window[:, 1:]})
         taps_by_position = jnp.moveaxis(taps[..., 0, :], -1, 0).astype(jnp.float32)
         return jnp.sum(window.astype(jnp.float32) * taps_by_position, axis=1, keepdims=True)
 
-    def outputs(self, segments: Array, heads: Heads, partition: Partition) -> Array:
-        outputs, state = delta_step(self.cache.state, heads)
+    def outputs(self, rule: Rule, segments: Array, heads: Heads, partition: Partition) -> Array:
+        outputs, state = rule.step(self.cache["state"], heads)
         self._update(state=state)
         return outputs
 
     def _update(self, **new: Array) -> None:
-        selected = {name: self._select_active(values, getattr(self.cache, name)) for name, values in new.items()}
-        self.cache = self.cache._replace(**selected)
+        self.cache = self.cache | {name: self._select_active(values, self.cache[name]) for name, values in new.items()}
 
     def _select_active(self, new: Array, old: Array) -> Array:
         return jnp.where(self._is_active.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -20,15 +20,23 @@ from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
 
 from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
-from pipeline.job.generation.cache import CachedDelta, CachedLayer, DeltaCache, Int8Slots, PromptDelta, Slots, put_at
+from pipeline.job.generation.cache import (
+    CachedHistory,
+    CachedLayer,
+    History,
+    Int8Slots,
+    PromptHistory,
+    Slots,
+    put_at,
+)
 from pipeline.job.generation.sampling import sample, sample_keys
 from pipeline.models.architecture import Part
 from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.attention.spec import Attend
 from pipeline.models.decoder import Params
-from pipeline.models.delta_net import Recur
 from pipeline.models.head import logits
 from pipeline.models.partition import Partition
+from pipeline.models.recurrent.recur import Recur
 from pipeline.models.registry import Model
 from pipeline.planning.generation_plan import GenerationSpec
 from pipeline.step.compiler import compiler_options, matmul_precision
@@ -39,8 +47,9 @@ log = logging.getLogger("pipeline")
 class State(NamedTuple):
     """The state of all rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
-    # Per layer: keys and values, or the cache of its DeltaNet; None for a layer that uses another layer's keys.
-    caches: tuple[tuple[Slots, Slots] | DeltaCache | None, ...]
+    # Per layer: keys and values, or the history of what is in place of attention; None for a layer that uses another
+    # layer's keys.
+    caches: tuple[tuple[Slots, Slots] | History | None, ...]
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
     tokens: Int32[Array, " B"]  # each row's last token, which the layers have not processed yet
     positions: Int32[Array, " B"]  # of these tokens
@@ -77,7 +86,8 @@ class Decoding:
         order = jnp.broadcast_to(jnp.arange(spec.max_prompt, dtype=jnp.int32), new.prompts.shape)
         segments = (order < new.lengths[:, None]).astype(jnp.int32)
         layers = [
-            PromptDelta(new.lengths) if self._is_delta(layer) else self.attend for layer in range(arch.num_layers)
+            self.attend if self._has_attention(layer) else PromptHistory(new.lengths)
+            for layer in range(arch.num_layers)
         ]
         captured = self._apply(params, new.prompts, segments, order, layers)
 
@@ -89,10 +99,12 @@ class Decoding:
             slots = jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
             return Int8Slots.of(slots) if spec.cache_is_int8 else slots
 
-        def cache(layer: int) -> tuple[Slots, Slots] | DeltaCache | None:
+        def cache(layer: int) -> tuple[Slots, Slots] | History | None:
             if arch.keys_of(layer) is not None:
                 return None
-            return layers[layer].cache if self._is_delta(layer) else (cached(layer, Site.k), cached(layer, Site.v))
+            if not self._has_attention(layer):
+                return layers[layer].cache
+            return cached(layer, Site.k), cached(layer, Site.v)
 
         last = jnp.take_along_axis(captured[FINAL_NORM], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
         scores = logits(self.model.head, params, last)
@@ -129,8 +141,8 @@ class Decoding:
     def step(self, params: Params, state: State) -> State:
         """Runs each row's last token through the model and samples the next.
 
-        In an inactive row, the last position is computed again. With DeltaNets the results are dropped, since their
-        states already include the position.
+        In an inactive row, the last position is computed again. Without attention the results are dropped, since
+        the layer's history already includes the position.
         """
         spec = self.spec
         layers = [self._cached(cache, state) for cache in state.caches]
@@ -184,11 +196,11 @@ class Decoding:
 
     def _state_specs(self, state: State) -> State:
         """How each array of a state is divided over the mesh."""
-        rows, heads, delta_inputs = (PartitionSpec("data", *axes) for axes in ((), ("tensor",), (None, "tensor")))
+        rows, heads, inputs = (PartitionSpec("data", *axes) for axes in ((), ("tensor",), (None, "tensor")))
 
-        def cache_specs(cache: tuple[Slots, Slots] | DeltaCache | None) -> PyTree:
-            if isinstance(cache, DeltaCache):
-                return DeltaCache(delta_inputs, delta_inputs, delta_inputs, state=heads)
+        def cache_specs(cache: tuple[Slots, Slots] | History | None) -> PyTree:
+            if isinstance(cache, dict):
+                return {name: heads if name == "state" else inputs for name in cache}
             return jax.tree.map(lambda _: heads, cache)
 
         mesh, widths = self.partition.mesh, (kept.shape[-1] for kept in state.activations)
@@ -198,14 +210,15 @@ class Decoding:
             **dict.fromkeys(State._fields[2:], rows),
         )
 
-    def _cached(self, cache: tuple[Slots, Slots] | DeltaCache | None, state: State) -> CachedLayer | CachedDelta | None:
+    def _cached(self, cache: tuple[Slots, Slots] | History | None, state: State) -> CachedLayer | CachedHistory | None:
         if cache is None:
             return None
-        is_delta = isinstance(cache, DeltaCache)
-        return CachedDelta(cache, state.is_active) if is_delta else CachedLayer(*cache, state.positions)
+        if isinstance(cache, dict):
+            return CachedHistory(cache, state.is_active)
+        return CachedLayer(*cache, state.positions)
 
-    def _is_delta(self, layer: int) -> bool:
-        return Part.delta in self.model.arch.kind(layer).parts
+    def _has_attention(self, layer: int) -> bool:
+        return Part.attention in self.model.arch.kind(layer).parts
 
     def new_row_shapes(self) -> NewRows:
         """The global shapes and shardings of a prefill's inputs."""

@@ -35,6 +35,7 @@ from pipeline.store.write.store_writer import StoreWriter, metrics_key
 
 log = logging.getLogger("pipeline")
 
+_EDGE_TOKENS = 8  # where tokens are cut from their text, decoders may lose a space or part of a character
 _POLL_S = 2.0  # how often a job looks for streams that other jobs have left
 
 
@@ -104,16 +105,23 @@ def _compile(job: Job) -> Generator:
     return Generator(programs, params, partial(_stop_at, job.tokenizer, tuple(config.data.stop)))
 
 
-def _stop_at(tokenizer: TextTokenizer, stop: tuple[str, ...], tokens: Int32[np.ndarray, " C"]) -> int | None:
-    """The number of tokens with which one of the texts first occurs; None if none does."""
+def _stop_at(
+    tokenizer: TextTokenizer, stop: tuple[str, ...], tokens: Int32[np.ndarray, " C"], checked: int
+) -> int | None:
+    """The number of tokens with which one of the texts first occurs; None if none does. It is above `checked`.
 
-    def occurs(num_tokens: int) -> bool:
-        text = tokenizer.decode(tokens[:num_tokens])
+    A text lies within the last tokens, since each token has at least a byte of it.
+    """
+    reach = max((len(text.encode()) for text in stop), default=0) + _EDGE_TOKENS
+
+    def occurs(start: int, size: int) -> bool:
+        text = tokenizer.decode(tokens[max(0, start) : size])
         return any(each in text for each in stop)
 
-    if not stop or not occurs(len(tokens)):
+    if not stop or not occurs(checked - reach, len(tokens)):
         return None
-    return next(size for size in range(1, len(tokens) + 1) if occurs(size))
+    sizes = range(checked + 1, len(tokens) + 1)
+    return next((size for size in sizes if occurs(size - reach, size)), None)
 
 
 def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks) -> StreamGroups | None:

@@ -46,10 +46,11 @@ class Completion:
 
 
 class _Tenant(NamedTuple):
-    """Whose completion a row computes."""
+    """Whose completion a row computes. checked: the number of its tokens in which no stop text occurs."""
 
     prompt: Prompt
     sample: int
+    checked: int = 0
 
 
 @dataclass
@@ -96,7 +97,8 @@ class Generator:
 
     programs: Programs
     params: Params
-    stop_at: Callable[[Int32[np.ndarray, " C"]], int | None] = lambda tokens: None  # with how many tokens a stop occurs
+    # With how many tokens of a completion a stop text occurs; the second argument: with how many, none does.
+    stop_at: Callable[[Int32[np.ndarray, " C"], int], int | None] = lambda tokens, checked: None
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -145,13 +147,15 @@ class Generator:
             if tenant is None:
                 continue
             tokens = completions[row, : counts[row]]
-            stop = self.stop_at(tokens)
+            stop = self.stop_at(tokens, tenant.checked)
             if stop == tokens.size and self.spec.keys and was_active[row]:
                 ends["has_ended"][row] = is_changed = True  # its last token has no activations yet
             elif stop is not None or not was_active[row]:
                 is_changed |= bool(was_active[row])
                 ends["is_active"][row], tenants[row] = False, None
                 ended.append(self._completion(tenant, row, tokens[:stop], stop is not None, state))
+            else:
+                tenants[row] = tenant._replace(checked=tokens.size)
         return ended, state._replace(**put_rows(row_sharding(self.programs.mesh), ends)) if is_changed else state
 
     def _wanted_prefills(self, prompts: Iterator[Prompt], waiting: deque[Prompt], tenants: list[_Tenant | None]) -> int:

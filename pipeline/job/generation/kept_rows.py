@@ -46,7 +46,7 @@ class KeptRows:
         return put_rows(row_sharding(self.mesh), local)
 
     def _read(self, block: TokenBlock) -> dict[ActivationKey, Float[np.ndarray, "R T D"]]:
-        plan, size = self.job.plan, self.job.config.data.group
+        plan, size = self.job.plan, self.job.config.data.group_size
         slots, table_rows, tokens = document_tokens(block.documents, block.table)
         ordinals = (block.table["document"].to_numpy() - block.stream) // plan.streams.count
         needed = {(block.stream, index) for index in np.unique(ordinals // size).tolist()}

@@ -13,12 +13,13 @@ from pipeline.config.sampling import Sampling
 def sample_keys(
     seed: int, high: UInt32[Array, " B"], low: UInt32[Array, " B"], samples: int
 ) -> UInt32[Array, "B samples 2"]:
-    """The PRNG key of each sample of each document, from the halves of the document's number. It does not depend on
-    batch, order or process."""
+    """The PRNG key of each sample of each document, from the halves of the document's number; the first sample's is the
+    document's. It does not depend on batch, order or process."""
 
     def sample_key(high: Array, low: Array, sample: Array) -> Array:
         document = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), high), low)
-        return jax.random.key_data(jax.random.fold_in(document, sample))
+        keys = (jax.random.key_data(key) for key in (document, jax.random.fold_in(document, sample)))
+        return jnp.where(sample == 0, *keys)
 
     each = jax.vmap(sample_key, in_axes=(None, None, 0))
     return jax.vmap(each, in_axes=(0, 0, None))(high, low, jnp.arange(samples))

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import jax
 import ml_dtypes  # noqa: F401  registers "bfloat16" with numpy
 import numpy as np
-from jaxtyping import Int32, Shaped
+from jaxtyping import Shaped
 
 from pipeline.core.errors import StoreError
 from pipeline.data.documents import TokenBlock
+from pipeline.data.text.labels import Label
 from pipeline.job.leasing import LeasedStreams
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics, Stage
@@ -199,7 +200,8 @@ class BlockWriter:
         try:
             with self._metrics.stage(Stage.WRITER_COPY):
                 self._checks.check(block)
-                arrays = buffers.padded(block.num_rows, self._plan) | side_arrays(block, self._plan.rows_per_block)
+                arrays = buffers.padded(block.num_rows, self._plan)
+                arrays |= side_arrays(block, self._plan.rows_per_block, self._store.layout.has_labels)
             with self._metrics.stage(Stage.WRITER_STORE):
                 summary = BlockSummary(self._plan.step, block, arrays, buffers.statistics, self._summary_threads)
                 written = self._store.start_block(commit_record(block), arrays, block.table, summary.result)
@@ -243,13 +245,18 @@ class BlockWriter:
         return self._log_thread.submit(write, metrics_key(self._metrics.name), self._metrics.emit())
 
 
-def side_arrays(block: TokenBlock, rows_per_block: int) -> dict[str, Int32[np.ndarray, "R _"]]:
-    """Tokens, segments, positions, documents and selected positions, padded to the R rows of a store shard."""
+def side_arrays(
+    block: TokenBlock, rows_per_block: int, has_labels: bool = False
+) -> dict[str, Shaped[np.ndarray, "R ..."]]:
+    """Tokens, segments, positions, documents, selected positions and labels, padded to the R rows of a store shard."""
     padding = ((0, rows_per_block - block.num_rows), (0, 0))
     arrays = {name: np.pad(getattr(block, name), padding) for name in ("tokens", "segments", "positions")}
     arrays["documents"] = np.pad(block.documents, padding, constant_values=-1)
     if block.selected is not None:
         arrays["selected"] = np.pad(block.selected, padding, constant_values=-1)
+    if has_labels:
+        labels = np.empty((*block.tokens.shape, len(Label)), np.int16) if block.labels is None else block.labels
+        arrays["labels"] = np.pad(labels, (*padding, (0, 0)))
     return arrays
 
 

@@ -31,16 +31,18 @@ def _entropy(shifted: Float32[Array, "B K G T S"]) -> Float32[Array, "B T N"]:
 
 @jax.named_scope("attention_pattern")
 def attention_pattern(
-    inputs: AttentionInputs, selected: Int32[Array, "B S"], spec: AttentionSpec
+    inputs: AttentionInputs, documents: Int32[Array, "B T"], selected: Int32[Array, "B S"], spec: AttentionSpec
 ) -> Float32[Array, "B S N T"]:
     """The attention of the queries at row positions `selected` (-1: no query, values undefined). The last axis is the
-    position in the query's segment: each head's attention to the segment's first, second, ... token, then 0."""
-    positions, segments, length = jnp.maximum(selected, 0), inputs.segments, inputs.segments.shape[1]
+    position in the query's document: each head's attention to the document's first, second, ... token, then 0."""
+    positions, length = jnp.maximum(selected, 0), documents.shape[1]
     queries = jnp.take_along_axis(inputs.q, positions[:, :, None, None], axis=1)
-    query_segments = jnp.take_along_axis(segments, positions, axis=1)
+    query_segments, query_documents = (
+        jnp.take_along_axis(numbers, positions, axis=1) for numbers in (inputs.segments, documents)
+    )
     weights = jnp.exp(_shifted_scores(queries, query_segments, positions, inputs, spec))
     pattern = weights[..., :length] / jnp.sum(weights, axis=-1, keepdims=True)
-    starts = jnp.argmax(segments[:, None, :] == query_segments[:, :, None], axis=-1)  # of the query's segment
+    starts = jnp.argmax(documents[:, None, :] == query_documents[:, :, None], axis=-1)  # of the query's document
     indices = starts[:, :, None] + jnp.arange(length)
     inside = indices < length
     shifted = jnp.take_along_axis(pattern, jnp.where(inside, indices, 0)[:, None, None], axis=-1)

@@ -14,7 +14,7 @@ class AttentionInputs(NamedTuple):
     q: Float[Array, "B T N H"]
     k: Float[Array, "B T K H"]
     v: Float[Array, "B T K W"]
-    segments: Int32[Array, "B T"]  # numbers the documents of a row from 1; 0 is padding, which attends to padding only
+    segments: Int32[Array, "B T"]  # numbers a row's documents, or their chunks; 0: padding, which attends to itself
     sinks: Float[Array, " N"] | None = None  # per head, the unscaled score of a key whose value is 0
 
 
@@ -24,13 +24,15 @@ class AttentionSpec:
 
     Scores are multiplied by `scale`, then capped: softcap * tanh(scores / softcap), as in Gemma 2 (arXiv 2408.00118).
     `window`, for causal attention only, is the number of positions that a query attends to, including its own.
-    Documents have no gaps within a row, so distances in the row are distances in the document.
+    Documents have no gaps within a row, so distances in the row are distances in the document. `chunk` is for decoding
+    only: a query attends to the positions in its own chunk of as many.
     """
 
     causal: bool
     scale: float
     softcap: float | None = None
     window: int | None = None
+    chunk: int | None = None
 
     def capped(self, scores: Float32[Array, "*S"]) -> Float32[Array, "*S"]:
         """The scaled scores after the softcap, if there is one."""

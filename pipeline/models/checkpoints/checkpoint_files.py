@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import fsspec
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline.core.errors import CheckpointError, PipelineError
 from pipeline.core.file_errors import named_errors
@@ -14,6 +16,9 @@ from pipeline.core.hub import Repository, is_hub_id, open_repository
 from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
 from pipeline.core.retries import repeated
 from pipeline.models.checkpoints.safetensors_file import ByteSource
+
+_PIECE_BYTES = 16 << 20  # read at a time
+_MAX_REQUESTS = 16  # concurrent requests for pieces of a remote file
 
 
 class Files:
@@ -112,6 +117,21 @@ def open_files(path: str, revision: str | None) -> Files:
     )
 
 
+def read_bytes(source: ByteSource, start: int, stop: int, is_remote: bool) -> NDArray[np.uint8]:
+    """Reads a large range: remote files by several concurrent requests."""
+    content = np.empty(stop - start, np.uint8)
+
+    def read_piece(offset: int) -> None:
+        piece = source.read(start + offset, start + min(offset + _PIECE_BYTES, content.size))
+        if piece.size != min(_PIECE_BYTES, content.size - offset):  # the file was complete when it was opened
+            raise CheckpointError(f"{source.name}: expected {stop:,} bytes, got fewer. Download it again.")
+        content[offset : offset + piece.size] = piece
+
+    with ThreadPoolExecutor(_MAX_REQUESTS if is_remote else 1, thread_name_prefix="weights") as pool:
+        list(pool.map(read_piece, range(0, content.size, _PIECE_BYTES)))
+    return content
+
+
 def read_json(files: Files, name: str, remedy: str = "Download the missing file.") -> dict[str, object]:
     """Reads the object in a JSON file of a checkpoint. Raises CheckpointError if the file is damaged, or if it is
     missing, with `remedy`."""
@@ -136,7 +156,7 @@ def _open_hub(repo: str, revision: str | None) -> Repository:
     repository = open_repository(repo, revision, file="config.json", key="model.path", invalid=CheckpointError)
     if repository is None:
         raise CheckpointError(
-            f"{repo} on the Hub has no config.json in revision {revision or 'main'}. Is it a model for transformers? A "
-            "PEFT adapter must first be merged into its base model, and saved to a folder."
+            f"{repo} on the Hub has no config.json in revision {revision or 'main'}. Is it a model for transformers? "
+            "For a PEFT adapter, set model.adapter to it and model.path to its base model."
         )
     return repository

@@ -68,9 +68,18 @@ class JsonConfig:
             raise self._wrong(key, value, what)
         return float(value)
 
+    def float_from_0(self, key: str, default: object = REQUIRED) -> float:
+        """A number that is 0 or above 0."""
+        value = self._take(key, (int, float), "a number that is 0 or above 0", default)
+        return 0.0 if value == 0 else self.positive_float(key, default)
+
     def flag(self, key: str, default: bool) -> bool:
         """True or false."""
         return self._take(key, (bool,), "true or false", default)
+
+    def text(self, key: str) -> str | None:
+        """A string; None if it is absent."""
+        return self._take(key, (str,), "a string", None)
 
     def choice(self, key: str, choices: Collection[str], default: object = REQUIRED, remedy: str = "") -> str:
         """One of an attribute's implemented values."""

@@ -30,7 +30,11 @@ _LOADING_THREADS = 4  # leaves loaded at a time; each is in host memory until it
 _IGNORED_TENSORS = (  # constants in layers, which older versions of transformers store
     "self_attn.rotary_emb.inv_freq",
     "attention.rotary_emb.inv_freq",
-    *(f"{attention}.{mask}" for attention in ("attn", "attention") for mask in ("bias", "masked_bias")),
+    *(
+        f"{attention}.{mask}"
+        for attention in ("attn", "attention", "attn.attention")
+        for mask in ("bias", "masked_bias")
+    ),
 )
 _MAX_NAMED = 10  # tensors of each kind in a message
 
@@ -61,14 +65,15 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
             problems.append(f"{name} has dtype {info.dtype}, expected {', '.join(FLOAT_DTYPES)}")
     unexpected = [f"{name} is unexpected" for name in _unexpected(checkpoint, arch, table, set(expected))]
     if problems or unexpected:
-        listed = [*_shortened(problems), *_shortened(unexpected)]
+        listed = [*shortened(problems), *shortened(unexpected)]
         raise CheckpointError(
             f"{checkpoint.where}: the weights do not match config.json: {'; '.join(listed)}. "
             f"Download both again, from the same place."
         )
 
 
-def _shortened(problems: list[str]) -> list[str]:
+def shortened(problems: list[str]) -> list[str]:
+    """The first of these problems, and the number of the others."""
     more = len(problems) - _MAX_NAMED
     return [*problems[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
 
@@ -76,24 +81,33 @@ def _shortened(problems: list[str]) -> list[str]:
 def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, expected: set[str]) -> Iterator[str]:
     layers = next(key for key in table if "*" in key).partition("*")[0]
     start = checkpoint.prefix + layers
-    unused = {  # like transformers, allows unused keys and values in layers that attend to another layer's
-        hf_key.partition("*.")[2]
-        for hf_key, entry in table.items()
-        for key in our_keys(entry)
-        if weight_spec(key).part in (Part.keys, Part.values)
-    }
+    unused = unused_tensors(arch, table)
+    ignored = {*_IGNORED_TENSORS, *(key.partition("*.")[2] for key, entry in table.items() if not our_keys(entry))}
     needed_layers = {name.removeprefix(start).split(".")[0] for name in expected if name.startswith(start)}
     for name in checkpoint.names:
         layer, _, rest = name.removeprefix(start).partition(".")
-        if not name.startswith(start) or rest in _IGNORED_TENSORS:
+        if not name.startswith(start) or rest in ignored:
             continue
         number = int(layer) if re.fullmatch("[0-9]{1,9}", layer) else None
         if number is not None and 0 <= number - arch.num_layers < arch.num_ignored_layers:
             continue
         is_beyond = number is None or number >= arch.num_layers
-        is_unused = not is_beyond and rest in unused and arch.keys_of(number) is not None
+        is_unused = not is_beyond and unused(name.removeprefix(checkpoint.prefix))
         if is_beyond or (layer in needed_layers and not is_unused and current_name(name) not in expected):
             yield f"{name:.200}"
+
+
+def unused_tensors(arch: Architecture, table: KeyTable) -> Callable[[str], bool]:
+    """Whether a tensor, named without the model's prefix, is of the keys and values of a layer that attends to another
+    layer's. Transformers allows them, too."""
+    parts = {hf_key: {weight_spec(key).part for key in our_keys(entry)} for hf_key, entry in table.items()}
+    sharing = [str(layer) for layer in range(arch.num_layers) if arch.keys_of(layer) is not None]
+    return {
+        hf_key.replace("*", layer)
+        for hf_key, used in parts.items()
+        if used & {Part.keys, Part.values}
+        for layer in sharing
+    }.__contains__
 
 
 def load_params(

@@ -23,7 +23,9 @@ FLOAT_DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_DTYPES = FLOAT_DTYPES | {"U8": np.dtype(np.uint8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}  # readable dtypes
+_DTYPES = FLOAT_DTYPES | {  # readable dtypes
+    **{"U8": np.dtype(np.uint8), "I32": np.dtype(np.int32), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
+}
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in FLOAT_DTYPES.items()},
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 1),
@@ -53,23 +55,23 @@ class TensorInfo:
     stop: int
 
 
-class SafetensorsFile:
-    """A file with a checked header. Raises CheckpointError, which names the file, if it is damaged."""
+class TensorFile:
+    """Tensors that lie uncompressed in a file, by name. Methods raise CheckpointError, which names the file, if it was
+    cut after opening."""
 
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self.name = source.name
-        header, data_start = _read_header(source)
-        self.tensors = {name: _tensor_info(source, data_start, name, entry) for name, entry in header.items()}
-        _check_layout(source, data_start, self.tensors)
+    def __init__(self, source: ByteSource, tensors: Mapping[str, TensorInfo]) -> None:
+        self._source, self.name, self.tensors = source, source.name, tensors
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in its dtype (floats, F8_E4M3 or U8)."""
+        """Rows start..stop-1 of a tensor's first axis, in its dtype (floats, F8_E4M3, U8 or I32)."""
         info = self.tensors[name]
         row_bytes = (info.stop - info.start) // info.shape[0]
         raw = self._source.read(info.start + start * row_bytes, info.start + stop * row_bytes)
         if raw.size != (stop - start) * row_bytes:  # the file was complete when it was opened
-            raise _damaged(self._source, f"{(stop - start) * row_bytes} bytes of {name}", f"{raw.size}")
+            raise CheckpointError(
+                f"{self.name} is not a complete file: expected {(stop - start) * row_bytes} bytes of {name}, got "
+                f"{raw.size}. Download it again."
+            )
         return raw.view(_DTYPES[info.dtype]).reshape(stop - start, *info.shape[1:])
 
     def sample(self, name: str, num_pieces: int, piece_bytes: int) -> bytes:
@@ -80,6 +82,16 @@ class SafetensorsFile:
             return self._source.read(info.start, info.stop).tobytes()
         starts = [info.start + (spare * i // max(1, num_pieces - 1)) + i * piece_bytes for i in range(num_pieces)]
         return b"".join(self._source.read(start, start + piece_bytes).tobytes() for start in starts)
+
+
+class SafetensorsFile(TensorFile):
+    """A file with a checked header. Raises CheckpointError, which names the file, if it is damaged."""
+
+    def __init__(self, source: ByteSource) -> None:
+        header, data_start = _read_header(source)
+        tensors = {name: _tensor_info(source, data_start, name, entry) for name, entry in header.items()}
+        _check_layout(source, data_start, tensors)
+        super().__init__(source, tensors)
 
 
 def _damaged(source: ByteSource, expected: str, got: str) -> CheckpointError:

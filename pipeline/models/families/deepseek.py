@@ -1,5 +1,9 @@
-"""DeepSeek-V2, DeepSeek-V3 and R1 (transformers' `DeepseekV2Model`, `DeepseekV3Model`): latent attention, experts in
-groups, and a shared expert."""
+"""DeepSeek-V2, V3, V3.2 and R1, and Kimi K2 (transformers' `DeepseekV2Model`, `DeepseekV3Model`, `DeepseekV32Model`):
+latent attention, experts in groups, and a shared expert.
+
+In V3.2, an indexer chooses the keys that a query attends to: all of them in rows of up to `index_topk` positions.
+Longer rows are refused, so the indexer is not needed. Kimi K2 is a V3; Kimi K2.5 also has vision.
+"""
 
 import dataclasses
 
@@ -16,8 +20,8 @@ from pipeline.models.architecture import (
     Router,
 )
 from pipeline.models.families import llama, moe
-from pipeline.models.families.hf_attention import parse_rope, rope_values, yarn_growth
-from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.hf_attention import parse_rope, read_pattern, rope_values, yarn_growth
+from pipeline.models.families.hf_config import HfConfig, read_text
 
 _LATENT: KeyTable = {
     "layers.*.self_attn.kv_a_proj_with_mqa.weight": FileTensor(("attention.kv_down", "attention.k_rotary")),
@@ -33,11 +37,13 @@ _BIASES: KeyTable = {
     "layers.*.self_attn.kv_a_proj_with_mqa.bias": FileTensor(("attention.kv_down_bias", "attention.k_rotary_bias")),
     "layers.*.self_attn.o_proj.bias": "attention.o_bias",
 }
-_SHARED: KeyTable = {
+EXPERTS: KeyTable = moe.EXPERTS | {
     f"layers.*.mlp.shared_experts.{name}_proj.weight": f"mlp.shared_{name}" for name in ("gate", "up", "down")
 }
-_LLAMA_TABLE: KeyTable = {
-    key: entry for key, entry in llama.KEY_TABLE.items() if entry not in ("attention.q", "attention.k", "attention.v")
+CORRECTION: KeyTable = {"layers.*.mlp.gate.e_score_correction_bias": "mlp.router_correction"}
+_INDEXER: KeyTable = {
+    f"layers.*.self_attn.indexer.{name}": FileTensor(())
+    for name in ("k_norm.bias", "k_norm.weight", "weights_proj.weight", "wk.weight", "wq_b.weight")
 }
 _TRAINING_KEYS = ("aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux")
 
@@ -48,32 +54,51 @@ def read_v2(config: HfConfig) -> tuple[Architecture, KeyTable]:
     if config.flag("norm_topk_prob", False):  # transformers ignores it, DeepSeek's own code does not
         raise CheckpointError(f"{config.where}: norm_topk_prob is true, which is not implemented. Use another model.")
     config.positive_int("num_experts_per_tok")  # required
-    experts = _read_experts(config, arch.num_layers, 0, default_num=64, default_d_expert=1407, default_num_shared=2)
+    experts = read_experts(config, arch.num_layers, 0, default_num=64, default_d_expert=1407, default_num_shared=2)
     experts = dataclasses.replace(experts, scaling=config.positive_float("routed_scaling_factor", 1.0))
     if config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
         config.ignore("n_group", "topk_group")
     else:
-        experts = _with_groups(config, experts, config.positive_int("n_group"), config.positive_int("topk_group"))
+        experts = with_groups(config, experts, config.positive_int("n_group"), config.positive_int("topk_group"))
     return dataclasses.replace(arch, experts=experts), table
 
 
-def read_v3(config: HfConfig) -> tuple[Architecture, KeyTable]:
+def read_v3(config: HfConfig, default_max_positions: int = 4096) -> tuple[Architecture, KeyTable]:
     are_adjacent = config.flag("rope_interleave", True, null=False)
     pairs = RotaryPairs.to_halves if are_adjacent else RotaryPairs.halves
-    arch, table = _read(config, pairs, default_max_positions=4096)
+    arch, table = _read(config, pairs, default_max_positions)
     config.choice("scoring_func", ("sigmoid",), "sigmoid")
     config.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    experts = _read_experts(config, arch.num_layers, 3, default_num=256, default_d_expert=2048, default_num_shared=1)
+    experts = read_experts(config, arch.num_layers, 3, default_num=256, default_d_expert=2048, default_num_shared=1)
     experts = dataclasses.replace(
         experts,
         scaling=config.positive_float("routed_scaling_factor", 2.5),
         router=Router.sigmoid_groups,
         sums_to_one=config.flag("norm_topk_prob", True, null=False),
     )
-    experts = _with_groups(config, experts, config.positive_int("n_group", 8), config.positive_int("topk_group", 4))
-    table |= {"layers.*.mlp.gate.e_score_correction_bias": "mlp.router_correction"}
+    experts = with_groups(config, experts, config.positive_int("n_group", 8), config.positive_int("topk_group", 4))
     num_ignored = config.count("num_nextn_predict_layers", 1)
-    return dataclasses.replace(arch, experts=experts, num_ignored_layers=num_ignored), table
+    return dataclasses.replace(arch, experts=experts, num_ignored_layers=num_ignored), table | CORRECTION
+
+
+def read_v32(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    config.ignore("index_head_dim", "index_n_heads")
+    arch, table = read_v3(config, default_max_positions=163840)
+    read_pattern(config, "I" * arch.num_layers, {"I": "indexed_attention"})
+    pattern = read_pattern(config, arch.experts.pattern, {"D": "dense", "S": "sparse"}, "mlp_layer_types")
+    arch = dataclasses.replace(
+        arch,
+        experts=dataclasses.replace(arch.experts, pattern=pattern),
+        max_positions=min(arch.max_positions, config.positive_int("index_topk", 2048)),
+    )
+    return arch, table | _INDEXER
+
+
+def read_kimi_k25(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """`read_v3` for the language model of a checkpoint with vision."""
+    config.ignore("ignore_index", "projection_hidden_size", "projection_layer_norm_eps", "video_placeholder")
+    config.ignore("use_unified_vision_chunk")
+    return read_text(config, deepseek_v3=read_v3, kimi_k2=read_v3)
 
 
 def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> tuple[Architecture, KeyTable]:
@@ -93,7 +118,7 @@ def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> t
         config.positive_int("kv_lora_rank", 512), q_rank, config.positive_int("v_head_dim", 128), pairs
     )
     queries = {"layers.*.self_attn.q_proj.weight": "attention.q"} if q_rank is None else _LATENT_QUERIES
-    table = _LLAMA_TABLE | _LATENT | queries | moe.EXPERTS | _SHARED
+    table = llama.table_without("attention.q", "attention.k", "attention.v") | _LATENT | queries | EXPERTS
     if config.flag("attention_bias", False):
         table |= _BIASES | ({} if q_rank is None else {"layers.*.self_attn.q_a_proj.bias": "attention.q_down_bias"})
     scale = None if growth == 1 else head_dim**-0.5 * growth * growth
@@ -112,7 +137,7 @@ def _read_rope(config: HfConfig, max_positions: int) -> tuple[Rope, float]:
     return rope, 1 if mscale is None else mscale * yarn_growth(rope.factor) + 1
 
 
-def _read_experts(
+def read_experts(
     config: HfConfig,
     num_layers: int,
     default_dense: int,
@@ -137,7 +162,7 @@ def _read_experts(
     )
 
 
-def _with_groups(config: HfConfig, experts: Experts, num_groups: int, per_token: int) -> Experts:
+def with_groups(config: HfConfig, experts: Experts, num_groups: int, per_token: int) -> Experts:
     """The experts, divided into groups; a token uses `per_token` of the groups."""
     size, smallest = experts.num_experts // num_groups, 2 if experts.router is Router.sigmoid_groups else 1
     if experts.num_experts % num_groups or size < smallest or experts.per_token > per_token * size:

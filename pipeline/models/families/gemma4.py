@@ -1,4 +1,5 @@
-"""The text models of Gemma 4 (transformers' `Gemma4TextModel`), and the language models of its multimodal checkpoints.
+"""The text models of Gemma 4 (transformers' `Gemma4TextModel`, `Gemma4UnifiedTextModel`), and the language models of
+its multimodal checkpoints.
 
 Differences from Gemma 3: norms are scaled by their weight, values are normalised, and global layers have a different
 head size, and may use keys as values. The small models have per-layer inputs, and last layers that share keys and
@@ -22,7 +23,7 @@ from pipeline.models.architecture import (
     SharedKeys,
 )
 from pipeline.models.families import gemma, moe
-from pipeline.models.families.hf_attention import GLOBAL, LOCAL, nested_ropes, read_pattern
+from pipeline.models.families.hf_attention import GLOBAL, LOCAL, every_nth_global, nested_ropes, read_pattern
 from pipeline.models.families.hf_config import HfConfig, read_text
 from pipeline.models.families.llama import attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
@@ -50,8 +51,19 @@ _EXPERTS: KeyTable = {
 
 def read_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """Like `read`, for the language model of a checkpoint with vision and audio."""
-    config.ignore("vision_config", "audio_config", "vision_soft_tokens_per_image", "eoa_token_index")
-    return read_text(config, "gemma4_text", read)
+    config.ignore("vision_soft_tokens_per_image")
+    return read_text(config, gemma4_text=read)
+
+
+def read_unified_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """Like `read_unified`, for the language model of a checkpoint with vision and audio."""
+    return read_text(config, gemma4_unified_text=read_unified)
+
+
+def read_unified(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """Like `read`, with the defaults of the models whose images and audio have no encoder."""
+    config.set_defaults(max_position_embeddings=262_144, sliding_window=1024, hidden_size_per_layer_input=0)
+    return read(config)
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
@@ -96,8 +108,7 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
 
 def _read_kinds(config: HfConfig, num_layers: int) -> str:
     """A letter per layer: L local, G global. As in transformers, the last layer is always global."""
-    default = "".join("L" if (layer + 1) % 6 else "G" for layer in range(num_layers))
-    return read_pattern(config, default, {"L": LOCAL, "G": GLOBAL})[:-1] + "G"
+    return read_pattern(config, every_nth_global(num_layers, 6), {"L": LOCAL, "G": GLOBAL})[:-1] + "G"
 
 
 def _read_global_heads(config: HfConfig, arch: Architecture) -> GlobalHeads | None:

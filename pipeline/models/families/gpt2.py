@@ -24,7 +24,7 @@ KEY_TABLE: KeyTable = {
 }
 
 
-_NAMES = {
+NAMES = {
     "hidden_size": "n_embd",
     "intermediate_size": "n_inner",
     "num_hidden_layers": "n_layer",
@@ -37,4 +37,4 @@ _NAMES = {
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("n_ctx", "reorder_and_upcast_attn")  # n_positions applies, and scores are always float32
-    return read_multi_head(config, max_positions=1024, eps=1e-5, activation="gelu_new", names=_NAMES), KEY_TABLE
+    return read_multi_head(config, max_positions=1024, eps=1e-5, activation="gelu_new", names=NAMES), KEY_TABLE

@@ -23,6 +23,18 @@ def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000
     return rope
 
 
+def read_partial_rope(
+    config: HfConfig, max_positions: int, default_fraction: float, default_theta: float = 10000.0
+) -> tuple[Rope, float]:
+    """Like `read_rope`, with the share of a head's dimensions that rotate."""
+    values = rope_values(config)
+    default = config.positive_float("partial_rotary_factor", default_fraction)
+    fraction = values.positive_float("partial_rotary_factor", default)
+    rope = parse_rope(values, config.positive_float("rope_theta", default_theta), max_positions)
+    values.finish()
+    return rope, fraction
+
+
 def nested_ropes(
     config: HfConfig,
     max_positions: int,
@@ -77,9 +89,9 @@ def parse_rope(
         return Rope(theta, kind, values.positive_float("factor", 1.0), rotating=rotating)
     if kind is RopeKind.llama3:
         low, high = values.positive_float("low_freq_factor"), values.positive_float("high_freq_factor")
-        if low >= high:
+        if low > high:
             raise CheckpointError(
-                f"{values.where}: low_freq_factor is {low:g}, expected less than high_freq_factor, which is {high:g}. "
+                f"{values.where}: low_freq_factor is {low:g}, expected at most high_freq_factor, which is {high:g}. "
                 f"Is the file damaged?"
             )
         return Rope(
@@ -104,7 +116,7 @@ def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> Rope:
     original = values.positive_int("original_max_position_embeddings", max_positions)
     factor = values.optional_float("factor") or max_positions / original
     attention_factor = values.optional_float("attention_factor", None)
-    mscale, mscale_all_dim = values.optional_float("mscale", None), values.optional_float("mscale_all_dim", None)
+    mscale, mscale_all_dim = values.float_from_0("mscale", 0.0), values.float_from_0("mscale_all_dim", 0.0)
     growth = yarn_growth(factor)
     if attention_factor is None and mscale and mscale_all_dim:
         attention_factor = (mscale * growth + 1) / (mscale_all_dim * growth + 1)
@@ -190,13 +202,18 @@ def read_local(
     return LocalAttention(pattern, window, local_rope)
 
 
-def read_pattern(config: HfConfig, default: str, kinds: Mapping[str, str]) -> str:
+def every_nth_global(num_layers: int, period: int) -> str:
+    """A letter per layer: L local, G global."""
+    return "".join("L" if (layer + 1) % period else "G" for layer in range(num_layers))
+
+
+def read_pattern(config: HfConfig, default: str, kinds: Mapping[str, str], key: str = "layer_types") -> str:
     """A letter per layer, from `layer_types` or, without it, the family's default. `kinds` has each letter's name."""
     letters = {kind: letter for letter, kind in kinds.items()}
-    names = config.strings("layer_types") or [kinds[letter] for letter in default]
+    names = config.strings(key) or [kinds[letter] for letter in default]
     if {*names} - letters.keys() or len(names) != len(default):
         raise CheckpointError(
-            f"{config.where}: layer_types is {shown(names)}, expected {' or '.join(sorted(letters))} for each of the "
+            f"{config.where}: {key} is {shown(names)}, expected {' or '.join(sorted(letters))} for each of the "
             f"{len(default)} layers. Use another model."
         )
     return "".join(letters[name] for name in names)

@@ -12,6 +12,7 @@ from pipeline.core.messages import shown
 from pipeline.models.architecture import Activation, Architecture, KeyTable
 from pipeline.models.checkpoints.json_config import REQUIRED, JsonConfig
 
+_UNQUANTISED = "Use the checkpoint from which it was quantised."
 _MAX_LAYERS = 10_000  # the plan loops over layers
 
 # Attributes without an effect on the residual stream at inference.
@@ -65,6 +66,7 @@ _ACTIVATIONS = {
     "gelu_fast": Activation.gelu_tanh,
     "gelu_pytorch_tanh": Activation.gelu_tanh,
     "relu": Activation.relu,
+    "relu2": Activation.relu2,
 }
 
 
@@ -119,40 +121,49 @@ class HfConfig(JsonConfig):
     def activation(self, key: str, default: str) -> Activation:
         return _ACTIVATIONS[self.choice(key, _ACTIVATIONS, default)]
 
+    def require(self, implemented: Mapping[str, object]) -> None:
+        """Raises CheckpointError for attributes with other values than these, the only implemented ones."""
+        for key, value in implemented.items():
+            if (got := self.values.get(key, value)) != value:
+                raise self._not_implemented(key, got, str(value))
+        self._taken.update(implemented)
+
+    def set_defaults(self, **values: object) -> None:
+        """Adds the values of absent attributes that most families require."""
+        self.values = values | self.values
+
     def ignore(self, *keys: str) -> None:
         """Allows attributes that have no effect in this family."""
         self._taken.update(keys)
 
     def _is_harmless(self, key: str) -> bool:
-        if key in _HARMLESS or key.startswith("_") or key.endswith(("_token_id", "_token_ids")):
+        if key in _HARMLESS or key.startswith("_") or key.endswith(("_token_id", "_token_ids", "_token_index")):
             return True
         return key in _NEUTRAL and self.values[key] == _NEUTRAL[key]
 
 
-def read_text(
-    config: HfConfig, model_type: str, read: Callable[[HfConfig], tuple[Architecture, KeyTable]]
-) -> tuple[Architecture, KeyTable]:
-    """What `read` returns for the language model of a multimodal checkpoint, whose attributes are in `text_config`."""
+Reader = Callable[[HfConfig], tuple[Architecture, KeyTable]]
+"""What a family's `read` is. Raises CheckpointError for values that are not implemented."""
+
+
+def read_text(config: HfConfig, **readers: Reader) -> tuple[Architecture, KeyTable]:
+    """Reads the language model of a multimodal checkpoint, whose attributes are in `text_config`. `readers` are by its
+    `model_type`; the first is the default."""
+    config.ignore("vision_config", "audio_config")
     text = config.nested("text_config")
-    text.ignore("architectures")
-    text.choice("model_type", (model_type,), model_type)
-    arch, table = read(text)
+    config.ignore(*(key for key, value in text.values.items() if config.values.get(key) == value))  # written twice
+    config.ignore(*text._nulls)  # transformers 4.53 wrote outdated values of these outside of `text_config`
+    _check_quantization(text)
+    text.ignore("architectures", "auto_map", "is_decoder")
+    arch, table = readers[text.choice("model_type", readers, next(iter(readers)))](text)
     text.finish()
     return arch, table
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
-    """Raises CheckpointError for checkpoints with a quantisation other than MXFP4 and block-wise FP8, and for models
-    that need code from their repository."""
-    quantization = config.nested("quantization_config")
-    method = quantization.values.get("quant_method")
-    if "quantization_config" in config and method not in ("mxfp4", "fp8"):
-        raise CheckpointError(
-            f"{config.where} has a quantization_config: expected float32, float16, bfloat16, mxfp4 or fp8 weights, got "
-            f"{shown(method)}. Use the checkpoint from which it was quantised."
-        )
-    if method == "fp8":
-        _check_fp8(quantization)
+    """Raises CheckpointError for quantisations that are not implemented, and for models that need code from their
+    repository."""
+    _check_quantization(config)
     if config.values.get("auto_map") and str(config.values.get("model_type")) not in families:
         raise CheckpointError(
             f"{config.where} has an auto_map: the model is defined by code in its repository, which is never run. "
@@ -161,15 +172,51 @@ def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
     config.ignore("auto_map")  # for implemented families, transformers ignores it, too, without trust_remote_code
 
 
+def _check_quantization(config: HfConfig) -> None:
+    """Raises CheckpointError for a quantisation other than MXFP4, FP8 in blocks and INT4 in groups."""
+    quantization = config.nested("quantization_config")
+    method = quantization.values.get("quant_method")
+    if "quantization_config" in config and method not in ("mxfp4", "fp8", "compressed-tensors"):
+        raise CheckpointError(
+            f"{config.where} has a quantization_config: expected float32, float16, bfloat16, mxfp4, fp8 or "
+            f"compressed-tensors weights, got {shown(method)}. {_UNQUANTISED}"
+        )
+    if method == "fp8":
+        _check_fp8(quantization)
+    elif method == "compressed-tensors":
+        _check_int4(quantization)
+
+
+def _check_int4(config: HfConfig) -> None:
+    """Raises CheckpointError unless this is packed symmetric INT4 with a scale per group of a row, or per row, and
+    unquantised activations."""
+    config.choice("format", ("pack-quantized",), remedy=_UNQUANTISED)
+    config.require({"sparsity_config": {}, "transform_config": {}})
+    config.ignore("quant_method", "ignore", "quantization_status", "global_compression_ratio", "version")
+    groups = config.nested("config_groups")
+    for name in groups.values:
+        group = groups.nested(name)
+        group.ignore("targets")
+        group.choice("format", ("pack-quantized",), "pack-quantized", remedy=_UNQUANTISED)
+        weights = group.nested("weights")
+        weights.require({"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False})
+        weights.choice("strategy", ("group", "channel"), remedy=_UNQUANTISED)
+        weights.choice("actorder", ("static", "weight"), "static", remedy=_UNQUANTISED)  # columns keep their order
+        weights.ignore("group_size", "observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype")
+        weights.finish()
+        group.finish()
+    config.finish()
+
+
 def _check_fp8(config: HfConfig) -> None:
     """Raises CheckpointError unless this is FP8 with a scale per block and unquantised activations."""
     block = config.whole_numbers("weight_block_size")
     if len(block) != 2 or min(block) < 1:
         raise CheckpointError(
             f"{config.where}: weight_block_size is {shown(block or None)}, expected two whole numbers above 0: other "
-            f"kinds of FP8 are not implemented. Use the checkpoint from which it was quantised."
+            f"kinds of FP8 are not implemented. {_UNQUANTISED}"
         )
-    config.choice("fmt", ("e4m3",), "e4m3")
+    config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")  # two names of one format
     config.choice("activation_scheme", ("dynamic",), "dynamic")
     config.choice("scale_fmt", ("float", "ue8m0"), "float")  # the scales are stored as floats either way
     config.ignore("quant_method", "modules_to_not_convert", "ignored_layers")  # visible from the tensors' dtypes

@@ -1,11 +1,8 @@
-"""LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`); and Mistral 7B and
-similar models (`MistralModel`), which may have a window in every layer."""
-
-import dataclasses
+"""LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`)."""
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, KeyTable, Rope
-from pipeline.models.families.hf_attention import read_local, read_rope
+from pipeline.models.families.hf_attention import read_rope
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE: KeyTable = {
@@ -36,15 +33,13 @@ MLP_BIASES: KeyTable = {
 }
 
 
+def table_without(*weights: str) -> KeyTable:
+    """LLaMA's key table without some of our weights."""
+    return {key: entry for key, entry in KEY_TABLE.items() if entry not in weights}
+
+
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     return read_decoder(config, default_max_positions=2048), read_table(config)
-
-
-def read_mistral(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    arch = read_decoder(config, default_max_positions=131072)
-    window = config.optional_int("sliding_window", 4096)
-    local = read_local(config, "L" * arch.num_layers, window, arch.rope, arch.rope, arch.max_positions)
-    return dataclasses.replace(arch, local=local), KEY_TABLE
 
 
 def read_table(config: HfConfig) -> KeyTable:

@@ -1,13 +1,15 @@
-"""Models with experts: Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and gpt-oss (transformers' `Qwen2MoeModel`,
-`Qwen3MoeModel`, `MixtralModel`, `OlmoeModel`, `GptOssModel`).
+"""Models with experts: Qwen2-MoE, Qwen3-MoE, Mixtral, MiniMax-M2, OLMoE and gpt-oss (transformers' `Qwen2MoeModel`,
+`Qwen3MoeModel`, `MixtralModel`, `MiniMaxM2Model`, `OlmoeModel`, `GptOssModel`).
 
 Each is a dense family in which all or some MLPs are mixtures of experts. Qwen2-MoE also has a shared expert with a
-gate. gpt-oss has attention sinks, and experts with biases and clipped neurons.
+gate. gpt-oss has attention sinks, and experts with biases and clipped neurons. MiniMax-M2 has Mixtral's tensors and
+DeepSeek-V3's router, without groups.
 """
 
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
+from pipeline.core.messages import shown
 from pipeline.models.architecture import (
     Activation,
     Architecture,
@@ -20,7 +22,15 @@ from pipeline.models.architecture import (
 )
 from pipeline.models.checkpoints.json_config import REQUIRED
 from pipeline.models.families import llama, olmo
-from pipeline.models.families.hf_attention import all_local, parse_rope, read_local, read_rope, rope_values
+from pipeline.models.families.hf_attention import (
+    all_local,
+    parse_rope,
+    read_local,
+    read_partial_rope,
+    read_rope,
+    rope_values,
+    rotary_dim,
+)
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.qwen import HEAD_NORMS, QKV_BIASES
 
@@ -53,7 +63,15 @@ _GPT_OSS: KeyTable = {
     "layers.*.mlp.experts.down_proj": FileTensor(("mlp.experts_down",), "E M D"),
     "layers.*.mlp.experts.down_proj_bias": FileTensor(("mlp.experts_down_bias",), "E D"),
 }
-_WITHOUT_MLP: KeyTable = {key: entry for key, entry in llama.KEY_TABLE.items() if ".mlp." not in key}
+WITHOUT_MLP = llama.table_without("mlp.gate", "mlp.up", "mlp.down")
+_MINIMAX_IMPLEMENTED: dict[str, object] = {  # in published files, but transformers does not read them
+    **dict.fromkeys((f"layernorm_{kind}_beta" for kind in ("full_attention", "linear_attention", "mlp")), 1.0),
+    "qk_norm_type": "per_layer",
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+}
 TRAINING_KEYS = ("output_router_logits", "router_aux_loss_coef")
 _MAX_EXPERTS = 1 << 20  # in all layers together, since each has its own tensors
 
@@ -87,18 +105,51 @@ def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
     local = all_local(arch, config.optional_int("sliding_window", None))
     num_experts, per_token = read_counts(config, arch.num_layers, 8, 2)
     experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one=True, rounds_weights=False)
-    return dataclasses.replace(arch, local=local, experts=experts), _WITHOUT_MLP | _MIXTRAL_EXPERTS
+    return dataclasses.replace(arch, local=local, experts=experts), WITHOUT_MLP | _MIXTRAL_EXPERTS
+
+
+def read_minimax_m2(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    config.require(_MINIMAX_IMPLEMENTED)
+    config.ignore("mlp_intermediate_size", "shared_moe_mode")  # of the shared expert, which has size 0
+    config.ignore("router_jitter_noise", "use_mtp", "mtp_transformer_layers", *TRAINING_KEYS)
+    max_positions = config.positive_int("max_position_embeddings", 196608)
+    head_dim = config.positive_int("head_dim", 128)
+    default = config.positive_int("rotary_dim", head_dim) / head_dim
+    rope, fraction = read_partial_rope(config, max_positions, default, default_theta=5e6)
+    arch = llama.read_decoder(config, max_positions, default_kv_heads=8, default_head_dim=128, rope=rope)
+    attention_types = config.whole_numbers("attn_type_list")
+    if {*attention_types} - {1}:
+        raise CheckpointError(
+            f"{config.where}: attn_type_list is {shown(attention_types)}, expected 1 for each layer. Use another model."
+        )
+    num_experts, per_token = read_counts(config, arch.num_layers, 256, 8)
+    experts = Experts(
+        "S" * arch.num_layers,
+        num_experts,
+        per_token,
+        arch.d_mlp,
+        sums_to_one=True,
+        router=Router.sigmoid_groups,
+        rounds_weights=False,
+    )
+    arch = dataclasses.replace(
+        arch,
+        experts=experts,
+        rotary_dim=rotary_dim(config, head_dim, fraction),
+        num_ignored_layers=config.count("num_mtp_modules", 0),
+    )
+    correction = {"layers.*.block_sparse_moe.e_score_correction_bias": "mlp.router_correction"}
+    return arch, WITHOUT_MLP | _MIXTRAL_EXPERTS | correction | olmo.NORMS_OVER_HEADS
 
 
 def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore(*TRAINING_KEYS)
-    if config.optional_float("clip_qkv", None) is not None:
-        raise CheckpointError(f"{config.where} sets clip_qkv, which is not implemented. Use another model.")
     arch = llama.read_decoder(config, default_max_positions=4096, default_eps=1e-5)
+    arch = dataclasses.replace(arch, clip_qkv=config.optional_float("clip_qkv", None))
     num_experts, per_token = read_counts(config, arch.num_layers, 64, 8)
     sums_to_one = config.flag("norm_topk_prob", False)
     experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one)
-    table = _WITHOUT_MLP | EXPERTS | olmo.NORMS_OVER_HEADS | llama.attention_biases(config)
+    table = WITHOUT_MLP | EXPERTS | olmo.NORMS_OVER_HEADS | llama.attention_biases(config)
     return dataclasses.replace(arch, experts=experts), table
 
 
@@ -128,7 +179,7 @@ def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
     pattern = "".join("G" if layer % 2 else "L" for layer in range(arch.num_layers))
     window = config.optional_int("sliding_window", 128)
     local = read_local(config, pattern, window, arch.rope, arch.rope, max_positions)
-    table = _WITHOUT_MLP | _GPT_OSS | llama.attention_biases(config, default=True)
+    table = WITHOUT_MLP | _GPT_OSS | llama.attention_biases(config, default=True)
     return dataclasses.replace(arch, norm=Norm.rms_wide, local=local, sinks=True, experts=experts), table
 
 

@@ -1,26 +1,43 @@
-"""OLMo 2 and 3 (transformers' `Olmo2Model`, `Olmo3Model`): norms after the blocks instead of before them, and norms of
-queries and keys over all heads together. In OLMo 3, most layers have a window.
+"""OLMo 1, 2 and 3 (transformers' `OlmoModel`, `Olmo2Model`, `Olmo3Model`).
+
+OLMo 1 has LayerNorm without weights, and may clip queries, keys and values. OLMo 2 and 3 have norms after the blocks
+instead of before them, and norms of queries and keys over all heads together. In OLMo 3, most layers have a window.
 """
 
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, FileTensor, KeyTable, Norm, Rope
-from pipeline.models.families.hf_attention import nested_ropes, read_local, read_rope, require_truncating
+from pipeline.models.families.hf_attention import (
+    every_nth_global,
+    nested_ropes,
+    read_local,
+    read_rope,
+    require_truncating,
+)
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
-from pipeline.models.families.llama import attention_biases, read_decoder
+from pipeline.models.families.llama import attention_biases, read_decoder, table_without
 
 NORMS_OVER_HEADS: KeyTable = {
     "layers.*.self_attn.q_norm.weight": FileTensor(("attention.q_norm",), "NH"),
     "layers.*.self_attn.k_norm.weight": FileTensor(("attention.k_norm",), "KH"),
 }
-KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if "input_layernorm" not in key}
-KEY_TABLE |= NORMS_OVER_HEADS | {
+KEY_TABLE: KeyTable = table_without("attention.norm") | NORMS_OVER_HEADS
+KEY_TABLE |= {
     "layers.*.post_attention_layernorm.weight": "attention.post_norm",
     "layers.*.post_feedforward_layernorm.weight": "mlp.post_norm",
 }
 _OLMO3_THETA = 500_000.0
+
+
+def read_olmo(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    arch = dataclasses.replace(
+        read_decoder(config, default_max_positions=2048),
+        norm=Norm.layer_plain,
+        norm_eps=1e-5,
+        clip_qkv=config.optional_float("clip_qkv", None),
+    )
+    return arch, table_without("attention.norm", "mlp.norm", "final_norm") | attention_biases(config)
 
 
 def read_olmo2(config: HfConfig, rope: Rope | None = None) -> tuple[Architecture, KeyTable]:
@@ -32,7 +49,7 @@ def read_olmo3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     max_positions = config.positive_int("max_position_embeddings", 2048)
     rope, local_rope = _read_ropes(config, max_positions)
     arch, table = read_olmo2(config, rope)
-    pattern = "".join("L" if (layer + 1) % 4 else "G" for layer in range(arch.num_layers))
+    pattern = every_nth_global(arch.num_layers, 4)
     window = config.optional_int("sliding_window", 4096)
     local = read_local(config, pattern, window, rope, local_rope, max_positions)
     return dataclasses.replace(arch, local=local), table

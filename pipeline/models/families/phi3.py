@@ -5,11 +5,10 @@ import dataclasses
 from pipeline.models.architecture import Architecture, FileTensor, KeyTable
 from pipeline.models.families.hf_attention import all_local, parse_rope, rope_values, rotary_dim
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
-from pipeline.models.families.llama import read_decoder
+from pipeline.models.families.llama import read_decoder, table_without
 
-_FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-KEY_TABLE: KeyTable = {key: entry for key, entry in LLAMA_TABLE.items() if not any(name in key for name in _FUSED)} | {
+_FUSED = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up")
+KEY_TABLE: KeyTable = table_without(*_FUSED) | {
     "layers.*.self_attn.qkv_proj.weight": FileTensor(("attention.q", "attention.k", "attention.v")),
     "layers.*.mlp.gate_up_proj.weight": FileTensor(("mlp.gate", "mlp.up")),
 }

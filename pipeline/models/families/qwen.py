@@ -24,19 +24,19 @@ HEAD_NORMS: KeyTable = {
 
 def read_qwen2(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch = llama.read_decoder(config, default_max_positions=32768)
-    return _with_windows(config, arch), llama.KEY_TABLE | QKV_BIASES
+    return with_windows(config, arch), llama.KEY_TABLE | QKV_BIASES
 
 
 def read_qwen3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch = llama.read_decoder(config, default_max_positions=32768, default_head_dim=128)
-    return _with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | llama.attention_biases(config)
+    return with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | llama.attention_biases(config)
 
 
-def _with_windows(config: HfConfig, arch: Architecture) -> Architecture:
+def with_windows(config: HfConfig, arch: Architecture, default_first: int = 28) -> Architecture:
     """Adds Qwen's sliding window, if it is used, to layer `max_window_layers` and all later layers."""
     is_used = config.flag("use_sliding_window", False)
     window = config.optional_int("sliding_window", 4096)
-    first = min(config.count("max_window_layers", 28), arch.num_layers)
+    first = min(config.count("max_window_layers", default_first), arch.num_layers)
     pattern = "G" * first + "L" * (arch.num_layers - first)
     local = read_local(config, pattern, window if is_used else None, arch.rope, arch.rope, arch.max_positions)
     return dataclasses.replace(arch, local=local)

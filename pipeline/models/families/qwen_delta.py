@@ -75,14 +75,12 @@ def read_qwen3_5_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 def read_qwen3_5_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """`read_qwen3_5` for the language model of a checkpoint with vision."""
-    config.ignore("vision_config")
-    return read_text(config, "qwen3_5_text", read_qwen3_5)
+    return read_text(config, qwen3_5_text=read_qwen3_5)
 
 
 def read_qwen3_5_moe_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """`read_qwen3_5_moe` for the language model of a checkpoint with vision, in which all experts are in one tensor."""
-    config.ignore("vision_config")
-    arch, table = read_text(config, "qwen3_5_moe_text", read_qwen3_5_moe)
+    arch, table = read_text(config, qwen3_5_moe_text=read_qwen3_5_moe)
     return arch, {key: entry for key, entry in table.items() if key not in moe.EXPERTS} | _STACKED_EXPERTS
 
 

@@ -14,13 +14,13 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     max_positions = config.positive_int("max_position_embeddings", 32768)
     rope = read_rope(config, max_positions, default_theta=2e6)
     arch = read_decoder(config, max_positions, default_kv_heads=4, rope=rope)
-    rotation = _read_rotation(config, arch.num_layers)
+    rotation = read_rotation(config, arch.num_layers)
     local = _read_local(config, arch, rotation)
     rotation = rotation if "N" in rotation else None
     return dataclasses.replace(arch, rotation=rotation, local=local), read_table(config)
 
 
-def _read_rotation(config: HfConfig, num_layers: int) -> str:
+def read_rotation(config: HfConfig, num_layers: int) -> str:
     """A letter per layer, as in `Architecture.rotation`. In `no_rope_layers`, 1 means that the layer rotates."""
     interval = config.positive_int("no_rope_layer_interval", 4)
     rotates = config.whole_numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]

@@ -3,13 +3,14 @@
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import without_defaults
+from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.spec import ARRAYS, SAESpec
 from pipeline.models.sae.tensors import Tensors
 
@@ -43,11 +44,12 @@ class SAE:
     Methods raise CheckpointError for damaged files, and PipelineError if a retry might help.
     """
 
-    format: str  # saelens, sparsify, gemma_scope, gemma_scope_2 or llama_scope
+    format: str  # the name of the module in `formats`, without or with a version
     spec: SAESpec
-    hook_name: str | None  # what it was trained on, if its file says so: `blocks.12.hook_resid_post`, or an HF module
+    hook_name: str | None  # what it was trained on, if its file says so: `blocks.12.hook_resid_post`
     tensors: Tensors
     sources: Mapping[str, TensorSource | float]  # by our names; a number stands for an array filled with it
+    context: SAEContext = field(default_factory=SAEContext)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -124,6 +126,20 @@ def check_tensors(sae: SAE, ignored: Sequence[str] = ()) -> SAE:
             )
         sae.tensors.dtype(name)
     return sae
+
+
+def axis_sizes(tensors: Tensors, axes: Mapping[str, str]) -> dict[str, int]:
+    """The sizes of axes by their letters, from the shapes of tensors whose axes are given; the first tensor with a
+    letter has its size. Raises CheckpointError if a tensor is missing, or has another number of axes."""
+    shapes = {name: tensors.shapes.get(name, ()) for name in axes}
+    if any(len(shapes[name]) != len(axes[name]) for name in axes):
+        expected = ", ".join(f"{name} with the axes {' '.join(letters)}" for name, letters in axes.items())
+        got = shown_names(f"{name} {shape}" for name, shape in tensors.shapes.items())
+        raise CheckpointError(f"{tensors.name}: expected {expected}, got {got}. Is it another SAE's file?")
+    sizes: dict[str, int] = {}
+    for name, letters in axes.items():
+        sizes = dict(zip(letters, shapes[name], strict=True)) | sizes
+    return sizes
 
 
 def shown_names(names: Iterable[object]) -> str:

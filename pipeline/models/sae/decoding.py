@@ -36,6 +36,8 @@ def decode(
     wide = x.astype(jnp.float32)
     if sae.undo_scaling:
         match sae.input_scaling:
+            case InputScaling.centred:
+                out += jnp.mean(wide, axis=-1, keepdims=True)
             case InputScaling.constant_norm:
                 out *= jnp.linalg.norm(wide, axis=-1, keepdims=True) / jnp.sqrt(sae.d_in)
             case InputScaling.layer_norm:

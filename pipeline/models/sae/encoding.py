@@ -121,6 +121,8 @@ def _inputs(sae: SAESpec, params: SAEParams, x: Float[Array, "n D"]) -> Float[Ar
     """The input of the encoder's matrix product, in the dtype of x."""
     scaled = x.astype(jnp.float32)
     match sae.input_scaling:
+        case InputScaling.centred:
+            scaled -= jnp.mean(scaled, axis=-1, keepdims=True)
         case InputScaling.constant_norm:
             scaled *= jnp.sqrt(sae.d_in) / jnp.linalg.norm(scaled, axis=-1, keepdims=True)
         case InputScaling.layer_norm:

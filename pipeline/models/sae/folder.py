@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Collection
+from itertools import pairwise
 
 import huggingface_hub
 
@@ -13,42 +15,60 @@ from pipeline.models.checkpoints.checkpoint_files import Files, read_json
 from pipeline.models.checkpoints.json_config import JsonConfig
 
 _KEY = "the SAE's address"
-PICKLES = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
+_MAX_YAML = 64 << 10  # bytes
+_SCALAR = re.compile(r"""'([^']*)'|"([^"\\]*)"|([^][{}&*!|>'"%@`,?:\s-](?:[^:]|:(?=\S))*|~|)""")  # YAML without escapes
+_NULLS = ("", "~", "null", "Null", "NULL")
 _HUB = re.compile(r"hf://(?:models/)?([\w.-]+/[\w.-]+)(?:@([^/\s]+))?(?:/(.*))?", re.DOTALL)
-CONVERT = (
-    "Pickled weights are never read. Convert them, in an environment with torch: "
-    "python scripts/convert_sae.py INPUT OUTPUT."
-)
 
 
-def open_folder(address: str, markers: tuple[str, ...]) -> Files:
+def open_folder(address: str, markers: tuple[str, ...], key: str = _KEY) -> Files:
     """Opens the folder at an address, or the folder of the file at the address. Every folder of an SAE contains one of
-    the files `markers`; repositories on the Hub are checked for them.
+    the files `markers`; repositories on the Hub are checked for them. `key` names the setting in messages.
 
     Raises CheckpointError if there is no such folder, and PipelineError if a retry might help.
     """
-    if problem := unusable_path(address, _KEY):
-        raise CheckpointError(problem)
-    address = os.path.expanduser(address.rstrip("/"))
-    if address.endswith(PICKLES):
-        raise CheckpointError(f"{_KEY} is {address!r:.300}. {CONVERT}")
+    address = _normalised(address, key)
     for marker in markers:
         address = address.removesuffix(f"/{marker}")
     if address.startswith("hf:"):
-        return _open_hub(address, markers)
+        return _open_hub(address, markers, key)
     if "://" in address or os.path.isdir(address):
-        return Files(address, _KEY)
+        return Files(address, key)
     raise CheckpointError(
-        f"{_KEY} is {address!r:.300}: expected a folder, a remote folder (gs://...) or a folder on the Hub "
+        f"{key} is {address!r:.300}: expected a folder, a remote folder (gs://...) or a folder on the Hub "
         f"(hf://owner/name/folder), got none of them. Check the path."
     )
 
 
-def _open_hub(address: str, markers: tuple[str, ...]) -> Files:
+def open_file(address: str) -> tuple[Files, str]:
+    """Opens the folder of a file, which holds the SAEs of several layers; also returns the file's name.
+
+    Raises CheckpointError if there is no such file, and PipelineError if a retry might help.
+    """
+    address = _normalised(address, _KEY)
+    folder, _, name = address.rpartition("/")
+    files = _open_hub(folder, (name,), _KEY) if address.startswith("hf:") else Files(folder or "/", _KEY)
+    if not files.has(name):
+        raise CheckpointError(f"{_KEY} is {address!r:.300}, but there is no such file. Check the path.")
+    return files, name
+
+
+def _normalised(address: str, key: str) -> str:
+    """The address without a slash at the end. A local one is made absolute: formats read names of folders in it.
+
+    Raises CheckpointError if it can only be a mistake."""
+    if problem := unusable_path(address, key):
+        raise CheckpointError(problem)
+    if address.startswith("hf:") or "://" in address:
+        return address.rstrip("/")
+    return os.path.abspath(os.path.expanduser(address))
+
+
+def _open_hub(address: str, markers: tuple[str, ...], key: str) -> Files:
     match = _HUB.fullmatch(address)
     if match is None or match[1].startswith(("datasets/", "spaces/")):
         raise CheckpointError(
-            f"{_KEY} is {address!r:.300}: expected hf://owner/name/folder in a model repository, or "
+            f"{key} is {address!r:.300}: expected hf://owner/name/folder in a model repository, or "
             f"hf://owner/name@revision/folder. Check the address."
         )
     repo, revision, folder = match.groups()
@@ -58,12 +78,10 @@ def _open_hub(address: str, markers: tuple[str, ...]) -> Files:
 
     files = [f"{folder}/{marker}" if folder else marker for marker in markers]
     for file in sorted(files, key=is_cached, reverse=True):  # offline, only cached files can be opened
-        repository = open_repository(repo, revision, file=file, key=_KEY, invalid=CheckpointError)
+        repository = open_repository(repo, revision, file=file, key=key, invalid=CheckpointError)
         if repository is not None:
-            return Files(address, _KEY, repository, folder)
-    raise CheckpointError(
-        f"{address} has none of {', '.join(markers)}: expected an SAE's folder. Check the folder's name."
-    )
+            return Files(address, key, repository, folder)
+    raise CheckpointError(f"{key}: {address} has none of {', '.join(markers)}. Check the folder's name.")
 
 
 class SAEConfig(JsonConfig):
@@ -73,10 +91,6 @@ class SAEConfig(JsonConfig):
     """
 
     user, results = "SAE", "features"
-
-    def text(self, key: str) -> str | None:
-        """A string; None if it is absent."""
-        return self._take(key, (str,), "a string", None)
 
     def expect(self, key: str, value: object) -> None:
         """Reads an attribute for which only one value, or its absence, is implemented."""
@@ -88,3 +102,32 @@ class SAEConfig(JsonConfig):
 def read_config(files: Files, name: str) -> SAEConfig:
     """Reads a JSON file in the folder. Raises CheckpointError if it is missing or damaged."""
     return SAEConfig(read_json(files, name), f"{files.where}/{name}")
+
+
+def read_flat_yaml(files: Files, name: str, keys: Collection[str]) -> SAEConfig:
+    """Reads the strings that a YAML file in the folder has for these keys, each on one line; null is absent. Other keys
+    are ignored. A YAML parser would take minutes for some small files.
+
+    Raises CheckpointError if the file is damaged, or written in another way."""
+    source = files.open(name)
+    values = {}
+    try:
+        if source.size > _MAX_YAML:
+            raise ValueError(f"{source.size:,} bytes, expected at most {_MAX_YAML:,}")
+        lines = source.read(0, source.size).tobytes().decode("utf-8-sig").removeprefix("---").split("\n")
+        for line, following in pairwise([*(line.rstrip() for line in lines), ""]):
+            if not line or line[0] in " \t#" or line.startswith("- "):
+                continue
+            key, colon, value = line.partition(":")
+            if not colon or not re.fullmatch(r"[\w.-]+", key) or value[:1].strip() or key in values:
+                raise ValueError(f"expected lines of different keys and values, got {shown(line)}")
+            if key not in keys:
+                continue
+            scalar = _SCALAR.fullmatch(value.partition(" #")[0].strip())
+            if not scalar or following.startswith((" ", "\t", "- ")):
+                raise ValueError(f"expected a string on the line of {key}, got {shown(value.strip())}")
+            text = next((group for group in scalar.groups() if group is not None), "")
+            values[key] = None if text in _NULLS else text
+    except ValueError as error:
+        raise CheckpointError(f"{source.name} cannot be read: {error}. Download it again.") from error
+    return SAEConfig(values, source.name)

@@ -4,44 +4,29 @@ Sizes are checked before memory is allocated: a damaged or hostile file may decl
 decompress to gigabytes.
 """
 
-import io
 import math
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
-from pipeline.core.errors import CheckpointError, PipelineError
-from pipeline.core.messages import shown
+from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.safetensors_file import ByteSource
+from pipeline.models.checkpoints.zip_archive import ZipArchive
 
 _DTYPES = (np.dtype("<f4"), np.dtype("<f2"))
-_COMPRESSION = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that NumPy writes
-_BUFFER_BYTES = 256 << 10  # read at a time
 _MAX_HEADER = 256  # bytes of an array's header. NumPy evaluates it as a literal: longer ones may exhaust the stack
-_MAX_ARRAYS = 1_000
 _MAX_RATIO = 20  # compression ratio of a large array; weights compress by less than 2
 _SMALL_BYTES = 16 << 20  # smaller arrays may have any ratio, such as zeros
 
 
-class NpzFile:
+class NpzFile(ZipArchive):
     """Arrays by name. Raises CheckpointError, which names the file, if it is damaged or an array is not float32 or
     float16."""
 
+    kind, suffix, methods = ".npz", ".npy", (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that NumPy writes
+
     def __init__(self, source: ByteSource) -> None:
-        self.name = source.name
-        with self._errors():
-            raw = io.BufferedReader(_RangeReader(source), _BUFFER_BYTES)
-            self._zip = zipfile.ZipFile(raw)
-        members = self._zip.infolist()
-        if len(members) > _MAX_ARRAYS:
-            raise self._damaged(f"at most {_MAX_ARRAYS} arrays", f"{len(members)}")
-        if any(member.compress_type not in _COMPRESSION for member in members):
-            raise self._damaged("arrays that are stored or deflated", "another compression method")
-        self._members = {member.filename.removesuffix(".npy"): member for member in members}
-        if len(self._members) != len(members):
-            raise self._damaged("different names for all arrays", "two arrays with the same name")
+        super().__init__(source)
         self.shapes = {name: self._header(name)[0] for name in self._members}
 
     def dtype(self, name: str) -> np.dtype:
@@ -78,50 +63,3 @@ class NpzFile:
                 f"{num_bytes}",
             )
         return shape, dtype
-
-    def _damaged(self, expected: str, got: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.name} is not a valid .npz file: expected {expected}, got {got}. Download it again."
-        )
-
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Damage makes NumPy and zipfile raise errors of a dozen kinds."""
-        try:
-            yield
-        except (PipelineError, OSError):
-            raise
-        except Exception as error:
-            raise self._damaged("arrays saved by NumPy", shown(str(error))) from error
-
-
-class _RangeReader(io.RawIOBase):
-    """A file object for zipfile. Each read is one call of `ByteSource.read`."""
-
-    def __init__(self, source: ByteSource) -> None:
-        super().__init__()
-        self._source = source
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._source.size}[whence]
-        self._position = max(0, start + offset)
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: bytearray) -> int:
-        stop = min(self._position + len(buffer), self._source.size)
-        if stop <= self._position:
-            return 0
-        content = self._source.read(self._position, stop)
-        buffer[: content.size] = memoryview(content)
-        self._position += content.size
-        return content.size

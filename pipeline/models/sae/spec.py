@@ -4,8 +4,9 @@ D: d_in, F: width (features), O: d_out. x_D are a token's activations; `ARRAYS` 
 checkpoint has those that its architecture needs.
 
     scaled_D = x_D                                 InputScaling.none
+             = c_D, where c_D = x_D - mean(x_D)    InputScaling.centred
              = x_D * sqrt(D) / norm(x_D)           InputScaling.constant_norm
-             = c_D / (std(c_D) + layer_norm_eps)   InputScaling.layer_norm, c_D = x_D - mean(x_D), std with D - 1
+             = c_D / (std(c_D) + layer_norm_eps)   InputScaling.layer_norm, std with D - 1
     input_D = scaled_D - b_in                      without b_in: scaled_D
     pre_F = input_D @ w_enc + b_enc
     pre_F = pre_F * feature_scale                  with feature_scale
@@ -40,6 +41,7 @@ class InputScaling(StrEnum):
     """How each token's activations are scaled first; see the module's docstring."""
 
     none = "none"
+    centred = "centred"
     constant_norm = "constant_norm"
     layer_norm = "layer_norm"
 

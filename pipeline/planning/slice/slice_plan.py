@@ -16,6 +16,7 @@ from pipeline.models.registry import Model, open_model
 from pipeline.models.runs import layer_runs
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import Plan, make_plan, shown_bytes
+from pipeline.planning.sae_contexts import compare_contexts, with_sae_contexts
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
 from pipeline.planning.slice.compile_check import Program, compile_program, slice_devices
 from pipeline.planning.slice.roofline import (
@@ -39,9 +40,8 @@ _MAX_READING = 1 / 8  # time to read the weights in a step, as a share of the ti
 def print_slice_plan(config: RunConfig) -> None:
     """Prints the plan for the slice that `config.topology` names. Raises ConfigError for a job that does not fit."""
     tpu_slice = parse_slice(config.topology)
-    model = open_model(
-        config.model.path, revision=config.model.revision, init=str(config.model.init), seed=config.model.seed
-    )
+    init, seed, adapter = str(config.model.init), config.model.seed, config.model.adapter
+    model = open_model(config.model.path, revision=config.model.revision, init=init, seed=seed, adapter=adapter)
     job = plan_job(config, model, tpu_slice)
     # Before compiling, refuses a job whose weights and outputs alone are too large.
     available = tpu_slice.chip.hbm_bytes - job.reserved_bytes
@@ -59,9 +59,12 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
         host_memory=int(tpu_slice.host_memory_bytes),
         processes=tpu_slice.num_hosts,
     )
-    encoders = tuple(encoder.spec for encoder in open_encoders(config.capture, model))
+    encoders = open_encoders(config.capture, model)
+    config = with_sae_contexts(config, encoders, None)
+    compare_contexts(config, encoders, None)
+    specs = tuple(encoder.spec for encoder in encoders)
     num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts)
-    return make_plan(config, model, num_source_shards, topology, encoders=encoders)
+    return make_plan(config, model, num_source_shards, topology, encoders=specs)
 
 
 def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> dict[str, Any]:

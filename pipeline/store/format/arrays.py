@@ -51,6 +51,7 @@ def layout_of(root: StoreRoot) -> StoreLayout:
         selected=root.selected,
         scales=tuple(scale_spec(spec, root.scale_groups[spec.name]) for spec in activations if root.scale_groups),
         outputs=metadata.outputs,
+        has_labels="labels" in metadata.data,
     )
     for spec in layout.all_arrays:
         format = layout.shard_format(spec)

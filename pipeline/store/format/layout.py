@@ -14,6 +14,7 @@ import ml_dtypes  # noqa: F401 - numpy knows the names of its types once it is i
 import numpy as np
 
 from pipeline.core.sites import ActivationKey
+from pipeline.data.text.labels import LABELS, Label, Part, Role
 from pipeline.store.format.scaled import scale_name
 from pipeline.store.io.shards import ShardFormat
 
@@ -30,7 +31,16 @@ CHUNK_BYTES = MIB // 2
 # allocations are mapped each time, and the page faults cost more than half of the throughput.
 PIECE_BYTES = 8 * MIB
 
-ITEM_BYTES = {"int32": 4, "int64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
+ITEM_BYTES = {
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "float8_e4m3fn": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class ArraySpec:
     name: str
     dtype: str
     width: int | None = None
-    attributes: Mapping[str, str | int] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     fill: int = 0
     slots: str = "position"
     features: str = "feature"
@@ -80,6 +90,19 @@ SIDE_ARRAYS = (TOKENS, SEGMENTS, POSITIONS, DOCUMENTS)
 SIDE_BYTES = sum(spec.position_bytes for spec in SIDE_ARRAYS)  # per position
 _SELECTED = "row positions of the tokens whose activations are stored; -1: none"
 SELECTED = _spec("selected", "int32", _SELECTED, fill=-1, slots="selection")
+
+
+LABELS_ARRAY = ArraySpec(
+    "labels",
+    "int16",
+    len(Label),
+    attributes={
+        "description": "of tokens in conversations; 0 where segments is 0",
+        "labels": list(LABELS),
+        **{f"{kind.__name__.lower()}s": [value.name for value in kind] for kind in (Role, Part)},
+    },
+    features="label",
+)
 
 
 def activation_spec(key: ActivationKey, hook_name: str, width: int, dtype: str, slots: str) -> ArraySpec:
@@ -156,6 +179,7 @@ class StoreLayout:
     selected: slots per row; None where the activations of all tokens are stored.
     scales: of scaled arrays.
     outputs: the arrays of `capture.outputs` and of SAEs.
+    has_labels: whether tokens have labels.
     """
 
     num_streams: int
@@ -166,10 +190,12 @@ class StoreLayout:
     selected: int | None = None
     scales: tuple[ArraySpec, ...] = ()
     outputs: tuple[ArraySpec, ...] = ()
+    has_labels: bool = False
 
     @property
     def side_arrays(self) -> tuple[ArraySpec, ...]:
-        return SIDE_ARRAYS if self.selected is None else (*SIDE_ARRAYS, SELECTED)
+        selected = () if self.selected is None else (SELECTED,)
+        return (*SIDE_ARRAYS, *selected, *((LABELS_ARRAY,) if self.has_labels else ()))
 
     @property
     def all_arrays(self) -> tuple[ArraySpec, ...]:

@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.data.text.labels import LABELS
 from pipeline.store.format.keys import encoded_array, is_activation_name
 from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.scaled import LARGEST
@@ -58,7 +59,7 @@ _ATTRIBUTES = {
     "cache_error": _ERRORS,
     "model": dict,
     "tokenizer": dict,
-    "data": dict,
+    "data": {"labels?": Of(lambda v: v == list(LABELS), f"the labels {', '.join(LABELS)}")},
     "batch": {"length": _LENGTH},
     "capture": {
         "dtype": set(ITEM_BYTES),

@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
+from pipeline.data.text.contexts import NOTHING
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.store.generated.group_files import (
     ACTIVATIONS,
@@ -192,6 +193,8 @@ def _binary_column(arrays: Sequence[np.ndarray | None]) -> pa.Array:
 
 class GeneratedDocuments:
     """A stream's generated documents, as `StreamDocuments` for `TokenStream`."""
+
+    added = NOTHING
 
     def __init__(self, groups: GeneratedGroups, num_shards: int) -> None:
         self.num_shards = num_shards

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Bool, Int64, Shaped
 
 from pipeline.core.errors import StoreInvalid
+from pipeline.core.range_file import RangeFile
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.summary import IDS, IDS_BYTES, summary_key
@@ -62,34 +63,6 @@ def encode_index(parts: Sequence[Entries], covered: Sequence[int]) -> bytes:
     return sink.getvalue()
 
 
-class _StoredFile(io.RawIOBase):
-    """A stored object of known size, read by ranges."""
-
-    def __init__(self, storage: Storage, key: str, size: int) -> None:
-        self._storage, self._key, self._size, self._position = storage, key, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._size if size is None or size < 0 else min(self._position + size, self._size)
-        [content] = self._storage.read_many([self._key], [(self._position, stop)])
-        if content is None:
-            raise StoreInvalid(f"{self._storage.path}/{self._key} is missing. {DAMAGE_REMEDY}")
-        self._position += len(content)
-        return content
-
-
 def open_ids(storage: Storage, root: StoreRoot) -> "StoredIds | None":
     """The index of ids that the root names; None if it names none. Raises StoreInvalid and StoreError."""
     summary = root.summary or {}
@@ -109,8 +82,15 @@ class StoredIds:
         self._file = storage.retry_read(partial(self._checked, lambda: self._open(size)))
 
     def _open(self, size: int) -> pq.ParquetFile:
+        def read(start: int, length: int) -> bytes:
+            stop = size if length < 0 else min(start + length, size)
+            [content] = self._storage.read_many([self._key], [(start, stop)])
+            if content is None:
+                raise StoreInvalid(f"{self._storage.path}/{self._key} is missing. {DAMAGE_REMEDY}")
+            return content
+
         file = pq.ParquetFile(
-            pa.PythonFile(_StoredFile(self._storage, self._key, size), mode="r"),
+            pa.PythonFile(RangeFile(read, lambda: size), mode="r"),
             page_checksum_verification=True,
             pre_buffer=True,
         )

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 import numpy as np
+from jaxtyping import Int16
 
+from pipeline.data.text.labels import Label, Part, Role
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.store import ActivationStore
 from pipeline.store.inspection import charts
@@ -15,6 +17,7 @@ from pipeline.store.inspection.summary import document_lengths
 
 MAX_HISTOGRAMS = 24
 TEXT_ROWS, TEXT_TOKENS = 3, 256
+_LINES = ("#c3cad2", "#8a6fb3", "#b36fa8", "#2f6db3", "#3a9a5b", "#c07a1f")  # by `Role`
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #1d2733; background: #fff; max-width: 1000px; margin: 28px auto;
@@ -43,7 +46,7 @@ def store_page(
     """Renders the page about a store. Without a tokenizer, tokens are shown as ids."""
     sections = []
     if sample is not None and sample.views:
-        sections.append(_activations(sample))
+        sections += [_activations(sample), _labels(sample)]
         if views := [view for view in sample.views if view.finite_norms.size]:
             sections += [_norms(views, sample), _text(views[-1], sample, tokenizer)]
     if (lengths := document_lengths(store)).size:
@@ -105,24 +108,57 @@ def _text(view: ActivationView, sample: StoreSample, tokenizer: TextTokenizer | 
     log_range = math.log(max(high, low * 1.001, 2e-9)) - log_low
     rows = []
     for text_row in range(min(TEXT_ROWS, len(sample.rows))):
-        text = {name: values[text_row] for name, values in vars(sample.text).items()}
-        spans, segment = [], 0
+        text = {name: values[text_row] for name, values in vars(sample.text).items() if values is not None}
+        spans, window = [], None
         for t in np.flatnonzero(text["segments"])[:TEXT_TOKENS].tolist():
             token, norm = int(text["tokens"][t]), float(view.norms[text_row, t])
-            if text["segments"][t] != segment:
-                segment = text["segments"][t]
+            if (text["segments"][t], text["documents"][t]) != window:  # joined documents share a segment
+                window = (text["segments"][t], text["documents"][t])
                 spans.append(f'{"<br>" if spans else ""}<b title="document {text["documents"][t]}">▸</b>')
             title = f"token {token}, position {text['positions'][t]}"
-            colour = None
+            colour, line = None, None
+            if "labels" in text:
+                role, part = _roles_and_parts(text["labels"][t]).tolist()
+                title += f", message {text['labels'][t][0]}: {Role(role).name}, {Part(part).name}"
+                line = _LINES[role]
             if not math.isnan(norm):
                 title += f", norm {number(norm)}"
                 colour = heat((math.log(max(norm, 1e-9)) - log_low) / log_range)
-            spans.append(_token(token, tokenizer, title, colour))
+            spans.append(_token(token, tokenizer, title, colour, line=line))
         rows.append(f'<div class="text" title="row {sample.rows[text_row]}">{"".join(spans)}</div>')
     return (
         f"<h2>Text, coloured by norm</h2><p>{escape(view.name)}, the first {TEXT_TOKENS} tokens of some rows. Colours "
         f"are logarithmic: {number(low)}{_scale()}{number(high)}. Hover over a token to see its id, position and norm; "
-        f"<b>▸</b> marks the start of a document, or of a window of a long document.</p>{''.join(rows)}"
+        f"<b>▸</b> marks the start of a document, or of a window of a long document.{_legend(sample)}</p>"
+        f"{''.join(rows)}"
+    )
+
+
+def _roles_and_parts(labels: Int16[np.ndarray, "*n 5"]) -> Int16[np.ndarray, "*n 2"]:
+    """Within the range that they have in a sound store."""
+    columns = [Label.role, Label.part]
+    return np.clip(labels[..., columns], 0, np.array([max(Role), max(Part)], np.int16))
+
+
+def _legend(sample: StoreSample) -> str:
+    """The colours of the lines below tokens."""
+    names = (f'<span style="{_line(_LINES[role])}">{role.name}</span>' for role in Role)
+    return "" if sample.text.labels is None else f" Lines below tokens: {', '.join(names)}."
+
+
+def _labels(sample: StoreSample) -> str:
+    """How many tokens have each role and part, if tokens have labels."""
+    if sample.text.labels is None:
+        return ""
+    labels = sample.text.labels[sample.text.segments > 0]
+    counts = np.zeros((len(Role), len(Part)), np.int64)
+    np.add.at(counts, tuple(_roles_and_parts(labels).T), 1)
+    parts = [part for part in Part if counts[:, part].any()]
+    rows = [[role.name, *(f"{counts[role, part]:,}" for part in parts)] for role in Role if counts[role].any()]
+    written = f"{labels[:, Label.written].mean():.1%}" if len(labels) else "none"
+    return (
+        f"<h2>Labels</h2><p>Tokens of these rows by role and part; the assistant wrote {written} of them.</p>"
+        f"{_table(['role', *(part.name for part in parts)], rows, texts=(0,))}"
     )
 
 
@@ -201,14 +237,25 @@ def _context(context: Context, maximum: float, tokenizer: TextTokenizer | None) 
 
 
 def _token(
-    token: int, tokenizer: TextTokenizer | None, title: str = "", colour: str | None = None, tag: str = "span"
+    token: int,
+    tokenizer: TextTokenizer | None,
+    title: str = "",
+    colour: str | None = None,
+    tag: str = "span",
+    line: str | None = None,
 ) -> str:
-    """A token's text, or its id without a tokenizer, in an element if it has a title or a colour."""
+    """A token's text, or its id without a tokenizer, in an element if it has a title. line: the colour of a line below
+    it."""
     shown = escape(tokenizer.decode([token]).replace("\n", "↵") if tokenizer else f"{token} ")
     if not title:
         return shown
-    style = "" if colour is None else f' style="background:{colour}"'
+    styles = ([] if colour is None else [f"background:{colour}"]) + ([] if line is None else [_line(line)])
+    style = f' style="{";".join(styles)}"' if styles else ""
     return f'<{tag}{style} title="{title}">{shown}</{tag}>'
+
+
+def _line(colour: str) -> str:
+    return f"border-bottom:2px solid {colour}"
 
 
 def heat(share: float) -> str:

@@ -30,9 +30,10 @@ def store_facts(store: ActivationStore) -> dict[str, str]:
     mib, all_mib = (
         num_rows * sum(map(layout.row_bytes, arrays)) / MIB for arrays in (layout.arrays, layout.all_arrays)
     )
+    run_model = config.get("model", {})
     facts = {
         "state": f"{'complete' if store.complete else 'unfinished'}, created {root.created}",
-        "model": _joined(model.get("family"), model.get("dtype"), config.get("model", {}).get("path")),
+        "model": _joined(model.get("family"), model.get("dtype"), run_model.get("path"), run_model.get("adapter")),
         "data": _joined(data.get("source"), config.get("data", {}).get("path"), data.get("dataset")),
         "rows": _joined(f"{layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
         "tokens": f"{store.num_tokens:,} in {num_rows:,} rows; {padding:.1%} of their slots are padding",
@@ -54,8 +55,9 @@ def store_facts(store: ActivationStore) -> dict[str, str]:
     if layout.selected is not None:
         stored = store.num_activations
         share, empty = stored / max(1, store.num_tokens), 1 - stored / max(1, num_rows * layout.selected)
+        how = " ".join([metadata.capture["positions"], *metadata.capture.get("labels", [])])
         facts["activations"] = (
-            f"for {stored:,} selected tokens ({metadata.capture['positions']}), {share:.1%} of all tokens; of the "
+            f"for {stored:,} selected tokens ({how}), {share:.1%} of all tokens; of the "
             f"{layout.selected} slots per row, {empty:.1%} are empty"
         )
     return {name: without_credentials(fact) for name, fact in facts.items() if fact}
@@ -97,7 +99,7 @@ def find_tokenizer(metadata: StoreMetadata, path: str | None) -> TextTokenizer |
     try:
         revision = None if path else model.get("revision")
         tokenizer = load_tokenizer(location, revision=revision, special_tokens=SpecialTokens.none)  # it only decodes
-        if (sha256 := tokenizer.identity()["sha256"]) != expected:
+        if (sha256 := tokenizer.identity()["sha256"]) != expected is not None:
             raise ConfigError(
                 f"{f'inspect.tokenizer={path}' if path else without_credentials(location)} is not the store's "
                 f"tokenizer: its sha256 is {sha256}, expected {expected}. Set inspect.tokenizer to that of the run."

@@ -17,6 +17,7 @@ from pipeline.core.errors import ArgumentError, StoreMismatch
 from pipeline.core.messages import shown
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import read_commit_records
+from pipeline.store.format.layout import LABELS_ARRAY
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
 from pipeline.store.read.batches import HasBatches, Stores
@@ -119,7 +120,7 @@ def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None
             f"block {block} of stream {stream} is in {first.path}, but not in {second.path}. Make both with the same "
             "run.max_tokens, and wait until both jobs have finished."
         )
-    names = [spec.name for spec in store._layout.side_arrays]
+    names = [spec.name for spec in store._layout.side_arrays if spec is not LABELS_ARRAY]
     records = (read_commit_records(each.storage, list(ours)) for each in (store, other))
     for (stream, block), *pair in zip(ours, *records, strict=True):
         if different := [name for name in names if pair[0].digests.get(name) != pair[1].digests.get(name)]:

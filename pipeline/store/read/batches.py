@@ -155,6 +155,7 @@ class HasBatches:
         pin_memory: bool = False,
         drop_last: bool = False,
         buffer_mib: float = 256.0,
+        labels: bool = False,
         state: Mapping[str, Any] | None = None,
     ) -> BatchReader:
         """Iterates over all stored tokens, each exactly once per epoch, in batches of `batch_size`, without padding.
@@ -181,6 +182,7 @@ class HasBatches:
         pin_memory: return torch tensors in page-locked memory, which a GPU copies faster, and asynchronously.
         drop_last: drop the last batch of an epoch if it is not full.
         buffer_mib: the size of a buffer for activations in MiB; there are two buffers.
+        labels: return the tokens' labels, too, of a store of conversations (data.messages).
         state: from `BatchReader.state()`, to resume. That reader must have had the same arguments. The new reader reads
         the same blocks, also if the store has more by now. {"epoch": 3} is the beginning of an epoch, of all blocks.
 
@@ -193,6 +195,7 @@ class HasBatches:
             **dict(batch_size=batch_size, shuffle=shuffle, seed=seed, epochs=epochs, rank=rank, world=world),
             **dict(token_filter=token_filter, stack=stack, dtype=dtype, framework=framework, outputs=outputs),
             **dict(features=features, pin_memory=pin_memory, drop_last=drop_last, buffer_mib=buffer_mib),
+            labels=labels,
         )
         reader = BatchReader(*self._stored(keys, options, normalisation), options, state)
         reader._source.warn_of_few_places()
@@ -217,7 +220,8 @@ class BatchSource:
     def fixed_state(self) -> dict[str, Any]:
         """The part of a reader's state that says what the order of tokens depends on, but for the blocks."""
         options, order = self._options, replace(self._order, block_rows=(), rank=0, world=1)
-        checksum = zlib.crc32(repr((order, options.token_filter, options.batch_size, options.drop_last)).encode())
+        values = (order, options.token_filter, options.batch_size, options.drop_last, *options.token_filter.labels)
+        checksum = zlib.crc32(repr(values).encode())
         return {"order": checksum, "rank": options.rank, "world": options.world}
 
     def warn_of_few_places(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from jaxtyping import Int32, Int64, Shaped
+from jaxtyping import Int16, Int32, Int64, Shaped
 
 from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
 from pipeline.store.format.block_table import BlockTable
@@ -40,6 +40,7 @@ class DocumentActivations:
     outputs: the arrays of `capture.outputs` and of SAEs, [n] or [n, k] by array name.
     features: by the SAE's name, as in `Batch`.
     text: all m stored tokens of the document. places: the indices of the n tokens in `text`.
+    labels: of the n tokens, of a conversation.
     """
 
     document: int
@@ -52,13 +53,14 @@ class DocumentActivations:
     rows: Int64[np.ndarray, " n"]
     text: Int32[np.ndarray, " m"]
     places: Int64[np.ndarray, " n"]
+    labels: Int16[np.ndarray, "n 5"] | None = None
 
 
 def document_slots(
     number: int, rows: Int64[np.ndarray, " R"], sides: Mapping[str, Shaped[np.ndarray, "R ..."]]
 ) -> tuple[Int64[np.ndarray, " n"], dict[str, Shaped[np.ndarray, "..."]]]:
     """Finds a document in `rows`: the slots of its tokens in their rows, and fields of `DocumentActivations`. sides:
-    the rows' side arrays tokens, positions, documents, and `selected` if the store has it."""
+    the rows' side arrays tokens, positions, documents, and `selected` and labels if the store has them."""
     in_text = sides[DOCUMENTS.name] == number
     places = np.cumsum(in_text).reshape(in_text.shape) - 1
     slot_sides = slot_side_arrays({**sides, "places": places})

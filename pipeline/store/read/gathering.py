@@ -18,7 +18,7 @@ from jaxtyping import Bool, Int32, Int64
 from pipeline.core.errors import ArgumentError
 from pipeline.core.host import aligned_empty
 from pipeline.core.sites import ByName
-from pipeline.store.format.layout import SIDE_ARRAYS
+from pipeline.store.format.layout import LABELS_ARRAY, SIDE_ARRAYS
 from pipeline.store.format.normalisation import l2_norms
 from pipeline.store.format.scaled import dequantised, scale_name
 from pipeline.store.format.statistics import Statistics, merge, token_statistics
@@ -45,6 +45,7 @@ class Batch:
     documents: the document's number; with JAX this is a numpy array, since JAX has no int64 by default.
     outputs: those requested by the argument `outputs`, [n] or [n, k] by array name.
     features: with `features=True`, by the SAE's name: "blocks.5.resid_post" if one SAE encodes that array.
+    labels: with `labels=True`, [n, 5]: message, exchange, role, part, and whether the assistant wrote the token.
 
     From aligned stores, `activations`, `outputs` and `features` are tuples with one entry per store.
     """
@@ -56,6 +57,7 @@ class Batch:
     documents: Int64[np.ndarray, " n"]
     outputs: Mapping[str, Any] = field(default_factory=dict)
     features: Mapping[str, FeatureBatch] = field(default_factory=dict)
+    labels: Any = None
 
 
 class TokenMemory:
@@ -234,12 +236,14 @@ def _finisher(
         out = [{name: values[:num_tokens] for name, values in arrays.items()} for arrays in out]
         contents = []
         for arrays, values in zip(stores, out, strict=True):
-            more = {name: convert_side(values[name]) for name in (*arrays.sparse, *arrays.by_block)}
+            names = {*arrays.sparse, *arrays.by_block} - {LABELS_ARRAY.name}
+            more = {name: convert_side(values[name]) for name in names}
             outputs = {name: more[name] for name in arrays.outputs}
             features = feature_batches(arrays.features, more, options.framework)
             contents.append((activations(arrays, values), outputs, features))
         parts = contents[0] if len(stores) == 1 else zip(*contents, strict=True)
-        side_arrays = {spec.name: convert_side(out[0][spec.name]) for spec in SIDE_ARRAYS}
+        names = [spec.name for spec in (*SIDE_ARRAYS, LABELS_ARRAY) if spec.name in out[0]]
+        side_arrays = {name: convert_side(out[0][name]) for name in names}
         return Batch(**dict(zip(("activations", "outputs", "features"), parts, strict=True)), **side_arrays)
 
     return finish

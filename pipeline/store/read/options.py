@@ -15,7 +15,8 @@ from jaxtyping import Bool, Shaped
 from pipeline.core.arguments import flag, integer, items, names, number, shown
 from pipeline.core.errors import ArgumentError, PipelineError
 from pipeline.core.sites import ActivationKey, find_array, spelled
-from pipeline.store.format.layout import DOCUMENTS, POSITIONS, TOKENS, StoreLayout
+from pipeline.data.text.label_words import WORDS, chosen
+from pipeline.store.format.layout import DOCUMENTS, LABELS_ARRAY, POSITIONS, TOKENS, StoreLayout
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.scaled import scale_name
 from pipeline.store.read.frameworks import Dtype, Framework, parsed_dtype, parsed_framework
@@ -27,7 +28,7 @@ _MAX_TOKEN = (1 << 31) - 1
 _MAX_DOCUMENT = (1 << 63) - 1
 _MAX_MIB = 1e9
 _MAX_WORLD = 1 << 20
-_FLAGS = ("shuffle", "stack", "features", "pin_memory", "drop_last")
+_FLAGS = ("shuffle", "stack", "features", "pin_memory", "drop_last", "labels")
 
 COMPLETIONS = "completions"  # the name of an additional side array: whether a slot holds a completion's token
 
@@ -50,6 +51,8 @@ class TokenFilter:
     `store.statistics(...).norm_quantile` gives suitable limits.
     part: keep only tokens of prompts, or only tokens of completions.
     documents: keep only tokens of these documents, by number; None for all. Other blocks are not read.
+    labels: keep only tokens with these labels (data.messages): `written` by the assistant, one of the given roles, and
+    one of the given parts, as in `capture.labels`.
     """
 
     drop_tokens: tuple[int, ...] = ()
@@ -57,8 +60,12 @@ class TokenFilter:
     norms: Limits = field(default_factory=dict)
     part: Part | str | None = None
     documents: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = field(default=(), repr=False)  # earlier states of readers have no labels in the repr
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", tuple(sorted(names("labels", self.labels))))
+        if unknown := [word for word in self.labels if word not in WORDS]:
+            raise ArgumentError(f"labels contains {shown(unknown[0])}. Choose from {', '.join(WORDS)}.")
         if self.part is not None and not (isinstance(self.part, str) and self.part in list(Part)):
             raise ArgumentError(f"part is {shown(self.part)}. Choose one of {', '.join(Part)}, or None.")
         object.__setattr__(self, "part", None if self.part is None else Part(self.part))
@@ -83,11 +90,11 @@ class TokenFilter:
     def side_arrays(self) -> tuple[str, ...]:
         """The names of the side arrays that `keeps` needs in addition to segments; may include `COMPLETIONS`."""
         conditions = {TOKENS.name: self.drop_tokens, POSITIONS.name: self.skip_first, COMPLETIONS: self.part}
-        conditions[DOCUMENTS.name] = self.documents is not None
+        conditions |= {DOCUMENTS.name: self.documents is not None, LABELS_ARRAY.name: self.labels}
         return tuple(name for name, condition in conditions.items() if condition)
 
-    def keeps(self, side_arrays: Mapping[str, Shaped[np.ndarray, "rows T"]]) -> Bool[np.ndarray, "rows T"]:
-        """Whether each slot passes the conditions on tokens, positions, documents and their parts."""
+    def keeps(self, side_arrays: Mapping[str, Shaped[np.ndarray, "rows T ..."]]) -> Bool[np.ndarray, "rows T"]:
+        """Whether each slot passes the conditions on tokens, positions, documents and their parts, and labels."""
         keep = side_arrays["segments"] > 0
         if self.drop_tokens:
             keep &= ~np.isin(side_arrays["tokens"], self.drop_tokens)
@@ -97,6 +104,8 @@ class TokenFilter:
             keep &= np.isin(side_arrays["documents"], self.documents)
         if self.part is not None:
             keep &= side_arrays[COMPLETIONS] == (self.part is Part.completion)
+        if self.labels:
+            keep &= chosen(self.labels, side_arrays[LABELS_ARRAY.name])
         return keep
 
 
@@ -122,6 +131,7 @@ class BatchOptions:
     pin_memory: bool = False
     drop_last: bool = False
     buffer_mib: float = 256.0
+    labels: bool = False
 
     def __post_init__(self) -> None:
         parsed: dict[str, Any] = {"framework": parsed_framework(self.framework), "dtype": parsed_dtype(self.dtype)}
@@ -158,7 +168,8 @@ class BatchArrays:
     """The arrays of batches from one store or stream.
 
     names: of the activations. is_single: `keys` was one activation, not a list. features: the widths of the SAEs whose
-    features are read, by the prefix of their arrays' names. outputs: names of outputs.
+    features are read, by the prefix of their arrays' names. outputs: names of outputs. has_labels: whether labels are
+    read.
     """
 
     layout: StoreLayout
@@ -167,6 +178,7 @@ class BatchArrays:
     features: Mapping[str, int] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     normalisation: Mapping[str, Normalisation] = field(default_factory=dict)
+    has_labels: bool = False
 
     @property
     def by_piece(self) -> tuple[str, ...]:
@@ -182,7 +194,8 @@ class BatchArrays:
     @property
     def by_block(self) -> tuple[str, ...]:
         """The arrays that are read by blocks, like side arrays, since their chunks hold many tokens."""
-        return tuple(dict.fromkeys((*self.outputs, *(f"{name}.n_active" for name in self.features))))
+        labels = (LABELS_ARRAY.name,) if self.has_labels else ()
+        return tuple(dict.fromkeys((*self.outputs, *(f"{name}.n_active" for name in self.features), *labels)))
 
 
 @dataclass(frozen=True)
@@ -216,6 +229,9 @@ class ArrayNames:
         outputs = [spec.name for spec in self.layout.outputs]
         if unknown := sorted(set(options.outputs) - set(outputs)):
             raise self.error(f"{self.subject} has no outputs {unknown}; it has {outputs} (capture.outputs).")
+        needs_labels = options.labels or bool(options.token_filter.labels)
+        if needs_labels and not self.layout.has_labels:
+            raise self.error(f"{self.subject} has no labels of tokens (data.messages). Remove labels.")
         given = {} if normalisation is None else normalisation
         if not isinstance(given, Mapping) or not all(isinstance(value, Normalisation) for value in given.values()):
             raise ArgumentError(f"normalisation is {shown(given)}, expected a dict: a Normalisation by array name.")
@@ -223,7 +239,8 @@ class ArrayNames:
             if unknown := sorted(set(named) - set(arrays)):
                 raise ArgumentError(f"{what} names {unknown}, but the arrays to read are {arrays}")
         features = self.features if options.features else {}
-        return BatchArrays(self.layout, tuple(arrays), isinstance(keys, Key), features, tuple(options.outputs), given)
+        is_single, outputs = isinstance(keys, Key), tuple(options.outputs)
+        return BatchArrays(self.layout, tuple(arrays), is_single, features, outputs, given, needs_labels)
 
     def _require_stackable(self, arrays: Sequence[str]) -> None:
         forms = {spec.name: (spec.width, spec.dtype) for spec in self.layout.arrays if spec.name in arrays}

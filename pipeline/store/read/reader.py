@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tensorstore as ts
-from jaxtyping import Int32, Int64
+from jaxtyping import Int16, Int32, Int64
 
 from pipeline.core import arguments
 from pipeline.core.arguments import flag, integer, path
@@ -32,7 +32,7 @@ from pipeline.core.messages import counted, shown
 from pipeline.core.sites import ActivationKey, ByName, Site
 from pipeline.store.format.arrays import layout_of, open_arrays
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.layout import SEGMENTS, SELECTED, SIDE_ARRAYS
+from pipeline.store.format.layout import SEGMENTS, SELECTED
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
@@ -57,13 +57,14 @@ class TokenRows:
     """The side arrays of n rows: [n, S], or [S] for one row.
 
     segments: k in the row's k-th document window, 0 where there is no token. positions: start at 0 in each window.
-    documents: the document's number, -1 where there is no token.
+    documents: the document's number, -1 where there is no token. labels: of a store of conversations.
     """
 
     tokens: Int32[np.ndarray, "*n S"]
     segments: Int32[np.ndarray, "*n S"]
     positions: Int32[np.ndarray, "*n S"]
     documents: Int64[np.ndarray, "*n S"]
+    labels: Int16[np.ndarray, "*n S 5"] | None = None
 
 
 class ActivationStore(HasBatches, HasStatistics):
@@ -201,7 +202,9 @@ class ActivationStore(HasBatches, HasStatistics):
         if places.size and not 0 <= places.min() <= places.max() < self.length:
             raise ArgumentError(f"positions are {places.min()} to {places.max()}, expected 0 to {self.length - 1}.")
         names, slots = [key.name for key in self._keys(keys)], places.astype(np.int64)
-        tokens = self._rows.read([spec.name for spec in SIDE_ARRAYS], numbers, slots)
+        tokens = self._rows.read(
+            [spec.name for spec in self._layout.side_arrays if spec is not SELECTED], numbers, slots
+        )
         is_stored = tokens[SEGMENTS.name] > 0
         if self._layout.selected is not None:
             distinct, index = np.unique(numbers, return_inverse=True)
@@ -216,12 +219,13 @@ class ActivationStore(HasBatches, HasStatistics):
         return Batch(activations[names[0]] if isinstance(keys, Key) else activations, **tokens)
 
     def read_tokens(self, rows: Rows, whole: bool = False) -> TokenRows:
-        """Tokens, segments, positions and documents of some rows, in the same slots as their activations.
+        """Tokens, segments, positions, documents and labels of some rows, in the same slots as their activations.
 
         rows: as in `read`. whole: return all positions (S = T), even if only some tokens' activations are stored.
         """
         row_numbers = self._rows.chosen(rows)
-        specs = SIDE_ARRAYS if flag("whole", whole) else self._layout.side_arrays
+        left_out = SELECTED if flag("whole", whole) else None
+        specs = (spec for spec in self._layout.side_arrays if spec is not left_out)
         sides = slot_side_arrays(self._rows.read([spec.name for spec in specs], row_numbers))
         return TokenRows(**{name: values[0] if is_one_row(rows) else values for name, values in sides.items()})
 

@@ -136,7 +136,8 @@ def is_one_row(rows: Rows) -> bool:
 
 
 def slot_side_arrays(sides: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The side arrays at the slots for activations: unchanged [R, T], or [R, K] at `selected` if it is among them."""
+    """The side arrays at the slots for activations: unchanged [R, T, ...], or [R, K, ...] at `selected` if it is among
+    them."""
     sides = dict(sides)
     selected = sides.pop(SELECTED.name, None)
     if selected is None:
@@ -155,9 +156,10 @@ def require_positions(selected: Int32[np.ndarray, "R K"], length: int) -> None:
 
 
 def at_selected(
-    values: Shaped[np.ndarray, "R T"], selected: Int32[np.ndarray, "R K"], fill: int
-) -> Shaped[np.ndarray, "R K"]:
+    values: Shaped[np.ndarray, "R T *k"], selected: Int32[np.ndarray, "R K"], fill: int
+) -> Shaped[np.ndarray, "R K *k"]:
     """The values at the selected positions, and `fill` in unused slots. Raises StoreInvalid for other positions."""
     require_positions(selected, values.shape[1])
-    selected_values = np.take_along_axis(values, np.maximum(selected, 0), axis=1)
-    return np.where(selected >= 0, selected_values, np.array(fill, values.dtype))
+    selected_values = values[np.arange(len(values))[:, None], np.maximum(selected, 0)]
+    selected_values[selected < 0] = fill
+    return selected_values

@@ -165,7 +165,7 @@ def _put(key: str, content: bytes) -> Put:
 
 def _is_exact(spec: ArraySpec) -> bool:
     """Whether all writers must have the same values: tokens, and other integers that are not scaled activations."""
-    return spec.dtype in ("int32", "int64")
+    return spec.dtype in ("int16", "int32", "int64")
 
 
 def _require(key: str, content: bytes | None) -> bytes:

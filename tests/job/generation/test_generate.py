@@ -146,7 +146,7 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
 
 def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_path):
     """The store does not depend on interruptions and on `data.rows`."""
-    options = [*overrides, "data.samples=3", "data.group=6", "data.stop=[th,ing]"]
+    options = [*overrides, "data.samples=3", "data.group=5", "data.stop=[th,ing]"]
     once, twice = tmp_path / "once", tmp_path / "twice"
     run_here(*options, f"store.path={once}")
     create_store(*options, f"store.path={twice}")
@@ -174,8 +174,10 @@ def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_p
     assert all(sorted(samples) == [0, 1, 2] for samples in by_prompt.values())
     with pytest.raises(StoreMismatch, match=r"data\.samples: the store has 3"):
         run_here(*options, f"store.path={once}", "data.samples=2")
-    with pytest.raises(ConfigError, match=r"data\.samples = 3.* data\.group to 6"):
-        run_here(*options, "store.path=/nowhere", "data.group=4")
+    with pytest.raises(ConfigError, match=r"data\.rows = 2 is 2 on each device, expected at least data\.samples = 3"):
+        run_here(*options, "store.path=/nowhere", "data.rows=2")
+    with pytest.raises(ConfigError, match=r"data\.stop.*non-empty"):
+        run_here(*options, "store.path=/nowhere", "data.stop=['']")
 
 
 def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):

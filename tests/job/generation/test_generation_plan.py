@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.cluster.sharding import make_mesh
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import ComputeDtype, Int8OrSame, Weights, When
+from pipeline.config.choices import ComputeDtype, Int8OrSame, Packing, Weights, When, Windows
 from pipeline.config.composing import PACKAGE
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import BatchConfig, CaptureConfig, GenerateData, ModelConfig, RunConfig
@@ -51,6 +51,13 @@ def test_the_memory_of_each_device_is_counted():
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
 
 
+@pytest.mark.parametrize("changes", [{"packing": Packing.concat}, {"windows": Windows.restart}])
+def test_rows_that_add_tokens_are_refused(changes: dict):
+    name, value = next(iter(changes.items()))
+    with pytest.raises(ConfigError, match=f"batch.{name}={value} with data=generate.*Set batch.packing=pack"):
+        plan(replace(CONFIG, batch=replace(CONFIG.batch, **changes)), MODEL)
+
+
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_the_cache_of_deltanets_does_not_grow_with_the_length(is_int8: bool, tmp_path):
     """Three layers with a DeltaNet and one with attention. The plan counts the arrays that generation makes."""
@@ -64,13 +71,31 @@ def test_the_cache_of_deltanets_does_not_grow_with_the_length(is_int8: bool, tmp
     planned = plan(replace(CONFIG, data=data), model)
     of_head = 8 + 4 if is_int8 else 8 * 2
     attention, delta = 2 * 2 * of_head * 128, 3 * (2 * 2 * 16 + 4 * 24) * 2 + 4 * 16 * 24 * 4
-    assert planned.cache_bytes == 16 * (attention + 3 * delta)
+    assert planned.cache_bytes == 16 * (attention + 3 * delta) == made_cache_bytes(model, is_int8)
+
+
+OTHER_CACHES = {  # a convolution of 32 channels; Mamba 2 with 2 groups of 2 heads
+    "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"], "mamba_num_heads": 4, "n_groups": 2},
+}
+
+
+@pytest.mark.parametrize("family", OTHER_CACHES)
+def test_the_plan_counts_the_caches_that_generation_makes(family: str, tmp_path):
+    shape = {"model_type": family, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    shape |= {"vocab_size": 101, "num_key_value_heads": 2, "head_dim": 8} | OTHER_CACHES[family]
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    model = open_model(str(tmp_path), init="random")
+    assert plan(CONFIG, model).cache_bytes == made_cache_bytes(model, is_int8=False)
+
+
+def made_cache_bytes(model: Model, is_int8: bool) -> int:
     spec = GenerationSpec(16, 100, 28, end_tokens=(), sampling=Sampling(), cache_is_int8=is_int8)
     decoding = Decoding(model, Partition(make_mesh(devices=jax.devices()[:1])), attend_xla, spec)
     params = abstract_params(model.generation.leaves(), "bfloat16", decoding.partition.leaf_sharding)
     new = jax.eval_shape(decoding.start, params, decoding.new_row_shapes())
     caches = jax.tree.leaves(decoding.state_shapes(new).caches)
-    assert planned.cache_bytes == sum(math.prod(each.shape) * each.dtype.itemsize for each in caches)
+    return sum(math.prod(each.shape) * each.dtype.itemsize for each in caches)
 
 
 def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:

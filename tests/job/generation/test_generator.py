@@ -38,8 +38,13 @@ FAMILIES = {
     | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},  # shared keys
     "gpt2": {},  # learned positions
     "gpt_neox": {},  # rotates in part
+    "gptj": {"rotary_dim": 4},  # adjacent pairs rotate, a head with bias
     "gpt_oss": TWO_LAYERS | {"sliding_window": 7},  # sinks
+    "opt": {},  # an offset of positions
+    "llama4_text": TWO_LAYERS | {"no_rope_layers": [1, 0]},  # chunks, scaled queries
+    "lfm2": TWO_LAYERS | {"layer_types": ["conv", "full_attention"], "conv_bias": True},  # convolutions
     "mistral": TWO_LAYERS | {"sliding_window": 7},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},  # Mamba 2
     "qwen2": {"tie_word_embeddings": True},
     "qwen3_5_moe_text": DELTA,
     "qwen3_5_text": DELTA,
@@ -201,9 +206,9 @@ def test_samples_of_a_prompt_differ_and_depend_on_nothing_else(path: Path, drawi
 def test_a_stop_ends_a_completion_where_it_first_occurs(path: Path, drawing: Generator, has_keys: bool) -> None:
     """Wherever it lies in a segment, before an end token too, and with the activations of all tokens that are left."""
 
-    def stop_at(tokens: np.ndarray) -> int | None:
-        found = np.flatnonzero(tokens % 10 == 7)
-        return int(found[0]) + 1 if found.size else None
+    def stop_at(tokens: np.ndarray, checked: int = 0) -> int | None:
+        found = np.flatnonzero(tokens[checked:] % 10 == 7)
+        return checked + int(found[0]) + 1 if found.size else None
 
     some, keys = prompts(13), activation_keys((1,), (Site.resid_post,)) if has_keys else ()
     stopping = generator(path, keys, **DRAWN)

@@ -1,22 +1,28 @@
 """SAELens (https://github.com/decoderesearch/SAELens): cfg.json and sae_weights.safetensors, up to version 6.
 
 Interpreted like `SAE.load_from_disk(folder, dtype="float32")`. The `dtype` in cfg.json, in which SAELens would compute,
-is ignored.
+is ignored. What SAELens' registry of published SAEs (pretrained_saes.yaml) adds to the files of a repository is in
+`_PUBLISHED`.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
+from pipeline.models.sae.context import SAEContext, hook_of_module
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
+TEMPORAL = ("conf.yaml", "latest_ckpt.safetensors")  # canrager/temporalSAEs, the first of that architecture
 _ARCHITECTURES = {
     "standard": FeatureActivation.relu,
     "gated": FeatureActivation.gated,
@@ -27,12 +33,40 @@ _ARCHITECTURES = {
     "jumprelu_transcoder": FeatureActivation.jumprelu,
     "jumprelu_skip_transcoder": FeatureActivation.jumprelu,
 }
+_OTHER_ARCHITECTURES = {
+    "batchtopk": "Save it with save_inference_model, which makes it jumprelu.",
+    "matryoshka_batchtopk": "Save it with save_inference_model, which makes it jumprelu.",
+    "abstopk": "Its features may be negative, and a store's features are positive. Use another SAE.",
+    "matching_pursuit": "It takes a matrix product of all features for each feature that fires. Use another SAE.",
+    "temporal": "Its features depend on the tokens before, and SAEs are applied to each token here. Use another SAE.",
+}
 _AVERAGE = "expected_average_only_in"
 _SCALINGS = {
     "none": InputScaling.none,
     "constant_norm_rescale": InputScaling.constant_norm,
     "layer_norm": InputScaling.layer_norm,
     _AVERAGE: InputScaling.none,
+}
+_CENTRED = "center_writing_weights"
+_STREAM_HOOKS = r"hook_(embed|pos_embed|resid_pre|resid_mid|resid_post|attn_out|mlp_out|attn_in|mlp_in)$"
+_CENTRED_MODEL = MappingProxyType({"model_from_pretrained_kwargs": {_CENTRED: True}})
+_PUBLISHED: Mapping[str, Mapping[str, object]] = {
+    "jbloom/GPT2-Small-SAEs-Reformatted": _CENTRED_MODEL,
+    "jbloom/GPT2-Small-Feature-Splitting-Experiment-Layer-8": _CENTRED_MODEL,
+    "tommmcgrath/gpt2-small-mlp-out-saes": _CENTRED_MODEL,
+    "JoshEngels/Mistral-7B-Residual-Stream-SAEs": {"normalize_activations": "constant_norm_rescale"},
+}
+_PUBLISHED_FACTORS: Mapping[str, Mapping[int, float]] = {  # by layer, of activations with normalize_activations
+    "tommmcgrath/gpt2-small-mlp-out-saes": dict(
+        enumerate(
+            [
+                *(1.049317316132615, 2.3693984005104283, 1.6411934982190302, 1.8958522157897557, 1.81673478700627),
+                *(1.550234472245924, 1.3237742807210804, 1.1042905114723296, 0.9123762783479742, 0.6955335635232373),
+                *(0.3619728926727644, 0.2851548652550073),
+            ]
+        )
+    ),
+    "jbloom/Gemma-2b-Residual-Stream-SAEs": {12: 0.21381938399317255},
 }
 _FEATURE_SCALES = ("scaling_factor", "finetuning_scaling_factor")  # before version 6: scales of the decoder's input
 # Attributes about the model, the data and training, from all versions.
@@ -56,6 +90,7 @@ _HARMLESS = frozenset(
     resume resume_run n_checkpoints checkpoint_path verbose act_store_device normalize_activations_in_store
     jumprelu_init_threshold jumprelu_bandwidth jumprelu_sparsity_loss_mode jumprelu_ste_to_input jumprelu_tanh_scale
     l0_coefficient l0_warm_up_steps pre_act_loss_coefficient target_l0 use_sparse_activations aux_loss_coefficient
+    disable_concat_sequences sequence_separator_token
     """.split()  # noqa: SIM905 - twenty lines of words are easier to read than a hundred of one
 )
 
@@ -63,6 +98,7 @@ _HARMLESS = frozenset(
 def read_sae(files: Files) -> SAE:
     """Reads an SAE or transcoder with one of the architectures in `_ARCHITECTURES`."""
     config = read_config(files, CONFIG)
+    config.values |= _published(_PUBLISHED, files) or {}
     architecture = _architecture(config)
     is_transcoder = architecture.endswith("transcoder")
     d_in, width = config.positive_int("d_in"), config.positive_int("d_sae")
@@ -75,7 +111,16 @@ def read_sae(files: Files) -> SAE:
     )
     spec = replace(spec, k=_top_k(config, spec))
     normalisation = _normalisation(config)
+    hook_name, is_centred = _hook_name(config), _is_centred(config)
+    is_centred = is_centred and re.search(_STREAM_HOOKS, hook_name or "") is not None
     scaling = _SCALINGS[normalisation]
+    if is_centred and scaling is InputScaling.none:
+        scaling = InputScaling.centred
+    elif is_centred and scaling is not InputScaling.layer_norm:  # which also subtracts the mean
+        raise CheckpointError(
+            f"{config.where}: {_CENTRED} is True and normalize_activations is {normalisation}, which is not "
+            f"implemented together. Use another SAE."
+        )
     spec = replace(spec, input_scaling=scaling, undo_scaling=scaling is not InputScaling.none and not is_transcoder)
     subtracts_bias = config.flag("apply_b_dec_to_input", default=True)
     if (is_transcoder and subtracts_bias) or (not is_transcoder and spec.d_out != d_in):
@@ -86,14 +131,25 @@ def read_sae(files: Files) -> SAE:
         )
     has_decoder_norms = spec.activation is FeatureActivation.topk and config.flag("rescale_acts_by_decoder_norm", False)
     config.expect("rescale_acts_by_decoder_norm", has_decoder_norms)
-    hook_name = _hook_name(config)
     config.finish(_HARMLESS)
-    factor = _input_factor(files, config.where) if normalisation == _AVERAGE else None
+    factor = _input_factor(files, config.where, hook_name) if normalisation == _AVERAGE else None
     sources = _sources(spec, subtracts_bias, "skip" in architecture, factor)
     if has_decoder_norms:
         sources["feature_scale"] = TensorSource("W_dec", "FO", partial(_row_norms, factor))
     tensors = SafetensorsTensors(files, WEIGHTS)
-    return check_tensors(SAE("saelens", spec, hook_name, tensors, sources), _neutral_scales(tensors))
+    sae = SAE("saelens", spec, hook_name, tensors, sources, _context(config))
+    return check_tensors(sae, _neutral_scales(tensors))
+
+
+def refuse_temporal(files: Files) -> SAE:
+    """Raises CheckpointError."""
+    raise CheckpointError(f"{files.where} is a temporal SAE, expected another. {_OTHER_ARCHITECTURES['temporal']}")
+
+
+def _published(table: Mapping[str, Mapping], files: Files) -> Mapping | None:
+    """The entry of the repository that the address names, on the Hub or in its cache."""
+    names = (name for name in table if name in files.where or name.replace("/", "--") in files.where)
+    return next((table[name] for name in names), None)
 
 
 def _architecture(config: SAEConfig) -> str:
@@ -102,7 +158,7 @@ def _architecture(config: SAEConfig) -> str:
         "architecture",
         _ARCHITECTURES,
         default="standard",
-        remedy="Save a batchtopk SAE with save_inference_model, which makes it jumprelu; otherwise, use another SAE.",
+        remedy=_OTHER_ARCHITECTURES.get(str(config.values.get("architecture")), ""),
     )
     functions = ["relu", "topk"] if architecture in ("standard", "topk") else ["relu"]
     chosen = [config.choice(key, functions, "relu") for key in ("activation_fn", "activation_fn_str")]
@@ -126,42 +182,77 @@ def _normalisation(config: SAEConfig) -> str:
     """How activations are scaled. Before version 3, this was a bool."""
     if isinstance(config.values.get("normalize_activations"), bool):
         return _AVERAGE if config.flag("normalize_activations", default=False) else "none"
-    return config.choice("normalize_activations", _SCALINGS, default="none")
+    remedy = "Fold the whitening in with SAELens: sae.fold_activation_whitening(...); sae.save_model(folder)."
+    is_whitened = config.values.get("normalize_activations") == "covariance_whitening"
+    return config.choice("normalize_activations", _SCALINGS, "none", remedy if is_whitened else "")
 
 
 def _hook_name(config: SAEConfig) -> str | None:
-    """The hook that the SAE was trained on. Refuses SAEs of a single head, and SAEs for which SAELens concatenates
-    heads."""
+    """The hook that the SAE was trained on. `hook_z` is read with its heads concatenated, as the site attn_z has them.
+    Refuses SAEs of a single head."""
     sections = [config.nested("metadata"), config]
     for section in sections:
         for key in ("hook_head_index", "hook_point_head_index"):
             section.expect(key, None)
     names = [section.text(key) for section in sections for key in ("hook_name", "hook_point")]
     hook_name = next((name for name in names if name is not None), None)
-    if "reshape_activations" not in config and "hook_z" in (hook_name or ""):
+    concatenates = config.choice("reshape_activations", ["none", "hook_z"], "none") == "hook_z"
+    if concatenates and not (hook_name or "_z").endswith("_z"):
         raise CheckpointError(
-            f"{config.where} is for {hook_name}, whose heads SAELens versions before 6 concatenated: expected an SAE "
-            f"that does not reshape activations. If the site's heads are already concatenated, set "
-            f"reshape_activations to none."
+            f"{config.where}: reshape_activations is hook_z, but the SAE is for {hook_name}, expected a hook_z. Save "
+            f"it again with SAELens."
         )
-    config.expect("reshape_activations", "none")
-    for section in sections:
+    return hook_of_module(sections[0].text("hf_hook_name")) or hook_name
+
+
+def _is_centred(config: SAEConfig) -> bool:
+    """Whether the model's weights were changed so that what is written into the residual stream has a mean of 0:
+    TransformerLens' default for models with LayerNorm."""
+    values = []
+    for section in (config.nested("metadata"), config):
         for key in ("model_kwargs", "model_from_pretrained_kwargs"):
             processing = section.nested(key)
-            for name in ("center_writing_weights", "fold_ln", "center_unembed", "fold_value_biases"):
+            values.append(processing.flag(_CENTRED, default=False))
+            for name in ("fold_ln", "center_unembed", "fold_value_biases"):
                 processing.expect(name, False)
-    return hook_name
+    return any(values)
 
 
-def _input_factor(files: Files, where: str) -> float:
+def _context(config: SAEConfig) -> SAEContext:
+    """What the configuration says of the activations; not checked, since they do not change the features."""
+    values = {**config.values, **config.nested("metadata").values}
+
+    def known(key: str, *kinds: type) -> object:
+        value = values.get(key)
+        return value if type(value) in kinds else None
+
+    whole = known("disable_concat_sequences", bool)
+    if whole is None and "metadata" not in config and "sae_lens_training_version" in config:
+        whole = False  # versions before 6 do not record it
+    excluded, positions = known("exclude_special_tokens", bool, list), known("seqpos_slice", list)
+    return SAEContext(
+        model_name=known("model_name", str),
+        dataset=known("dataset_path", str),
+        context_size=known("context_size", int),
+        prepend_bos=known("prepend_bos", bool),
+        separator=known("sequence_separator_token", str, int),
+        concatenates=None if whole is None else not whole,
+        excluded_tokens=tuple(excluded) if isinstance(excluded, list) else excluded,
+        positions=None if positions is None else tuple(positions),
+    )
+
+
+def _input_factor(files: Files, where: str, hook_name: str | None) -> float:
     """The activations' scaling factor, which SAELens estimates, saves with checkpoints, and folds into the weights at
     the end of training."""
-    if not files.has(SCALER):
+    layer = re.match(r"blocks\.(\d+)\.", hook_name or "")
+    factor = (_published(_PUBLISHED_FACTORS, files) or {}).get(int(layer[1])) if layer else None
+    if factor is None and not files.has(SCALER):
         raise CheckpointError(
             f"{where}: normalize_activations is {_AVERAGE}, but there is no {SCALER} with the scaling factor. Fold it "
             f"in with SAELens: sae.fold_activation_norm_scaling_factor(factor); sae.save_model(folder)."
         )
-    return read_config(files, SCALER).positive_float("scaling_factor")
+    return factor or read_config(files, SCALER).positive_float("scaling_factor")
 
 
 def _sources(

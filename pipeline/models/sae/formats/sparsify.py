@@ -1,8 +1,11 @@
 """EleutherAI's sparsify (https://github.com/EleutherAI/sparsify): cfg.json and sae.safetensors."""
 
+import re
+
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
+from pipeline.models.sae.context import MODULE_HOOKS
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
 from pipeline.models.sae.tensors import SafetensorsTensors
@@ -10,6 +13,7 @@ from pipeline.models.sae.tensors import SafetensorsTensors
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 # For training only. `normalize_decoder` was applied before the weights were saved.
 _HARMLESS = ("normalize_decoder", "multi_topk", "hook_name", "hook_layer")
+_MODULES = {"": "layer", "mlp": "mlp", **dict.fromkeys(("self_attn", "attention", "attn"), "attention")}
 
 
 def read_sae(files: Files) -> SAE:
@@ -37,4 +41,15 @@ def read_sae(files: Files) -> SAE:
         sources["b_in"] = TensorSource("b_dec", "D")
     if has_skip:
         sources["w_skip"] = TensorSource("W_skip", "OD")
-    return check_tensors(SAE("sparsify", spec, None, SafetensorsTensors(files, WEIGHTS), sources))
+    hook_name = _hook_name(files.where.rpartition("/")[2], is_transcoder)
+    return check_tensors(SAE("sparsify", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))
+
+
+def _hook_name(folder: str, is_transcoder: bool) -> str | None:
+    """TransformerLens' name of the module that a folder has the name of, such as layers.12 or layers.12.mlp. SAEs read
+    its output, transcoders its input."""
+    if folder == "embed_tokens":
+        return "hook_embed"
+    match = re.fullmatch(r"(?:layers|h)\.(\d+)\.?(.*)", folder)
+    hooks = MODULE_HOOKS.get(_MODULES.get(match[2], "")) if match else None
+    return hooks and f"blocks.{match[1]}.{hooks[0 if is_transcoder else 1]}"

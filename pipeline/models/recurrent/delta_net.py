@@ -9,7 +9,7 @@ value head, c convolution taps, n chunks of C positions in a row.
 
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,42 +20,7 @@ from pipeline.models.architecture import DELTA_CHUNK, Architecture, Norm
 from pipeline.models.attention.arithmetic import float32_einsum
 from pipeline.models.layers import ACTIVATIONS, BlockWeights, norm, norm_if_any, project
 from pipeline.models.partition import Partition
-
-
-class Heads(NamedTuple):
-    """The inputs of the delta rule, in float32."""
-
-    q: Float32[Array, "B T J k"]
-    k: Float32[Array, "B T J k"]
-    v: Float32[Array, "B T J O v"]
-    write: Float32[Array, "B T J O"]  # write strength (beta): 0 leaves the state, 1 replaces the value at the key
-    log_decay: Float32[Array, "B T J O"]  # applied to the state before the position writes
-
-
-class Recur(Protocol):
-    """How a DeltaNet's positions get their history: from the same row, or from a cache while decoding."""
-
-    def convolve(
-        self,
-        name: str,
-        x: Float[Array, "B T *heads"],
-        taps: Float[Array, "*heads 1 c"],
-        segments: Int32[Array, "B T"],
-    ) -> Float32[Array, "B T *heads"]:
-        """The causal convolution of each feature of x, within documents. `name` is q, k or v."""
-
-    def outputs(self, segments: Int32[Array, "B T"], heads: Heads, partition: Partition) -> Float32[Array, "B T J O v"]:
-        """The outputs of the delta rule."""
-
-
-class WholeRows:
-    """`Recur` for rows of whole documents: no history precedes the row."""
-
-    def convolve(self, name: str, x: Array, taps: Array, segments: Array) -> Array:
-        return convolution(x, taps, segments)
-
-    def outputs(self, segments: Array, heads: Heads, partition: Partition) -> Array:
-        return partition.by_rows_and_heads(delta_rule, segments, heads)[0]
+from pipeline.models.recurrent.recur import Heads, Recur, Rule
 
 
 @jax.named_scope("delta_net")
@@ -71,7 +36,7 @@ def delta_block(
     """The sites of a gated DeltaNet on the residual stream x. `attention` contains the norm before it."""
     x = norm_if_any(x, attention, "norm", arch)
     heads = _heads(x, weights, arch, segments, recur)
-    out = recur.outputs(segments, heads, partition).astype(x.dtype)
+    out = recur.outputs(DELTA_RULE, segments, heads, partition).astype(x.dtype)
     out = norm(out, weights, "z_norm", replace(arch, norm=Norm.rms)).astype(jnp.float32)
     out *= jax.nn.silu(project(x, weights, "z").astype(jnp.float32))
     return {Site.attn_in: x, Site.attn_out: project(out.astype(x.dtype), weights, "o")}
@@ -99,25 +64,6 @@ def _unit(x: Float32[Array, "*heads k"]) -> Float32[Array, "*heads k"]:
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
 
 
-def convolution(
-    x: Float[Array, "B T *heads"], taps: Float[Array, "*heads 1 c"], segments: Int32[Array, "B T"]
-) -> Float32[Array, "B T *heads"]:
-    """The causal convolution of each feature over the positions of its document. The last tap multiplies the current
-    position."""
-    num_taps = taps.shape[-1]
-    total = jnp.zeros(x.shape, jnp.float32)
-    for offset in range(num_taps):
-        is_same = segments == _shift(segments, offset)
-        earlier = jnp.where(is_same.reshape(*segments.shape, *[1] * (x.ndim - 2)), _shift(x, offset), 0)
-        total += earlier.astype(jnp.float32) * taps[..., 0, num_taps - 1 - offset].astype(jnp.float32)
-    return total
-
-
-def _shift(x: Array, offset: int) -> Array:
-    """The values `offset` positions earlier; 0 before the row."""
-    return jnp.pad(x[:, : x.shape[1] - offset], [(0, 0), (offset, 0), *[(0, 0)] * (x.ndim - 2)])
-
-
 class _Chunks(NamedTuple):
     """The quantities of a row's chunks that do not depend on the state. A position writes `values` minus `reads` times
     the state at the start of the chunk."""
@@ -125,7 +71,7 @@ class _Chunks(NamedTuple):
     q: Float32[Array, "n B J C k"]
     k: Float32[Array, "n B J C k"]
     values: Float32[Array, "n B J O C v"]
-    reads: Float32[Array, "n B J O C k"]
+    reads: Float32[Array, "n B J O C k"] | None  # None: there is no delta
     scores: Float32[Array, "n B J O C C"]  # queries times the chunk's keys, decayed
     from_state: Float32[Array, "n B J O C"]  # decay since the chunk began; 0 in documents that begin in it
     to_state: Float32[Array, "n B J O C"]  # decay until the chunk ends; 0 in documents that end in it
@@ -140,17 +86,26 @@ def delta_rule(
     computes S *= decay; S += write * k (v - S^T k)^T; output = S^T q. Within a chunk, solving a triangular system
     replaces these steps, so that the work is matrix products.
     """
+    return chunkwise(segments, heads, has_delta=True)
+
+
+def chunkwise(
+    segments: Int32[Array, "B T"], heads: Heads, has_delta: bool
+) -> tuple[Float32[Array, "B T J O v"], Float32[Array, "B 1 J O k v"]]:
+    """`delta_rule`, or without `has_delta` the same with S += write * k v^T, whose chunks need no triangular system."""
     num_rows, length = segments.shape
     segments, heads = _chunked(segments, mode="edge"), jax.tree.map(_chunked, heads)  # padding keeps the state
 
     def step(state: Float32[Array, "B J O k v"], chunk: _Chunks) -> tuple[Array, Float32[Array, "B J O C v"]]:
-        values = chunk.values - float32_einsum("BJOCk,BJOkv->BJOCv", chunk.reads, state)
+        values = chunk.values
+        if chunk.reads is not None:
+            values -= float32_einsum("BJOCk,BJOkv->BJOCv", chunk.reads, state)
         outputs = float32_einsum("BJCk,BJOkv->BJOCv", chunk.q, state) * chunk.from_state[..., None]
         outputs += float32_einsum("BJOCS,BJOSv->BJOCv", chunk.scores, values)
         written = float32_einsum("BJCk,BJOCv->BJOkv", chunk.k, values * chunk.to_state[..., None])
         return state * chunk.from_state[..., -1, None, None] + written, outputs
 
-    chunks = _within_chunks(segments, heads)
+    chunks = _within_chunks(segments, heads, has_delta)
     state = jnp.zeros((*chunks.values.shape[1:4], chunks.k.shape[-1], chunks.values.shape[-1]), jnp.float32)
     state, outputs = jax.lax.scan(step, state, chunks)  # outputs: nBJOCv
     outputs = outputs.transpose(1, 0, 4, 2, 3, 5).reshape(num_rows, -1, *outputs.shape[2:4], outputs.shape[-1])
@@ -168,13 +123,16 @@ def delta_step(
     return float32_einsum("BJk,BJOkv->BJOv", q, state)[:, None], state
 
 
+DELTA_RULE = Rule(delta_rule, delta_step)
+
+
 def _chunked(x: Array, mode: str = "constant") -> Array:
     """[B, T, ...] -> [n, B, C, ...], padded to whole chunks."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % DELTA_CHUNK), *[(0, 0)] * (x.ndim - 2)], mode=mode)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, DELTA_CHUNK, *x.shape[2:]), 1, 0)
 
 
-def _within_chunks(segments: Int32[Array, "n B C"], heads: Heads) -> _Chunks:
+def _within_chunks(segments: Int32[Array, "n B C"], heads: Heads, has_delta: bool) -> _Chunks:
     """`heads` have axes [n, B, C, ...], too."""
     q, k = (jnp.moveaxis(x, 2, 3) for x in (heads.q, heads.k))  # nBJCk
     write, log_decay = (jnp.moveaxis(x, 2, -1) for x in (heads.write, heads.log_decay))  # nBJOC
@@ -186,14 +144,19 @@ def _within_chunks(segments: Int32[Array, "n B C"], heads: Heads) -> _Chunks:
     total = jnp.cumsum(log_decay, axis=-1)
     decays = jnp.exp(jnp.where(is_seen, total[..., :, None] - total[..., None, :], -jnp.inf))
     from_state = jnp.where(is_continued, jnp.exp(total), 0)
-    similarities = float32_einsum("nBJCk,nBJSk->nBJCS", k, k)[:, :, :, None]
-    # Each position writes a weighted sum of the values up to its own.
-    sums = _inverse(similarities * decays * write[..., None]) * write[..., None, :]
+    if has_delta:
+        similarities = float32_einsum("nBJCk,nBJSk->nBJCS", k, k)[:, :, :, None]
+        # Each position writes a weighted sum of the values up to its own.
+        sums = _inverse(similarities * decays * write[..., None]) * write[..., None, :]
+        values = float32_einsum("nBJOCS,nBSJOv->nBJOCv", sums, heads.v)
+        reads = float32_einsum("nBJOCS,nBJSk->nBJOCk", sums * from_state[..., None, :], k)
+    else:
+        values, reads = jnp.moveaxis(heads.v, 2, 4) * write[..., None], None
     return _Chunks(
         q=q,
         k=k,
-        values=float32_einsum("nBJOCS,nBSJOv->nBJOCv", sums, heads.v),
-        reads=float32_einsum("nBJOCS,nBJSk->nBJOCk", sums * from_state[..., None, :], k),
+        values=values,
+        reads=reads,
         scores=float32_einsum("nBJCk,nBJSk->nBJCS", q, k)[:, :, :, None] * decays,
         from_state=from_state,
         to_state=decays[..., -1, :],

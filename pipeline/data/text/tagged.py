@@ -1,0 +1,271 @@
+"""Strings that know each character's origin, and JSON values made of them.
+
+A tag is one character, so the tags of a text are a string of the same length: whatever slices, joins or repeats the
+text does the same to its tags. `NO_TAG` is for characters of the template. An operation that cannot be followed is
+refused: a text never loses its tags unnoticed.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import jinja2
+import markupsafe
+
+NO_TAG = "\0"
+
+
+class Tagged(str):
+    """A string with a tag per character."""
+
+    __slots__ = ("_tags",)
+    _tags: str
+
+    def __new__(cls, text: str, tags: str | None = None) -> "Tagged":
+        """tags: as long as the text, or None for a text of the template."""
+        tagged = str.__new__(cls, text)
+        tagged._tags = tags_of(text) if tags is None else tags
+        return tagged
+
+    def __str__(self) -> str:
+        return self
+
+    def __iter__(self) -> Iterator[str]:
+        return map(type(self), str.__iter__(self), self._tags)
+
+    def __getitem__(self, key: Any) -> "Tagged":
+        return type(self)(str.__getitem__(self, key), self._tags[key])
+
+    def __add__(self, other: Any) -> "Tagged":
+        if not isinstance(other, str):
+            return NotImplemented
+        return type(self)(str.__add__(self, other), self._tags + tags_of(other))
+
+    def __radd__(self, other: Any) -> "Tagged":
+        if not isinstance(other, str):
+            return NotImplemented
+        return type(self)(str.__add__(other, self), tags_of(other) + self._tags)
+
+    def __mul__(self, count: Any) -> "Tagged":
+        return type(self)(str.__mul__(self, count), self._tags * count)
+
+    __rmul__ = __mul__
+
+    def join(self, texts: Iterable[str]) -> "Tagged":
+        items = [*texts]
+        return type(self)(str.join(self, items), self._tags.join(map(tags_of, items)))
+
+    def replace(self, old: str, new: str, count: Any = -1) -> "Tagged":
+        if not old:
+            refuse("replace with an empty text")
+        return type(self)(new).join(self.split(old, count)) if old in self else self
+
+    def split(self, sep: str | None = None, maxsplit: Any = -1) -> list[Any]:
+        return self._parts(str.split(self, sep, maxsplit), len(sep or ""))
+
+    def rsplit(self, sep: str | None = None, maxsplit: Any = -1) -> list[Any]:
+        return self._parts(str.rsplit(self, sep, maxsplit), len(sep or ""))
+
+    def _parts(self, parts: Iterable[str], gap: int = 0) -> list["Tagged"]:
+        """parts: in the order of the text; between two of them are `gap` characters, or white space."""
+        position, tagged = 0, []
+        for part in parts:
+            start = str.find(self, part, position)
+            tagged.append(self[start : start + len(part)])
+            position = start + len(part) + gap
+        return tagged
+
+    def strip(self, chars: str | None = None) -> "Tagged":
+        return self.rstrip(chars).lstrip(chars)
+
+    def lstrip(self, chars: str | None = None) -> "Tagged":
+        return self[len(self) - len(str.lstrip(self, chars)) :]
+
+    def rstrip(self, chars: str | None = None) -> "Tagged":
+        return self[: len(str.rstrip(self, chars))]
+
+    def removeprefix(self, prefix: str) -> "Tagged":
+        return self[len(prefix) :] if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> "Tagged":
+        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
+
+    def mapped(self, text: str) -> "Tagged":
+        """text: this one, with each character replaced by another one."""
+        if len(text) != len(self):
+            refuse("a change of case that changes a text's length")
+        return type(self)(text, self._tags)
+
+    def padded(self, text: str) -> "Tagged":
+        """text: this one, with characters inserted."""
+        tags, position = [], 0
+        for character in text:
+            is_own = position < len(self) and str.__getitem__(self, position) == character
+            tags.append(self._tags[position] if is_own else NO_TAG)
+            position += is_own
+        if position < len(self):
+            refuse("an indent that changes a text's lines")
+        return type(self)(text, "".join(tags))
+
+
+class Safe(Tagged):
+    """A text after the filter `safe`: one that is joined to it is escaped."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return self
+
+    def __add__(self, other: Any) -> Tagged:
+        return super().__add__(_escaped(other))
+
+    def __radd__(self, other: Any) -> Tagged:
+        return super().__radd__(_escaped(other))
+
+    def join(self, texts: Iterable[str]) -> Tagged:
+        return super().join(map(_escaped, texts))
+
+
+def _escaped(other: Any) -> Any:
+    if not isinstance(other, str) or isinstance(other, Safe):
+        return other
+    parts = [str(markupsafe.escape(character)) for character in str.__iter__(other)]
+    return Tagged("".join(parts), "".join(tag * len(part) for tag, part in zip(tags_of(other), parts, strict=True)))
+
+
+def _like(make: Callable[[Tagged, Any], Any], name: str) -> Callable[..., Any]:
+    method = getattr(str, name)
+    return lambda self, *arguments, **named: make(self, method(self, *arguments, **named))
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    return lambda self, *arguments, **named: refuse(f"the method {name}")
+
+
+for _name in ("capitalize", "casefold", "lower", "swapcase", "title", "upper"):
+    setattr(Tagged, _name, _like(Tagged.mapped, _name))
+for _name in ("center", "ljust", "rjust", "zfill"):
+    setattr(Tagged, _name, _like(Tagged.padded, _name))
+for _name in ("partition", "rpartition", "splitlines"):
+    setattr(Tagged, _name, _like(Tagged._parts, _name))
+for _name in ("encode", "expandtabs", "translate", "__mod__", "__rmod__"):
+    setattr(Tagged, _name, _refused(_name))
+
+
+class _Whole:
+    """A value other than a text. _tag: of all its text, e.g. as JSON."""
+
+    _tag: str
+
+    def __str__(self) -> str:
+        text = repr(self)
+        return Tagged(text, self._tag * len(text))
+
+
+class TaggedDict(_Whole, dict[Any, Any]):
+    pass
+
+
+class _List(_Whole, list[Any]):
+    pass
+
+
+class _Int(_Whole, int):
+    pass
+
+
+class _Float(_Whole, float):
+    pass
+
+
+_KINDS: dict[type, Callable[[Any], Any]] = {int: _Int, float: _Float, dict: TaggedDict, list: _List}
+
+
+def tag_all(value: Any, tag: str) -> Any:
+    """A JSON value whose texts and numbers have the tag. True, False and None cannot have one."""
+    if isinstance(value, str):
+        return Tagged(value, tag * len(value))
+    if isinstance(value, dict):
+        value = {tag_all(key, tag): tag_all(item, tag) for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        value = [tag_all(item, tag) for item in value]
+    if type(value) in _KINDS:
+        value = _KINDS[type(value)](value)
+        value._tag = tag
+    return value
+
+
+def tags_of(text: str) -> str:
+    return text._tags if isinstance(text, Tagged) else NO_TAG * len(text)
+
+
+def has_tags(value: Any) -> bool:
+    """Whether a value holds text of a conversation."""
+    if isinstance(value, Tagged):
+        return bool(value._tags.strip(NO_TAG))
+    if isinstance(value, _Whole):
+        return True
+    if isinstance(value, dict):
+        return any(has_tags(key) or has_tags(item) for key, item in value.items())
+    return isinstance(value, list | tuple) and any(map(has_tags, value))
+
+
+def as_text(value: Any) -> str:
+    """`str(value)`, with tags."""
+    if isinstance(value, dict | list | tuple) and not isinstance(value, _Whole) and has_tags(value):
+        refuse(f"a {type(value).__name__} with texts of the conversation that is printed as it is")
+    return str(value)
+
+
+def json_text(value: Any, **options: Any) -> Tagged:
+    """`json.dumps(value, **options)`, with tags."""
+    text = _json(value, options, 0)
+    if text != json.dumps(value, **options):
+        refuse("this JSON")
+    return text
+
+
+def _json(value: Any, options: dict[str, Any], depth: int) -> Tagged:
+    tag = value._tag if isinstance(value, _Whole) else NO_TAG
+    indent = options.get("indent")
+    step = " " * indent if isinstance(indent, int) else indent
+    if isinstance(value, Tagged):
+        return _json_string(value, options)
+    if tag != NO_TAG or not isinstance(value, dict | list | tuple) or not value:
+        text = json.dumps(value, **options)
+        text = text if step is None else text.replace("\n", "\n" + step * depth)
+        return Tagged(text, tag * len(text))
+    between, colon = options.get("separators") or (", " if step is None else ",", ": ")
+    start = "" if step is None else "\n" + step * (depth + 1)
+    if isinstance(value, dict):
+        items = sorted(value.items()) if options.get("sort_keys") else value.items()
+        parts = [_json_key(key, options) + colon + _json(item, options, depth + 1) for key, item in items]
+    else:
+        parts = [_json(item, options, depth + 1) for item in value]
+    both = "{}" if isinstance(value, dict) else "[]"
+    end = "" if step is None else "\n" + step * depth
+    return both[0] + start + Tagged(between + start).join(parts) + end + both[1]
+
+
+def _json_key(key: Any, options: dict[str, Any]) -> Tagged:
+    if isinstance(key, Tagged):
+        return _json_string(key, options)
+    return Tagged(json.dumps({key: 0}, ensure_ascii=options.get("ensure_ascii", True))[1:-4])
+
+
+def _json_string(value: Tagged, options: dict[str, Any]) -> Tagged:
+    ensure_ascii = options.get("ensure_ascii", True)
+    text, tags = json.dumps(value, ensure_ascii=ensure_ascii), tags_of(value)
+    if not tags or tags == tags[0] * len(tags):
+        return Tagged(text, (tags[:1] or NO_TAG) * len(text))
+    sizes = [len(json.dumps(character, ensure_ascii=ensure_ascii)) - 2 for character in str.__iter__(value)]
+    inner = "".join(tag * size for tag, size in zip(tags, sizes, strict=True))
+    return Tagged(text, tags[0] + inner + tags[-1])
+
+
+def refuse(what: str) -> NoReturn:
+    """Raises jinja2.TemplateError."""
+    raise jinja2.TemplateError(
+        f"labels cannot be followed through {what}. Use another template (model.tokenizer), or render the text with "
+        "data.text"
+    )

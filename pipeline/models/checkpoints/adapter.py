@@ -1,0 +1,282 @@
+"""LoRA adapters in PEFT's format (Hu et al., arXiv 2106.09685), merged into the base model's tensors as they are read.
+
+A merged weight is W + scale * B A in float32. With DoRA (Liu et al., arXiv 2402.09353), each of its rows then gets a
+learned norm. Other tensors of the adapter (biases, `modules_to_save`) replace those of the base model.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+
+import jax
+import numpy as np
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.messages import shown
+from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.checkpoints.checkpoint import Checkpoint, sampled_digest, without_trunk
+from pipeline.models.checkpoints.checkpoint_files import Files, read_json
+from pipeline.models.checkpoints.json_config import JsonConfig
+from pipeline.models.checkpoints.loading import shortened, unused_tensors
+from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from pipeline.models.leaves import Leaf, LeafTree
+
+CONFIG_FILE = "adapter_config.json"
+_WEIGHTS_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_LORA = re.compile(r"(.*)\.(lora_A\.weight|lora_B\.weight|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)")
+_NOT_CAPTURED = (  # parts of a checkpoint that are not read: other modalities, and heads of encoders and classifiers
+    *("visual.", "vision_tower.", "vision_model.", "vision_embedder.", "audio_tower.", "embed_vision.", "embed_audio."),
+    *("multi_modal_projector.", "mm_projector."),
+    *("cls.", "pooler.", "classifier.", "score."),
+)
+_KEPT_FACTORS = 8  # tensors whose factors stay in memory; up to four leaves are loaded at a time
+
+# Attributes that the names and shapes of the tensors already tell, or that matter in training only.
+_HARMLESS = frozenset(
+    """
+    auto_mapping bias corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode
+    layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_core modules_to_save
+    peft_version qalora_group_size revision runtime_config target_modules task_type
+    """.split()  # noqa: SIM905
+)
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base weights as they are
+
+
+class _AdapterConfig(JsonConfig):
+    """adapter_config.json. An attribute that is switched off (null, false, empty) has no effect."""
+
+    user, results = "adapter, or merge this one with PEFT", "activations"  # user: after "Use another"
+
+    def initialisation(self) -> None:
+        """Refuses those that change the base weights, which then are not the base model's."""
+        value = self._take("init_lora_weights", (bool, str), "true, false or a string", True)
+        if value not in _PLAIN_STARTS:
+            remedy = "Save the adapter with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT."
+            raise self._not_implemented("init_lora_weights", value, ", ".join(map(str, _PLAIN_STARTS)), remedy)
+
+    def _is_harmless(self, key: str) -> bool:
+        return key in _HARMLESS or not self.values[key]
+
+
+@dataclass(frozen=True)
+class _Scaling:
+    """The settings from which PEFT computes a module's rank and scale."""
+
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]  # regular expression for a module's name, or for its end -> rank
+    alphas: Mapping[str, float]
+    use_rslora: bool  # divides by the square root of the rank (Kalajdzievski, arXiv 2312.03732)
+
+    @classmethod
+    def read(cls, config: _AdapterConfig) -> "_Scaling":
+        ranks, alphas = config.nested("rank_pattern"), config.nested("alpha_pattern")
+        return cls(
+            config.positive_int("r", 8),
+            config.positive_float("lora_alpha", 8),
+            {pattern: ranks.positive_int(pattern) for pattern in ranks.values},
+            {pattern: alphas.positive_float(pattern) for pattern in alphas.values},
+            config.flag("use_rslora", False),
+        )
+
+    def of(self, module: str) -> tuple[int, float]:
+        """The rank and the scale of a module. Raises re.error."""
+        rank, alpha = _matching(self.ranks, module, self.rank), _matching(self.alphas, module, self.alpha)
+        return rank, alpha / (rank**0.5 if self.use_rslora else rank)
+
+
+def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
+    return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), default)
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """What LoRA adds to a tensor."""
+
+    module: str  # the adapter's name of the module
+    scale: float
+    is_embedding: bool  # LoRA's factors of an embedding have other names
+    is_transposed: bool  # the tensor is [inputs, outputs], or an embedding
+    has_norms: bool  # DoRA: the rows of the merged weight have these norms
+
+    @property
+    def factors(self) -> tuple[str, str]:
+        """The names of A [rank, inputs] and B [outputs, rank]."""
+        kind, end = ("lora_embedding", "") if self.is_embedding else ("lora", ".weight")
+        return f"{self.module}.{kind}_A{end}", f"{self.module}.{kind}_B{end}"
+
+    @property
+    def norms(self) -> str:
+        return f"{self.module}.lora_magnitude_vector"
+
+
+class Adapter:
+    """An adapter for the tensors of `leaves`. Its tensors are compared with them; values are read when merged.
+
+    Raises CheckpointError if a file is missing or damaged, if a setting is not implemented, and, naming the tensors, if
+    some do not belong to the model.
+    """
+
+    def __init__(self, files: Files, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
+        self.where, self.commit = files.where, files.commit
+        config = _AdapterConfig(read_json(files, CONFIG_FILE), f"{files.where}/{CONFIG_FILE}")
+        config.choice("peft_type", ("LORA",))
+        config.initialisation()
+        config.flag("use_dora", False)  # its tensors tell
+        self.base = config.text("base_model_name_or_path")
+        self._scaling = _Scaling.read(config)
+        config.finish()
+        try:
+            self._file = SafetensorsFile(files.open(_WEIGHTS_FILE))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{files.where} has no {_WEIGHTS_FILE}, got {', '.join(files.names())}. Save the adapter again: "
+                f"PeftModel.from_pretrained(base, path).save_pretrained(new_path)."
+            ) from None
+        self._deltas: dict[str, _Delta] = {}  # tensor, without the model's prefix
+        self._replaced: dict[str, str] = {}  # tensor, without the model's prefix -> its name in the adapter
+        self._factors = lru_cache(_KEPT_FACTORS)(self._read_factors)
+        self._match(arch, table, {name: leaf for leaf in jax.tree.leaves(leaves) for name in leaf.tensors})
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies the adapter's tensors and scales."""
+        deltas = json.dumps({name: asdict(delta) for name, delta in self._deltas.items()}, sort_keys=True)
+        tensors = sampled_digest(dict.fromkeys(self._file.tensors, self._file))
+        return hashlib.sha256(f"{tensors} {deltas}".encode()).hexdigest()
+
+    @property
+    def changed(self) -> set[str]:
+        """The tensors that the adapter changes, named without the model's prefix."""
+        return {*self._deltas, *self._replaced}
+
+    def merged(self, name: str, rows: np.ndarray, start: int) -> np.ndarray:
+        """A tensor's rows from `start`, given those of the base model."""
+        stop = start + len(rows)
+        if name in self._replaced:
+            rows = self._file.rows(self._replaced[name], start, stop)
+        delta = self._deltas.get(name)
+        if delta is None:
+            return rows
+        a, b = self._factors(delta)
+        left, right = (a.T, b.T) if delta.is_transposed else (b, a)
+        # In float64, so that rounded sums do not depend on how many rows are read at once.
+        added = delta.scale * (left[start:stop].astype(np.float64) @ right.astype(np.float64))
+        rows = rows.astype(np.float32) + added.astype(np.float32)
+        if delta.has_norms:
+            norms = self._file.rows(delta.norms, start, stop).astype(np.float32)
+            rows *= (norms / np.linalg.norm(rows, axis=1))[:, None]
+        return rows
+
+    def _read_factors(self, delta: _Delta) -> list[np.ndarray]:
+        shapes = {name: self._file.tensors[name].shape for name in delta.factors}
+        return [self._file.rows(name, 0, shape[0]).astype(np.float32) for name, shape in shapes.items()]
+
+    def _match(self, arch: Architecture, table: KeyTable, leaves: Mapping[str, Leaf]) -> None:
+        """Finds the model's tensor for each of the adapter's. `leaves` has a leaf of each, without prefix."""
+        unused, problems, modules = unused_tensors(arch, table), [], {}
+        for name in self._file.tensors:
+            lora = _LORA.fullmatch(name)
+            module = name.removesuffix(".weight") if lora is None else lora[1]
+            target = name.replace(".base_layer.", ".") if lora is None else f"{module}.weight"
+            target = without_trunk(target.removeprefix(_PREFIX))
+            leaf = leaves.get(target)
+            if not name.startswith(_PREFIX) or (
+                leaf is None and not target.startswith(_NOT_CAPTURED) and not unused(target)
+            ):
+                problems.append(f"{name:.200} belongs to no tensor of the model")
+            elif self._file.tensors[name].dtype not in FLOAT_DTYPES:
+                problems.append(f"{name:.200} has dtype {self._file.tensors[name].dtype}")
+            elif modules.setdefault((target, lora is None), module) != module:
+                problems.append(f"{name:.200} is for the same tensor as {modules[target, lora is None]:.200}")
+            elif leaf is not None and lora is None:
+                self._replaced[target] = name
+                problems += self._unexpected_shapes({name: leaf.hf_shape})
+            elif leaf is not None and target not in self._deltas:
+                delta, rank = self._delta(module, leaf)
+                self._deltas[target] = delta
+                problems += self._unexpected_shapes(_shapes(delta, rank, leaf.hf_shape))
+        if problems or not (self._deltas or self._replaced):
+            raise CheckpointError(
+                f"the adapter {self.where} does not fit this model: "
+                f"{'; '.join(shortened(problems)) or 'it changes no tensor of the model'}. Set model.path to its base "
+                f"model ({shown(self.base)}). An adapter with other tensors than LoRA's must be merged with PEFT, and "
+                f"the merged model given as model.path."
+            )
+
+    def _delta(self, module: str, leaf: Leaf) -> tuple[_Delta, int]:
+        """A module's delta, and its rank."""
+        try:
+            rank, scale = self._scaling.of(module.removeprefix(_PREFIX))
+        except re.error as error:
+            raise CheckpointError(
+                f"{self.where}/{CONFIG_FILE}: rank_pattern or alpha_pattern has a pattern that is not a regular "
+                f"expression: {error}. Is the file damaged?"
+            ) from error
+        inputs_first = leaf.num_inputs > 0 and leaf.order.index(0) >= len(leaf.order) - leaf.num_inputs
+        is_embedding = f"{module}.lora_embedding_A" in self._file.tensors
+        has_norms = f"{module}.lora_magnitude_vector" in self._file.tensors
+        if has_norms and (is_embedding or inputs_first):
+            raise CheckpointError(
+                f"{self.where} has DoRA for {module}, which is implemented for linear layers only. Merge it "
+                f"with PEFT, and give the merged model as model.path."
+            )
+        return _Delta(module, scale, is_embedding, is_embedding or inputs_first, has_norms), rank
+
+    def _unexpected_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+        problems = []
+        for name, shape in expected.items():
+            info = self._file.tensors.get(name)
+            if info is None:
+                problems.append(f"{name:.200} is missing")
+            elif info.shape != shape:
+                problems.append(f"{name:.200} has shape {info.shape}, expected {shape}")
+        return problems
+
+
+def _shapes(delta: _Delta, rank: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The expected shapes of the adapter's tensors for a tensor of this shape."""
+    outputs, *inputs = reversed(shape) if delta.is_transposed else shape
+    norms = {delta.norms: (outputs,)} if delta.has_norms else {}
+    return dict(zip(delta.factors, ((rank, *inputs), (outputs, rank)), strict=True)) | norms
+
+
+class AdaptedCheckpoint(Checkpoint):
+    """A checkpoint with an adapter merged into its tensors."""
+
+    def __init__(self, files: Files, adapter: Adapter, divides_head: bool) -> None:
+        """`divides_head`: whether the embedding is also the head, and the adapter changes only one of the two, or both
+        independently."""
+        super().__init__(files)
+        self.adapter, self._divides_head = adapter, divides_head
+
+    @property
+    def commits(self) -> dict[str, str]:
+        commit = self.adapter.commit
+        return super().commits | ({} if commit is None else {"adapter_commit": commit})
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"adapter": self.adapter.digest}
+
+    @cached_property
+    def _changed(self) -> dict[str, str]:
+        """Tensor of the checkpoint that the adapter changes -> its name without the model's prefix."""
+        return {self.full_name(name): name for name in self.adapter.changed}
+
+    def check_head(self) -> None:
+        if self._divides_head:
+            raise CheckpointError(
+                f"the adapter {self.adapter.where} changes the embedding or the head, which are one tensor in the base "
+                f"model. PEFT's merged model and the model that was trained differ in this case, so the head is not "
+                f"implemented. Capture activations only, or merge the adapter with PEFT and give that as model.path."
+            )
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Like the base model's; in float32 where LoRA changes the tensor."""
+        rows = super().rows(name, start, stop)
+        return self.adapter.merged(self._changed[name], rows, start) if name in self._changed else rows

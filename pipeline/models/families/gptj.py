@@ -1,0 +1,40 @@
+"""GPT-J (transformers' `GPTJModel`): attention and MLP in parallel after one norm, and rotation in part, of adjacent
+dimensions."""
+
+import dataclasses
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.architecture import Architecture, KeyTable, Rope, RotaryPairs
+from pipeline.models.families import gpt2
+from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.multi_head import read_multi_head
+
+KEY_TABLE: KeyTable = {
+    "wte.weight": "embed",
+    "h.*.ln_1.weight": "attention.norm",
+    "h.*.ln_1.bias": "attention.norm_bias",
+    "h.*.attn.q_proj.weight": "attention.q",
+    "h.*.attn.k_proj.weight": "attention.k",
+    "h.*.attn.v_proj.weight": "attention.v",
+    "h.*.attn.out_proj.weight": "attention.o",
+    "h.*.mlp.fc_in.weight": "mlp.up",
+    "h.*.mlp.fc_in.bias": "mlp.up_bias",
+    "h.*.mlp.fc_out.weight": "mlp.down",
+    "h.*.mlp.fc_out.bias": "mlp.down_bias",
+    "ln_f.weight": "final_norm",
+    "ln_f.bias": "final_norm_bias",
+}
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    config.ignore("n_ctx", "rotary")  # in published files, but transformers does not read them
+    arch = read_multi_head(
+        config, max_positions=2048, eps=1e-5, activation="gelu_new", rope=Rope(10000.0), names=gpt2.NAMES
+    )
+    dim = config.positive_int("rotary_dim", 64)
+    if dim % 2 or dim > arch.head_dim:
+        raise CheckpointError(
+            f"{config.where}: rotary_dim is {dim}, expected an even number, at most the head size, {arch.head_dim}. "
+            f"Is the file damaged?"
+        )
+    return dataclasses.replace(arch, parallel=True, rotary_dim=dim, rotary_pairs=RotaryPairs.adjacent), KEY_TABLE

@@ -1,0 +1,120 @@
+"""Nemotron-H and Nemotron Nano 2 (transformers' `NemotronHModel`): each layer is one block, with Mamba 2, attention
+without rotation, or an MLP. Layers with experts (Nemotron 3) are not implemented."""
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.messages import shown
+from pipeline.models.architecture import Architecture, DeltaNet, FileTensor, KeyTable, Norm
+from pipeline.models.families.hf_config import HfConfig
+
+KEY_TABLE: KeyTable = {
+    "embeddings.weight": "embed",
+    "layers.*.norm.weight": "attention.norm",
+    "layers.*.mixer.in_proj.weight": FileTensor(("delta.z", "delta.v", "delta.k", "delta.q", "delta.decay")),
+    "layers.*.mixer.conv1d.weight": FileTensor(("delta.v_taps", "delta.k_taps", "delta.q_taps")),
+    "layers.*.mixer.dt_bias": "delta.decay_offset",
+    "layers.*.mixer.A_log": "delta.decay_log_rate",
+    "layers.*.mixer.D": "delta.skip",
+    "layers.*.mixer.norm.weight": FileTensor(("delta.z_norm",), "JOv"),
+    "layers.*.mixer.out_proj.weight": "delta.o",
+    "layers.*.mixer.q_proj.weight": "attention.q",
+    "layers.*.mixer.k_proj.weight": "attention.k",
+    "layers.*.mixer.v_proj.weight": "attention.v",
+    "layers.*.mixer.o_proj.weight": "attention.o",
+    "layers.*.mixer.up_proj.weight": "mlp.up",
+    "layers.*.mixer.down_proj.weight": "mlp.down",
+    "norm_f.weight": "final_norm",
+}
+_BIASES: KeyTable = {
+    "layers.*.mixer.in_proj.bias": FileTensor(
+        ("delta.z_bias", "delta.v_bias", "delta.k_bias", "delta.q_bias", "delta.decay_bias")
+    ),
+    "layers.*.mixer.out_proj.bias": "delta.o_bias",
+}
+_CONV_BIASES: KeyTable = {
+    "layers.*.mixer.conv1d.bias": FileTensor(("delta.v_taps_bias", "delta.k_taps_bias", "delta.q_taps_bias")),
+}
+_MLP_BIASES: KeyTable = {
+    "layers.*.mixer.up_proj.bias": "mlp.up_bias",
+    "layers.*.mixer.down_proj.bias": "mlp.down_bias",
+}
+_LETTERS = {
+    **{"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"},
+    **{letter: letter for letter in "M*-E"},
+}
+_UNUSED = (  # transformers reads none of them, or only in training, or only in layers with experts
+    *("attention_bias", "chunk_size", "expand", "mamba_proj_bias", "mamba_ssm_cache_dtype", "num_hidden_layers"),
+    *("num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "use_mamba_kernels"),
+    *("time_step_floor", "time_step_limit", "time_step_max", "output_router_logits", "sliding_window"),
+    *("moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "topk_group"),
+    *("moe_shared_expert_overlap", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
+    *("routed_scaling_factor", "num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
+)
+_MAX_LAYERS = 10_000
+
+
+def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    config.ignore(*_UNUSED)
+    if config.flag("tie_word_embeddings", False):
+        raise CheckpointError(f"{config.where}: tie_word_embeddings is true, expected false. Use another model.")
+    pattern = _read_pattern(config)
+    num_heads = config.positive_int("num_attention_heads", 32)
+    num_kv_heads = config.optional_int("num_key_value_heads", 8) or num_heads
+    head_dim = config.positive_int("head_dim", 128)
+    if num_heads % num_kv_heads or config.positive_int("attention_head_dim", head_dim) != head_dim:
+        raise CheckpointError(
+            f"{config.where}: expected num_key_value_heads to divide num_attention_heads, and attention_head_dim to be "
+            f"head_dim, got {num_kv_heads}, {num_heads} and head_dim {head_dim}. Is the file damaged?"
+        )
+    arch = Architecture(
+        num_layers=len(pattern),
+        vocab_size=config.positive_int("vocab_size", 131072),
+        max_positions=config.positive_int("max_position_embeddings", 4096),
+        d_model=config.positive_int("hidden_size", 4096),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        d_mlp=config.positive_int("intermediate_size", 21504),
+        norm_eps=config.positive_float("layer_norm_epsilon", 1e-5),
+        rope=None,
+        norm=Norm.rms_wide,
+        activation=config.activation("mlp_hidden_act", "relu2"),
+        gated=False,
+        blocks="".join("F" if letter == "-" else "M" for letter in pattern),
+        delta=_read_mamba(config, "".join("D" if letter == "M" else "A" for letter in pattern)),
+    )
+    table = KEY_TABLE | (_BIASES if config.flag("use_bias", False) else {})
+    table |= _CONV_BIASES if config.flag("use_conv_bias", True) else {}
+    return arch, table | (_MLP_BIASES if config.flag("mlp_bias", False) else {})
+
+
+def _read_pattern(config: HfConfig) -> str:
+    """A letter per layer, as in the older `hybrid_override_pattern`."""
+    names = config.strings("layers_block_type")
+    older = config.text("hybrid_override_pattern")
+    pattern = "".join(_LETTERS.get(name, "?") for name in names or older or "ME*-")
+    if not 1 <= len(pattern) <= _MAX_LAYERS or {*pattern} - {*"M*-"}:
+        raise CheckpointError(
+            f"{config.where}: the layers are {shown(names or older or pattern)}, expected 1 to {_MAX_LAYERS:,} of "
+            f"mamba, attention and mlp (M, * and -); layers with experts are not implemented. Use another model."
+        )
+    return pattern
+
+
+def _read_mamba(config: HfConfig, pattern: str) -> DeltaNet:
+    config.choice("mamba_hidden_act", ("silu", "swish"), "silu")
+    num_heads, num_groups = config.positive_int("mamba_num_heads", 128), config.positive_int("n_groups", 8)
+    if num_heads % num_groups:
+        raise CheckpointError(
+            f"{config.where}: mamba_num_heads is {num_heads}, expected a multiple of n_groups, which is {num_groups}. "
+            f"Is the file damaged?"
+        )
+    return DeltaNet(
+        pattern,
+        num_groups,
+        num_heads // num_groups,
+        config.positive_int("ssm_state_size", 128),
+        config.positive_int("mamba_head_dim", 64),
+        config.positive_int("conv_kernel", 4),
+        is_mamba=True,
+        min_time=config.positive_float("time_step_min", 0.001),
+    )

@@ -1,0 +1,81 @@
+"""How positions get the history of their document: in whole rows, or from a cache while decoding.
+
+Convolutions and states start over at each segment, so documents in a row do not see each other.
+
+Letters: B rows, T positions, J key heads, O value heads per key head, k and v dims of a key head and a value head,
+c convolution taps.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pipeline.models.partition import Partition
+
+
+class Heads(NamedTuple):
+    """The inputs of a rule, in float32. Where `write` and `log_decay` are 0, a position leaves the state as it is."""
+
+    q: Float32[Array, "B T J k"]
+    k: Float32[Array, "B T J k"]
+    v: Float32[Array, "B T J O v"]
+    write: Float32[Array, "B T J O"]  # write strength (beta): 0 leaves the state, 1 replaces the value at the key
+    log_decay: Float32[Array, "B T J O"]  # applied to the state before the position writes
+
+
+class Rule(NamedTuple):
+    """How a state changes from position to position, and what is read from it."""
+
+    # segments [B, T], heads -> the outputs [B, T, J, O, v], and the states after the rows [B, 1, J, O, k, v]
+    rows: Callable[[Int32[Array, "B T"], Heads], tuple[Array, Array]]
+    # states [B, J, O, k, v], heads of one position -> its outputs [B, 1, J, O, v], and the states after it
+    step: Callable[[Array, Heads], tuple[Array, Array]]
+
+
+class Recur(Protocol):
+    """How positions of a DeltaNet or convolution get their history: from the same row, or from a cache in decoding."""
+
+    def convolve(
+        self,
+        name: str,
+        x: Float[Array, "B T *heads"],
+        taps: Float[Array, "*heads 1 c"],
+        segments: Int32[Array, "B T"],
+    ) -> Float32[Array, "B T *heads"]:
+        """The causal convolution of each feature of x, within documents. `name` is unique in the layer."""
+
+    def outputs(
+        self, rule: Rule, segments: Int32[Array, "B T"], heads: Heads, partition: Partition
+    ) -> Float32[Array, "B T J O v"]:
+        """The outputs of the value heads."""
+
+
+class WholeRows:
+    """`Recur` for rows of whole documents: no history precedes the row."""
+
+    def convolve(self, name: str, x: Array, taps: Array, segments: Array) -> Array:
+        return convolution(x, taps, segments)
+
+    def outputs(self, rule: Rule, segments: Array, heads: Heads, partition: Partition) -> Array:
+        return partition.by_rows_and_heads(rule.rows, segments, heads)[0]
+
+
+def convolution(
+    x: Float[Array, "B T *heads"], taps: Float[Array, "*heads 1 c"], segments: Int32[Array, "B T"]
+) -> Float32[Array, "B T *heads"]:
+    """The causal convolution of each feature over the positions of its document. The last tap multiplies the current
+    position."""
+    num_taps = taps.shape[-1]
+    total = jnp.zeros(x.shape, jnp.float32)
+    for offset in range(num_taps):
+        is_same = segments == _shift(segments, offset)
+        earlier = jnp.where(is_same.reshape(*segments.shape, *[1] * (x.ndim - 2)), _shift(x, offset), 0)
+        total += earlier.astype(jnp.float32) * taps[..., 0, num_taps - 1 - offset].astype(jnp.float32)
+    return total
+
+
+def _shift(x: Array, offset: int) -> Array:
+    """The values `offset` positions earlier; 0 before the row."""
+    return jnp.pad(x[:, : x.shape[1] - offset], [(0, 0), (offset, 0), *[(0, 0)] * (x.ndim - 2)])

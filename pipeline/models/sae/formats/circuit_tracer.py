@@ -1,0 +1,75 @@
+"""Transcoders for circuit-tracer (https://github.com/safety-research/circuit-tracer), all layers in one folder:
+layer_5.safetensors with a transcoder, or W_enc_5.safetensors with what a cross-layer transcoder reads from a layer.
+config.yaml, which some folders lack, has the model and the hooks.
+
+Published in this format: mwhanna/qwen3-4b-transcoders and its like, mntss/transcoder-Llama-3.2-1B,
+mntss/clt-gemma-2-2b-2.5M.
+"""
+
+import re
+from collections.abc import Mapping
+
+from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors
+from pipeline.models.sae.context import SAEContext
+from pipeline.models.sae.folder import SAEConfig, read_flat_yaml
+from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.tensors import SafetensorsTensors
+
+CONFIG, _KEYS = "config.yaml", ("model_name", "feature_input_hook", "activation")
+TRANSCODER, CROSS_LAYER = r"layer_(\d+)\.safetensors", r"W_enc_(\d+)\.safetensors"
+_THRESHOLD = "activation_function.threshold"
+_HOOK = "mlp.hook_in"  # of transcoders in folders without config.yaml, as in SAELens
+_ACTIVATIONS = {"relu": FeatureActivation.relu, "jump_relu": FeatureActivation.jumprelu}
+
+
+def read_transcoder(files: Files, name: str) -> SAE:
+    """Reads a transcoder with or without thresholds (otherwise ReLU) and a skip connection."""
+    tensors = SafetensorsTensors(files, name)
+    sizes = axis_sizes(tensors, {"W_enc": "FD", "b_dec": "O"})
+    sources = {
+        "w_enc": TensorSource("W_enc", "FD"),
+        "b_enc": TensorSource("b_enc", "F"),
+        "w_dec": TensorSource("W_dec", "FO"),
+        "b_out": TensorSource("b_dec", "O"),
+    }
+    if _THRESHOLD in tensors.shapes:
+        sources["threshold"] = TensorSource(_THRESHOLD, "F")
+    if "W_skip" in tensors.shapes:
+        sources["w_skip"] = TensorSource("W_skip", "OD")
+    return _sae(files, re.fullmatch(TRANSCODER, name)[1], sizes, tensors, sources, _HOOK)
+
+
+def read_cross_layer(files: Files, name: str) -> SAE:
+    """Reads the encoder of one layer. Its features write to this layer and all later ones: there is no decoder here."""
+    layer = re.fullmatch(CROSS_LAYER, name)[1]
+    tensors = SafetensorsTensors(files, name)
+    sizes = axis_sizes(tensors, {f"W_enc_{layer}": "FD", f"b_dec_{layer}": "O"})
+    sources = {"w_enc": TensorSource(f"W_enc_{layer}", "FD"), "b_enc": TensorSource(f"b_enc_{layer}", "F")}
+    if (threshold := f"threshold_{layer}") in tensors.shapes:
+        sources["threshold"] = TensorSource(threshold, "F")
+    return _sae(files, layer, sizes, tensors, sources, None)
+
+
+def _sae(
+    files: Files,
+    layer: str,
+    sizes: Mapping[str, int],
+    tensors: SafetensorsTensors,
+    sources: Mapping[str, TensorSource],
+    hook: str | None,
+) -> SAE:
+    """hook: that of a folder whose configuration does not name it; None: not known."""
+    config = read_flat_yaml(files, CONFIG, _KEYS) if files.has(CONFIG) else SAEConfig({}, f"{files.where}/{CONFIG}")
+    activation = "jump_relu" if "threshold" in sources else "relu"
+    config.choice(
+        *("activation", [activation], activation),
+        remedy=f"{tensors.name} has {'' if 'threshold' in sources else 'no '}thresholds. Use another transcoder.",
+    )
+    size = re.search(r"(?:/|--)qwen3-([\d.]+b)-transcoders", files.where)  # of the folders without config.yaml
+    model_name = config.text("model_name") or (f"Qwen/Qwen3-{size[1].upper()}" if size else None)
+    hook = config.text("feature_input_hook") or hook
+    spec = SAESpec(sizes["D"], sizes["F"], sizes["O"], _ACTIVATIONS[activation], is_transcoder=True)
+    hook_name = hook and f"blocks.{layer}.{hook}"
+    sae = SAE("circuit_tracer", spec, hook_name, tensors, sources, SAEContext(model_name))
+    return check_tensors(sae, [f"b_dec_{layer}"])

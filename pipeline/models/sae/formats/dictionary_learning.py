@@ -1,0 +1,101 @@
+"""dictionary_learning (https://github.com/saprmarks/dictionary_learning): config.json and ae.pt, as SAEBench's SAEs and
+many others are published.
+
+Features fire with the same values as in `encode` of the class that config.json names, for the weights in the file, as
+in SAELens. (The library's loader of AutoEncoder first makes the norms of the decoder's rows 1, which multiplies each
+feature by a constant, unless it is called with normalize_decoder=False.) Other attributes are about training.
+"""
+
+import re
+
+import numpy as np
+
+from pipeline.core.errors import CheckpointError
+from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.torch_file import TorchFile
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
+from pipeline.models.sae.context import MODULE_HOOKS, SAEContext
+from pipeline.models.sae.folder import SAEConfig, read_config
+from pipeline.models.sae.spec import FeatureActivation, SAESpec
+
+CONFIG, WEIGHTS = "config.json", "ae.pt"
+_CLASSES = {  # the activation, and whether the decoder's bias is subtracted from the input
+    "AutoEncoder": (FeatureActivation.relu, True),
+    "AutoEncoderNew": (FeatureActivation.relu, False),
+    "AutoEncoderTopK": (FeatureActivation.topk, True),
+    "BatchTopKSAE": (FeatureActivation.jumprelu, True),  # with a single threshold, except in training
+    "MatryoshkaBatchTopKSAE": (FeatureActivation.jumprelu, True),
+    "JumpReluAutoEncoder": (FeatureActivation.jumprelu, False),
+    "GatedAutoEncoder": (FeatureActivation.gated, True),
+}
+_TRAINING = (
+    "k",
+    "threshold",
+    "group_sizes",
+)  # saved by all classes with a k, of which some do not use them in `encode`
+_OUTPUT_BIASES = ("b_dec", "bias", "decoder_bias", "decoder.bias")
+_MODULES = {"resid_post": "layer", "attention_out": "attention", "mlp_out": "mlp"}
+
+
+def read_sae(files: Files) -> SAE:
+    """Reads an SAE of one of the classes in `_CLASSES`, or a transcoder of that class, from a module's input to its
+    output."""
+    config = read_config(files, CONFIG)
+    trainer, buffer = config.nested("trainer"), config.nested("buffer")
+    class_name = trainer.choice("dict_class", _CLASSES)
+    activation, subtracts_bias = _CLASSES[class_name]
+    d_in, width = trainer.positive_int("activation_dim"), trainer.positive_int("dict_size")
+    tensors = TorchFile(files, WEIGHTS)
+    k = _top_k(trainer, tensors, width) if activation is FeatureActivation.topk else None
+    context = SAEContext(
+        trainer.text("lm_name"), context_size=buffer.positive_int("ctx_len") if "ctx_len" in buffer else None
+    )
+    end = buffer.choice("io", ["in", "out", "in_and_out"], default="out")
+    spec = SAESpec(d_in, width, d_in, activation, k, is_transcoder=end == "in_and_out")
+    sae = SAE(
+        *("dictionary_learning", spec, _hook_name(trainer, reads_input=end != "out"), tensors),
+        *(_sources(tensors, activation, subtracts_bias), context),
+    )
+    return check_tensors(sae, _TRAINING if "TopK" in class_name else ())
+
+
+def _top_k(trainer: SAEConfig, tensors: TorchFile, width: int) -> int:
+    """Which the first versions of AutoEncoderTopK did not save in the file."""
+    k = trainer.positive_int("k", most=width)
+    if "k" in tensors.shapes and (saved := tensors.number("k")) != k:
+        raise CheckpointError(
+            f"{tensors.name}: k is {saved}, expected {k} as in {CONFIG}. Is the file that of another SAE?"
+        )
+    return k
+
+
+def _hook_name(trainer: SAEConfig, *, reads_input: bool) -> str | None:
+    name = trainer.text("submodule_name") or f"resid_post_layer_{trainer.values.get('layer')}"
+    match = re.fullmatch(r"(\w+)_layer_(\d+)", name)
+    hooks = MODULE_HOOKS.get(_MODULES.get(match[1], "")) if match else None
+    return hooks and f"blocks.{match[2]}.{hooks[0 if reads_input else 1]}"
+
+
+def _sources(
+    tensors: TorchFile, activation: FeatureActivation, subtracts_bias: bool
+) -> dict[str, TensorSource | float]:
+    """The sources of all arrays. Some classes have matrices as parameters, others a torch.nn.Linear, whose weight has a
+    row per output."""
+    names = tensors.shapes
+    is_linear = "encoder.weight" in names
+    bias = next((name for name in _OUTPUT_BIASES if name in names), _OUTPUT_BIASES[0])
+    sources: dict[str, TensorSource | float] = {
+        "w_enc": TensorSource("encoder.weight", "FD") if is_linear else TensorSource("W_enc", "DF"),
+        "b_enc": TensorSource("encoder.bias" if is_linear else "b_enc", "F"),
+        "w_dec": TensorSource("decoder.weight", "OF") if is_linear else TensorSource("W_dec", "FO"),
+        "b_out": TensorSource(bias, "O"),
+    }
+    if subtracts_bias:
+        sources["b_in"] = TensorSource(bias, "D")
+    if activation is FeatureActivation.jumprelu:
+        is_number = names.get("threshold") == ()
+        sources["threshold"] = tensors.number("threshold") if is_number else TensorSource("threshold", "F")
+    if activation is FeatureActivation.gated:
+        sources["b_enc"] = TensorSource("mag_bias", "F")
+        sources |= {"gate_scale": TensorSource("r_mag", "F", np.exp), "gate_bias": TensorSource("gate_bias", "F")}
+    return sources

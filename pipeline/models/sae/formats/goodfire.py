@@ -1,0 +1,29 @@
+"""Goodfire's SAEs for Llama (https://huggingface.co/Goodfire), and that of qresearch for DeepSeek-R1-Distill-Llama: a
+file such as Llama-3.1-8B-Instruct-SAE-l19.pth, whose name has the model and the layer."""
+
+import re
+
+from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.torch_file import TorchFile
+from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors
+from pipeline.models.sae.context import SAEContext
+from pipeline.models.sae.spec import FeatureActivation, SAESpec
+
+WEIGHTS = r"(.+)-SAE-l(\d+)\.pth?"
+
+
+def read_sae(files: Files, name: str) -> SAE:
+    """Reads a ReLU SAE of the residual stream, made of two torch.nn.Linear. No bias is subtracted from the input."""
+    tensors = TorchFile(files, name)
+    linear = "_linear" if "encoder_linear.weight" in tensors.shapes else ""
+    sizes = axis_sizes(tensors, {f"encoder{linear}.weight": "FD"})
+    sources = {
+        "w_enc": TensorSource(f"encoder{linear}.weight", "FD"),
+        "b_enc": TensorSource(f"encoder{linear}.bias", "F"),
+        "w_dec": TensorSource(f"decoder{linear}.weight", "OF"),
+        "b_out": TensorSource(f"decoder{linear}.bias", "O"),
+    }
+    model_name, layer = re.fullmatch(WEIGHTS, name).groups()
+    spec = SAESpec(sizes["D"], sizes["F"], sizes["D"], FeatureActivation.relu)
+    hook_name = f"blocks.{layer}.hook_resid_post"
+    return check_tensors(SAE("goodfire", spec, hook_name, tensors, sources, SAEContext(model_name)))

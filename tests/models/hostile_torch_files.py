@@ -1,0 +1,279 @@
+"""Pickles and archives that attack a reader of torch's files: what each puts in place of one tensor, or of the file."""
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+
+CANARY = "canary"  # a file in the working directory that exists after an attack that succeeds
+COMMAND = f"touch {CANARY}"
+FUNCTIONS = """
+    os system|posix system|nt system|subprocess Popen|subprocess check_output|builtins eval|builtins exec|builtins open
+    builtins __import__|builtins getattr|__builtin__ eval|importlib import_module|runpy run_path|pdb run|timeit timeit
+    torch load|torch.hub load|torch.jit load|torch.serialization load|torch._utils _rebuild_tensor_v2.__globals__
+    torch._utils __builtins__|torch._utils sys|torch _utils._rebuild_tensor_v2|torch.storage _load_from_bytes
+    torch.storage UntypedStorage|torch FloatStorage.from_file|torch ComplexFloatStorage|collections OrderedDict.fromkeys
+    collections Counter|functools partial|operator attrgetter|pickle loads|_codecs encode|numpy load|types CodeType
+    numpy.core.multiarray _reconstruct|webbrowser open|shutil rmtree|ctypes CDLL|code interact|asyncio run
+    pip main|torch._utils _rebuild_tensor|torch._utils _rebuild_tensor_v3|torch._tensor _rebuild_from_type_v2
+"""
+
+
+def push(value: object) -> bytes:
+    """Instructions that push a plain value."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def named(function: str) -> bytes:
+    """The instruction that pushes a function or class, as GLOBAL."""
+    module, _, name = function.partition(" ")
+    return f"c{module}\n{name}\n".encode()
+
+
+def storage(
+    key: object = "9", size: object = 4, dtype: bytes = named("torch FloatStorage"), kind: object = "storage"
+) -> bytes:
+    return b"(" + push(kind) + dtype + push(key) + push("cpu") + push(size) + b"tQ"
+
+
+def tensor(
+    shape: object = (4,), strides: object = (1,), offset: object = 0, stored: bytes = storage(), rest: bytes = b"\x89}"
+) -> bytes:
+    parts = stored + push(offset) + push(shape) + push(strides) + rest
+    return named("torch._utils _rebuild_tensor_v2") + b"(" + parts + b"tR"
+
+
+def doubled(instructions: bytes, times: int = 60) -> bytes:
+    """A value of 2**times parts, all the same."""
+    return instructions + b"".join(b"q%ch%c\x86" % (n, n) for n in range(1, times + 1))
+
+
+def dicts(depth: int) -> bytes:
+    """Dicts of 8 dicts each, all the same."""
+    if not depth:
+        return b"}"
+    others = b"".join(push(key) + b"h%c" % depth for key in "bcdefgh")
+    return b"}(" + push("a") + dicts(depth - 1) + b"q%c" % depth + others + b"u"
+
+
+SYSTEM, DICT, OPEN_ARGUMENTS = named("os system"), named("collections OrderedDict"), push((COMMAND,))
+# In place of a tensor.
+VALUES: Mapping[str, bytes] = {
+    **{
+        name: named(name) + OPEN_ARGUMENTS + b"R"
+        for line in FUNCTIONS.split("\n")
+        for name in line.strip().split("|")
+        if name
+    },
+    "STACK_GLOBAL": push("os") + push("system") + b"\x93" + OPEN_ARGUMENTS + b"R",
+    "STACK_GLOBAL from the memo": push("os") + b"q\1" + push("system") + b"q\2h\1h\2\x93" + OPEN_ARGUMENTS + b"R",
+    "INST": b"(" + push(COMMAND) + b"ios\nsystem\n",
+    "OBJ": b"(" + SYSTEM + push(COMMAND) + b"o",
+    "OBJ of a known class": b"(" + DICT + b"o",
+    "NEWOBJ": DICT + b")\x81",
+    "NEWOBJ_EX": DICT + b")}\x92",
+    "EXT1": b"\x82\1" + OPEN_ARGUMENTS + b"R",
+    "EXT4": b"\x84\xff\xff\xff\x7f",
+    "PERSID": b"Pcos.system\n",
+    "BUILD of a tensor": tensor() + push({"__setstate__": COMMAND}) + b"b",
+    "BUILD of a function": named("torch FloatStorage") + push({"__reduce__": COMMAND}) + b"b",
+    "POP": push(1) + SYSTEM + b"0",
+    "DUP": push(1) + b"2",
+    "protocol 5": b"\x80\5" + push(1),
+    "frame": b"\x95" + b"\xff" * 8 + push(1),
+    "buffer": b"\x97",
+    "text": b"I" + b"9" * 5000 + b"\n",
+    "long text": b"L" + b"9" * 5000 + b"L\n",
+    "LONG4": b"\x8b\xff\xff\xff\x7f",
+    "string of 2 GB": b"X\xff\xff\xff\x7fabc",
+    "string of 2**60 bytes": b"\x8d" + (1 << 60).to_bytes(8, "little"),
+    "bytes": b"C\4abcd",
+    "no such memo": b"h\xff",
+    "empty stack": b"00000",
+    "no mark": b"t" * 9,
+    "a mark": b"(",
+    "APPEND to a dict": b"}" + push(1) + b"a",
+    "SETITEM of a list": b"]" + push(1) + push(2) + b"s",
+    "odd items": b"}(" + push("a") + b"u",
+    "dict with itself": b"}q\1" + push("a") + b"h\1s",
+    "dicts 100 deep": (b"}" + push("a")) * 100 + b"}" + b"s" * 100,
+    "2 million dicts": dicts(7),
+    "long names": (b"}" + push("a" * 2000)) * 3 + push(1) + b"s" * 3,
+    "a hash of 2**60": b"}" + doubled(push(())) + push(1) + b"s",
+    "a list as key": b"}]" + push(1) + b"s",
+    "REDUCE of a dict": b"}" + b")R",
+    "REDUCE of a result": DICT + b")R" + b")R",
+    "REDUCE with a list": DICT + b"]R",
+    "REDUCE with a function": DICT + SYSTEM + b"\x85R",
+    "a dict of pairs": DICT + push(([("a", 1)],)) + b"R",
+    "a parameter of a dict": named("torch._utils _rebuild_parameter") + b"}\x85R",
+    "five arguments": tensor(rest=b"\x89"),
+    "seven arguments": tensor(rest=b"\x89}" + push({"neg": True})),
+    "a storage of text": tensor(stored=push("9")),
+    "a tensor of a tensor": tensor(stored=tensor()),
+    "a persistent text": push("9") + b"Q",
+    "a persistent pair": push(("storage", "9")) + b"Q",
+    "a persistent module": tensor(stored=storage(kind="module")),
+    "a storage of a dict": tensor(stored=storage(dtype=DICT)),
+    "a storage of a text": tensor(stored=storage(dtype=push("torch FloatStorage"))),
+    "a number as key": tensor(stored=storage(key=9)),
+    "a key of 2**60 parts": tensor(
+        stored=b"(" + push("storage") + named("torch FloatStorage") + doubled(push(())) + push("cpu") + push(4) + b"tQ"
+    ),
+    "a path": tensor(stored=storage(key="../../../../etc/passwd")),
+    "a path to the same": tensor(stored=storage(key="../data/9")),
+    "no such storage": tensor(stored=storage(key="7")),
+    "a storage of 2**40": tensor(stored=storage(size=1 << 40)),
+    "a smaller storage": tensor((3,), stored=storage(size=3)),
+    "a storage of -4": tensor(stored=storage(size=-4)),
+    "a storage of 2**2000": tensor(stored=storage(size=1 << 2000)),
+    "a storage of True": tensor(stored=storage(size=True)),
+    "a wider dtype": tensor(stored=storage(dtype=named("torch DoubleStorage"))),
+    "offset -1": tensor((2,), offset=-1),
+    "offset 1": tensor(offset=1),
+    "offset 2**47": tensor(offset=1 << 47),
+    "stride -1": tensor(strides=(-1,)),
+    "stride 0": tensor((1 << 40,), (0,)),
+    "stride 2": tensor(strides=(2,)),
+    "overlap": tensor((2, 3), (1, 1)),
+    "overlap, transposed": tensor((3, 2), (1, 2)),
+    "shape -4": tensor((-4,)),
+    "shape 2**47, twice": tensor((1 << 47, 1 << 47), (1 << 46, 1)),
+    "shape 4.0": tensor((4.0,)),
+    "shape 4": tensor(4),
+    "shape of a list": tensor([4]),
+    "shape of 33 axes": tensor((1,) * 33, (1,) * 33),
+    "more strides": tensor((4,), (1, 1)),
+}
+
+
+def archive(members: Mapping[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    sink = io.BytesIO()
+    with zipfile.ZipFile(sink, "w", method) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return sink.getvalue()
+
+
+def members_of(content: bytes) -> dict[str, bytes]:
+    """The members of an archive, in a folder x."""
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        return {f"x/{name.partition('/')[2]}": file.read(name) for name in file.namelist()}
+
+
+def with_value(members: Mapping[str, bytes], instructions: bytes) -> bytes:
+    """The archive, with a further value in its state dict."""
+    stream = members["x/data.pkl"]
+    assert stream.endswith(b"u.")
+    return archive({**members, "x/data.pkl": stream[:-2] + push("extra") + instructions + b"u."})
+
+
+def patched(members: Mapping[str, bytes], name: str, offset: int, content: bytes, in_directory: bool = True) -> bytes:
+    """The archive, with bytes replaced in the header of a member: in the directory, or before its content."""
+    data = bytearray(archive(members))
+    start = data.rindex(name.encode()) - 46 if in_directory else data.index(name.encode()) - 30
+    data[start + offset : start + offset + len(content)] = content
+    return bytes(data)
+
+
+def repeated(members: Mapping[str, bytes], name: str) -> bytes:
+    """The archive with a member twice."""
+    return archive({**members, name.replace("x/", "y/"): b"other"}).replace(b"y/", b"x/")
+
+
+Archive = Callable[[Mapping[str, bytes]], bytes]
+LARGE = {f"x/{number:060000}": b"" for number in range(30)}
+ARCHIVES: Mapping[str, Archive] = {
+    "empty": lambda members: b"",
+    "three bytes": lambda members: b"PK\3",
+    "a pickle": lambda members: pickle.dumps({}, 2),
+    "a tar": lambda members: b"data".ljust(257, b"\0") + b"ustar\0".ljust(300, b"\0"),
+    "gzip": lambda members: b"\x1f\x8b" + bytes(100),
+    "no directory": lambda members: archive(members)[:-400],
+    "only a directory": lambda members: b"PK\3\4" + archive(members)[-400:],
+    "deflated": lambda members: archive(members, zipfile.ZIP_DEFLATED),
+    "deflated zeros": lambda members: archive(members | {"x/data/0": bytes(1 << 24)}, zipfile.ZIP_DEFLATED),
+    "two storages of a name": lambda members: repeated(members, "x/data/0"),
+    "two pickles": lambda members: repeated(members, "x/data.pkl"),
+    "no pickle": lambda members: archive({name: members[name] for name in members if name != "x/data.pkl"}),
+    "no folder": lambda members: archive({name.removeprefix("x/"): content for name, content in members.items()}),
+    "another folder": lambda members: archive({"../y": b"", **members}),
+    "a root": lambda members: archive({f"/{name}": content for name, content in members.items()}),
+    "big-endian": lambda members: archive(members | {"x/byteorder": b"big"}),
+    "a byte order of 2 MB": lambda members: archive(members | {"x/byteorder": bytes(1 << 21)}),
+    "a pickle of 2 MB": lambda members: archive(members | {"x/data.pkl": b"N0" * (1 << 20) + b"."}),
+    "11,000 members": lambda members: archive(members | {f"x/{number}": b"" for number in range(11_000)}),
+    "a directory of 2 MB": lambda members: archive(members | LARGE),
+    "a longer storage": lambda members: archive(members | {"x/data/0": members["x/data/0"] + bytes(4)}),
+    "a shorter storage": lambda members: archive(members | {"x/data/0": members["x/data/0"][:-4]}),
+    "a size of 4 GB": lambda members: patched(members, "x/data.pkl", 20, b"\xfe\xff\xff\xff" * 2),
+    "a size of 4 GB, stored": lambda members: patched(members, "x/data/0", 24, b"\xfe\xff\xff\xff"),
+    "beyond the end": lambda members: patched(members, "x/data/0", 42, b"\xf0\xff\xff\x7f"),
+    "the place of another": lambda members: patched(members, "x/data/0", 42, bytes(4)),
+    "no header": lambda members: patched(members, "x/data/0", 0, b"PK\5\6", in_directory=False),
+    "a long name": lambda members: patched(members, "x/data/0", 26, b"\xff\xff\xff\xff", in_directory=False),
+    "another checksum": lambda members: patched(members, "x/data/0", 16, b"abcd"),
+    "another name": lambda members: patched(members, "x/data/0", 34, b"9", in_directory=False),
+    "no checksum": lambda members: patched(members, "x/data/0", 16, bytes(4)),
+    "a changed pickle": lambda members: patched(members, "x/data.pkl", 60, b"\0", in_directory=False),
+}
+# What refuses each case: a pattern for the message.
+REASONS: Mapping[str, tuple[str, ...]] = {
+    "got the pickle instruction": (
+        *("STACK_GLOBAL", "STACK_GLOBAL from the memo", "INST", "OBJ of a known class", "NEWOBJ", "NEWOBJ_EX", "EXT1"),
+        *("EXT4", "PERSID", "DUP", "frame", "buffer", "bytes", "empty stack"),
+    ),
+    "got pickle protocol 5": ("protocol 5",),
+    "got a damaged pickle": (
+        *("text", "long text", "LONG4", "string of 2 GB", "string of 2**60 bytes", "no such memo", "no mark"),
+        *("odd items", "a persistent pair"),
+    ),
+    "in place of a dict": ("BUILD of a tensor", "BUILD of a function", "a mark", "SETITEM of a list"),
+    "in place of a list": ("APPEND to a dict",),
+    "in place of a function or class": ("REDUCE of a dict", "REDUCE of a result", "a storage of a text"),
+    "in place of a tuple": ("REDUCE with a list", "a persistent text", "shape 4", "shape of a list"),
+    "in place of a tensor": ("a parameter of a dict",),
+    "in place of a storage": ("a storage of text", "a tensor of a tensor"),
+    "in place of a str": ("a number as key", "a key of 2**60 parts"),
+    "dicts nested more than 8": ("dict with itself", "dicts 100 deep"),
+    "more than 10,000 values": ("2 million dicts",),
+    "a name of 2,006 characters": ("long names",),
+    "as the key of a dict": ("a hash of 2**60", "a list as key"),
+    "with [157] arguments": ("a dict of pairs", "five arguments", "seven arguments"),
+    "the persistent id of": ("a persistent module", "a storage of a dict"),
+    "as the size of a tensor": (
+        *("a storage of -4", "a storage of 2**2000", "a storage of True", "offset -1", "stride -1", "shape -4"),
+        "shape 4.0",
+    ),
+    "sizes and [0-9]+ strides": ("shape of 33 axes", "more strides"),
+    "expected a member data": (
+        "a path",
+        "a path to the same",
+        "no such storage",
+        "no pickle",
+        "no folder",
+        "another folder",
+        "a root",
+    ),
+    "bytes with (extra|encoder)": (
+        *("a storage of 2**40", "a smaller storage", "a wider dtype", "a longer storage", "a shorter storage"),
+        "a size of 4 GB, stored",
+    ),
+    "extra within 4 elements": ("offset 1", "offset 2**47", "stride 2"),
+    "without overlaps.*contiguous": ("stride 0", "overlap", "overlap, transposed", "shape 2**47, twice"),
+    "is not a zip archive": ("empty", "three bytes", "a pickle", "a tar", "gzip"),
+    "as the library saves them": ("no directory", "only a directory", "a directory of 2 MB"),
+    "another compression method": ("deflated", "deflated zeros"),
+    "two members with the same name": ("two storages of a name", "two pickles"),
+    "expected little-endian": ("big-endian",),
+    "expected at most 262,144": ("a byte order of 2 MB", "a pickle of 2 MB", "a size of 4 GB"),
+    "expected at most 10,000 members": ("11,000 members",),
+    "within [0-9,]+ bytes": ("beyond the end",),
+    "expected the member data/0": ("the place of another", "no header", "another name", "a long name"),
+    "with the checksum": ("another checksum", "no checksum", "a changed pickle"),
+}
+
+
+def reason(case: str) -> str:
+    """The pattern of `REASONS`; most others name a function."""
+    return next((key for key, names in REASONS.items() if case in names), "got the function or class")

@@ -1,0 +1,151 @@
+"""Kimi K2's models as published: experts in packed INT4, and the tensors of a language model beside those of vision."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from pipeline.core.errors import CheckpointError
+from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
+from pipeline.models.checkpoints import int4, leaf_reading
+from pipeline.models.registry import open_model
+from tests.models.hf_reference import save_random
+from tests.models.loaded_leaves import assert_same_leaves, loaded_leaves
+
+pytestmark = pytest.mark.heavy
+LAST = ActivationKey(1, Site.resid_post)
+GROUP = 16  # 32 inputs of gate and up are two groups, 48 of down are three
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False}
+WEIGHTS |= {"actorder": None, "observer": "minmax", "observer_kwargs": {}, "block_structure": None}
+PUBLISHED = {
+    **{"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"},
+    **{"ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": None},
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": None}},
+}
+
+
+def words(numbers: np.ndarray) -> np.ndarray:
+    """int32 [M, D / 8] of numbers from -8 to 7: number d is in bits 4 * (d % 8) of word d // 8, plus 8."""
+    bits = (numbers + 8).astype(np.uint32).reshape(len(numbers), -1, 8) << np.arange(0, 32, 4, dtype=np.uint32)
+    return np.bitwise_or.reduce(bits, axis=-1).view(np.int32)
+
+
+def test_numbers_are_packed_as_by_compressed_tensors() -> None:
+    packed = np.array([[1985229328, -19088744]], np.int32)  # pack_to_int32(torch.arange(-8, 8), 4) of version 0.20
+    np.testing.assert_array_equal(words(np.arange(-8, 8)[None]), packed)
+    scales = np.array([[0.5, 2.0]], np.float32)
+    expected = np.arange(-8, 8) * np.repeat(scales[0], 8)
+    np.testing.assert_array_equal(int4.unpacked(packed, scales), expected[None])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints of the same values: `packed` is a Kimi K2.5, `plain` a DeepSeek-V3 in float32."""
+    path = tmp_path_factory.mktemp("saved")
+    save_random("deepseek_v3", path / "plain", num_hidden_layers=2, moe_intermediate_size=48)
+    shutil.copytree(path / "plain", path / "packed")
+    plain, rng = load_file(path / "plain" / "model.safetensors"), np.random.default_rng(0)
+    packed = {}
+    for name, tensor in plain.items():
+        if ".experts." not in name:
+            packed[f"language_model.{name}"] = tensor
+            continue
+        numbers = rng.integers(-8, 8, tensor.shape)
+        scales = rng.uniform(0.01, 0.1, (len(numbers), tensor.shape[1] // GROUP)).astype(np.float32)
+        plain[name] = numbers.astype(np.float32) * np.repeat(scales, GROUP, axis=1)
+        parts = {"packed": words(numbers), "scale": scales, "shape": np.array(tensor.shape, np.int32)}
+        packed |= {f"language_model.{name}_{part}": values for part, values in parts.items()}
+    packed |= {"vision_tower.encoder.blocks.0.wo.weight": np.ones((2, 2), np.float32)}
+    save_file(plain, path / "plain" / "model.safetensors")
+    save_file(packed, path / "packed" / "model.safetensors")
+    file = path / "packed" / "config.json"
+    text = json.loads(file.read_text()) | {"model_type": "kimi_k2", "quantization_config": PUBLISHED}
+    config = {"model_type": "kimi_k25", "architectures": ["KimiK25ForConditionalGeneration"], "text_config": text}
+    config |= {"vision_config": {"vt_num_hidden_layers": 1}, "media_placeholder_token_id": 3, "ignore_index": -100}
+    config |= {"tie_word_embeddings": False, "use_unified_vision_chunk": True, "video_placeholder": "<video>"}
+    file.write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration.X"}}))
+    return path
+
+
+@pytest.fixture
+def packed(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint in INT4, to damage."""
+    return Path(shutil.copytree(saved / "packed", tmp_path / "packed"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_int8", "piece_bytes"),
+    [("float32", False, 1), ("bfloat16", False, 1 << 24), ("float32", True, 1 << 11)],
+)
+def test_int4_weights_equal_dequantised_ones(
+    dtype: str, with_int8: bool, piece_bytes: int, saved: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
+    models = [open_model(str(saved / name)) for name in ("packed", "plain")]
+    assert models[0].arch == models[1].arch
+    packed, plain = (loaded_leaves(model, (LAST, FINAL_NORM), dtype, with_int8=with_int8) for model in models)
+    assert_same_leaves(packed, plain)
+    for model in models:
+        model.generation.check_head()
+
+
+def test_a_language_model_alone_is_read(packed: Path, saved: Path) -> None:
+    """Kimi K2 Thinking: no vision, and the quantisation in config.json itself."""
+    config, tensors = json.loads((packed / "config.json").read_text()), load_file(packed / "model.safetensors")
+    (packed / "config.json").write_text(json.dumps(config["text_config"]))
+    tensors = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if "vision" not in name}, packed / "model.safetensors")
+    alone, whole = (loaded_leaves(open_model(str(path)), (LAST,)) for path in (packed, saved / "packed"))
+    assert_same_leaves(alone, whole)
+
+
+def of_weights(**changes: object) -> dict:
+    return PUBLISHED | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS | changes}}}
+
+
+REFUSED = {
+    "another format": (PUBLISHED | {"format": "float-quantized"}, "format is 'float-quantized'.*Use the checkpoint"),
+    "eight bits": (of_weights(num_bits=8), "num_bits is 8"),
+    "zero points": (of_weights(symmetric=False), "symmetric is False"),
+    "another order of columns": (of_weights(actorder="group"), "actorder is 'group'"),
+    "one scale": (of_weights(strategy="tensor"), "strategy is 'tensor'"),
+    "rounded activations": (
+        PUBLISHED | {"config_groups": {"group_0": {"weights": WEIGHTS, "input_activations": {"num_bits": 8}}}},
+        "sets input_activations=",
+    ),
+    "something else": (PUBLISHED | {"expert_dtype": "fp4"}, "sets expert_dtype='fp4'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_quantisations_are_refused(case: str, packed: Path) -> None:
+    quantization, message = REFUSED[case]
+    config = json.loads((packed / "config.json").read_text())
+    config["text_config"]["quantization_config"] = quantization
+    (packed / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(packed))
+
+
+NAME = "language_model.model.layers.1.mlp.experts.2.down_proj.weight"
+DAMAGES = {
+    "no scales": ({f"{NAME}_scale": None}, "2.down_proj.weight is missing.*2.down_proj.weight_packed is unexpected"),
+    "no shape": ({f"{NAME}_shape": None}, "2.down_proj.weight is missing.*2.down_proj.weight_packed is unexpected"),
+    "scales of other rows": ({f"{NAME}_scale": np.ones((31, 3), np.float32)}, r"I32 with scales F32 \[31, 3\]"),
+    "scales of unequal groups": ({f"{NAME}_scale": np.ones((32, 5), np.float32)}, r"I32 with scales F32 \[32, 5\]"),
+    "another number of words": ({f"{NAME}_packed": np.ones((32, 3), np.int32)}, r"shape \(32, 24\), expected \(32, 48"),
+    "words of another dtype": ({f"{NAME}_packed": np.ones((32, 6), np.uint8)}, r"U8 with scales F32 \[32, 3\]"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_tensors_that_do_not_fit_are_reported(damage: str, packed: Path) -> None:
+    changes, message = DAMAGES[damage]
+    file = packed / "model.safetensors"
+    tensors = load_file(file) | changes
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(packed))
