@@ -145,7 +145,7 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
 
 
 def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_path):
-    """The store does not depend on interruptions and on `data.rows`."""
+    """The store does not depend on interruptions."""
     options = [*overrides, "data.samples=3", "data.group=5", "data.stop=[th,ing]"]
     once, twice = tmp_path / "once", tmp_path / "twice"
     run_here(*options, f"store.path={once}")
@@ -155,7 +155,7 @@ def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_p
         wait_until(lambda: num_groups(twice) >= 3, process, "3 groups")
         process.kill()
         process.communicate()
-    run_here(*options, f"store.path={twice}", "data.rows=3")
+    run_here(*options, f"store.path={twice}")
     assert_same_store(once, twice)
     assert verify_store(str(once)) == []
     store, tokenizer = ActivationStore.open(once), load_tokenizer(str(ASSETS))

@@ -214,6 +214,7 @@ def test_a_stop_ends_a_completion_where_it_first_occurs(path: Path, drawing: Gen
     stopping = generator(path, keys, **DRAWN)
     stopping.stop_at = stop_at
     whole, found, sizes = completed(drawing, some), completed(stopping, some), set()
+    extract = extraction(path, keys) if keys else None
     for prompt in some:
         each, expected = found[prompt.number], whole[prompt.number].tokens
         stop = stop_at(expected)
@@ -221,7 +222,7 @@ def test_a_stop_ends_a_completion_where_it_first_occurs(path: Path, drawing: Gen
         assert each.finish_reason == ("stop" if stop else whole[prompt.number].finish_reason)
         sizes.add(stop)
         for key, values in each.activations.items():
-            extracted = extraction(path, keys)(prompt, each)[key]
+            extracted = extract(prompt, each)[key]
             np.testing.assert_allclose(values, extracted, atol=1e-4 * np.abs(extracted).max())
     assert len(sizes) > 5
     assert stopping.counts.row_steps < drawing.counts.row_steps
