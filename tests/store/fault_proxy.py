@@ -129,8 +129,8 @@ class _Handler(BaseHTTPRequestHandler):
                 if not self._condition_holds():
                     self._answer(412, [], b"")
                     return
-                response, content = self._forward(body)
-                headers = [*response.getheaders(), *self._note_generation(response, content)]
+                response, content, generation = self._forward_unchanged(body)
+                headers = [*response.getheaders(), *self._note_generation(response, content, generation)]
             if fault is Fault.unanswered or (fault is Fault.short and not content):
                 self._cut()
             elif fault is Fault.short:
@@ -162,8 +162,8 @@ class _Handler(BaseHTTPRequestHandler):
             or wanted == [self._proxy.generations.get(_gcs_object(self.path), "0")]
         )
 
-    def _note_generation(self, response: HTTPResponse, content: bytes) -> list[tuple[str, str]]:
-        """Records the generation that an upload gives an object. Returns the header of a download with it."""
+    def _note_generation(self, response: HTTPResponse, content: bytes, generation: str | None) -> list[tuple[str, str]]:
+        """Records the generation that an upload gives an object. Returns the header of a download with its own."""
         place, generations = _gcs_object(self.path), self._proxy.generations
         if place is None or response.status >= 300:
             return []
@@ -171,8 +171,8 @@ class _Handler(BaseHTTPRequestHandler):
             generations.pop(place, None)
         elif self.command == "POST" and "generation" in (uploaded := json.loads(content or b"{}")):
             generations[place] = str(uploaded["generation"])
-        elif self.command == "GET" and place in generations:
-            return [("x-goog-generation", generations[place])]
+        elif self.command == "GET" and generation is not None:
+            return [("x-goog-generation", generation)]
         return []
 
     def _body(self) -> bytes:
@@ -184,6 +184,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         self.rfile.readline()
         return b"".join(chunks)
+
+    def _forward_unchanged(self, body: bytes) -> tuple[HTTPResponse, bytes, str | None]:
+        """Reads again what was written while it was read: old content must not get the new generation. Returns the
+        generation, too."""
+        place, generations = _gcs_object(self.path), self._proxy.generations
+        while True:
+            before = generations.get(place)
+            response, content = self._forward(body)
+            if self.command != "GET" or generations.get(place) == before:
+                return response, content, before
 
     def _forward(self, body: bytes) -> tuple[HTTPResponse, bytes]:
         replaced = ("transfer-encoding", "connection", "content-length")
