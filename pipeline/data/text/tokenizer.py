@@ -53,7 +53,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self.name = self._name = name
+        self.name = name
         self.named: Mapping[str, str] = {}  # the texts of `bos_token` and others
         self._chat = chat
         self._chat_with_tools = chat_with_tools
@@ -80,7 +80,7 @@ class TextTokenizer:
             ends = self._before if name == "add_bos_token" else self._after
             if is_added != (self._tokenizer.token_to_id(text) in ends):
                 raise InputError(
-                    f"tokenizer {self._name}: tokenizer_config.json has {name}={str(is_added).lower()}, but with "
+                    f"tokenizer {self.name}: tokenizer_config.json has {name}={str(is_added).lower()}, but with "
                     f"tokenizer.json {text} is {'not ' * is_added}added to a text. Correct one of them, or set "
                     "data.special_tokens=none, with data.prefix or data.suffix for a token that should be added."
                 )
@@ -105,7 +105,7 @@ class TextTokenizer:
             names = [f"{token}_token", *(["eos_token"] if token == "bos" else [])]
             text = next(filter(None, map(self.named.get, names)), None)
         if text is None:
-            raise ConfigError(f"tokenizer {self._name} has no token {token}. Set batch.contexts=given.")
+            raise ConfigError(f"tokenizer {self.name} has no token {token}. Set batch.contexts=given.")
         return text
 
     def identity(self) -> dict[str, object]:
@@ -172,7 +172,7 @@ class TextTokenizer:
             self._has_said_once = True
             log.warning(
                 "%r would be put beside the same token, by tokenizer %s, data.prefix or data.suffix: it is put once",
-                *(self._tokenizer.id_to_token(token_id), self._name),
+                *(self._tokenizer.id_to_token(token_id), self.name),
             )
 
     def _ids(self, texts: list[str]) -> list[Int32[np.ndarray, "_ 1"]]:
@@ -207,17 +207,17 @@ class TextTokenizer:
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, "_"], *, skip_special_tokens: bool = False) -> str:
         """The text of the ids. Raises InputError for ids that the tokenizer cannot decode."""
-        with library_errors(f"tokenizer {self._name} cannot decode these ids"):
+        with library_errors(f"tokenizer {self.name} cannot decode these ids"):
             return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
 
     def token_id(self, key: str, text: str) -> int:
         """The id of a text that is a single token. Raises ConfigError, naming the setting `key`, if it is not one."""
         token_id = self._tokenizer.token_to_id(text)
-        with library_errors(f"tokenizer {self._name} cannot tokenise {key}={text!r:.100}"):
+        with library_errors(f"tokenizer {self.name} cannot tokenise {key}={text!r:.100}"):
             ids = [token_id] if token_id is not None else self._tokenizer.encode(text, add_special_tokens=False).ids
         if len(ids) != 1:
             raise ConfigError(
-                f"{key}={text!r} is {len(ids)} tokens for tokenizer {self._name}, expected one. "
+                f"{key}={text!r} is {len(ids)} tokens for tokenizer {self.name}, expected one. "
                 f"Give the text of a single token, or null."
             )
         return ids[0]
@@ -226,7 +226,7 @@ class TextTokenizer:
         """The text that each token adds to a preceding text, by id. (For a single token, decoders drop a leading
         space.)"""
         ids = list(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        with library_errors(f"tokenizer {self._name} cannot decode its tokens"):
+        with library_errors(f"tokenizer {self.name} cannot decode its tokens"):
             once = self._tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
             twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
         return {i: both[len(one) :] for i, one, both in zip(ids, once, twice, strict=True)}
@@ -262,7 +262,7 @@ class TextTokenizer:
         chat = self._chat if tools is None else self._chat_with_tools or self._chat
         if chat is None:
             raise ConfigError(
-                f"tokenizer {self._name} has no chat template. Set data.template=plain or a different model.tokenizer."
+                f"tokenizer {self.name} has no chat template. Set data.template=plain or a different model.tokenizer."
             )
         return chat
 
@@ -277,7 +277,7 @@ class TextTokenizer:
         writes = ids[: len(self._before)] == self._before and ids[len(ids) - len(self._after) :] == self._after
         if (self._before or self._after) and not writes:
             raise ConfigError(
-                f"data.special_tokens=tokenizer, but tokenizer {self._name} would add its special tokens to those of "
+                f"data.special_tokens=tokenizer, but tokenizer {self.name} would add its special tokens to those of "
                 "the chat template. Set data.special_tokens=none."
             )
 

@@ -24,6 +24,7 @@ from pipeline.models.checkpoints.json_config import REQUIRED
 from pipeline.models.families import llama, olmo
 from pipeline.models.families.hf_attention import (
     all_local,
+    every_nth_global,
     parse_rope,
     read_local,
     read_partial_rope,
@@ -176,7 +177,7 @@ def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
         alpha=config.positive_float("swiglu_alpha", 1.702),
         limit=config.positive_float("swiglu_limit", 7.0),
     )
-    pattern = "".join("G" if layer % 2 else "L" for layer in range(arch.num_layers))
+    pattern = every_nth_global(arch.num_layers, 2)
     window = config.optional_int("sliding_window", 128)
     local = read_local(config, pattern, window, arch.rope, arch.rope, max_positions)
     table = WITHOUT_MLP | _GPT_OSS | llama.attention_biases(config, default=True)

@@ -24,8 +24,6 @@ def conv_block(
     """The sites of a short convolution on the residual stream x. `attention` contains the norm before it."""
     x = norm_if_any(x, attention, "norm", arch)
     inputs = project(x, weights, "in_gate") * project(x, weights, "in")
-    y = recur.convolve("in", inputs, weights["taps"], segments)
-    if "taps_bias" in weights:
-        y += weights["taps_bias"]
+    y = recur.convolve("in", inputs, weights["taps"], segments) + weights.get("taps_bias", 0)
     outputs = project(x, weights, "out_gate") * y.astype(x.dtype)
     return {Site.attn_in: x, Site.attn_out: project(outputs, weights, "o")}
