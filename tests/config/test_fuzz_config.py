@@ -12,7 +12,7 @@ from tests.jobs import ROOT
 @pytest.mark.parametrize(
     ("cases", "seed"),
     [
-        (30, 0),
+        (15, 0),
         pytest.param(1500, 1, marks=pytest.mark.slow),  # every key with every kind of value, twice
     ],
 )

@@ -64,6 +64,7 @@ def test_the_first_ten_minutes_end_with_a_good_probe():
     assert load("first_ten_minutes").main("${assets:tiny-qwen2}", 3, 250) > 0.75
 
 
+@pytest.mark.slow
 def test_the_probe_on_arc_works(tmp_path):
     plot = tmp_path / "probe.png"
     assert load("probe_arc").main(None, "${assets:tiny-qwen2}", 320, plot) > 0.2
@@ -74,6 +75,7 @@ def test_a_sparse_autoencoder_trains_on_a_stream():
     assert load("train_sae_on_stream").main(100) > 0.65
 
 
+@pytest.mark.slow
 def test_a_sparse_autoencoder_trains_on_two_processes():
     command = [sys.executable, "-c", RUN_SCRIPT, str(SCRIPTS), "train_sae_on_hosts.py", "--steps", "40"]
     command += ["--coordinator", f"localhost:{free_port()}", "--processes", "2"]
