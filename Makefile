@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
 .PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs config-table coverage train-demo-model train-demo-sae clean \
-	audit-tpu first-day bench bench-reader bench-host bench-gpu bench-peers bench-scale
+	audit-tpu audit-gpu first-day bench bench-reader bench-host bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -33,6 +33,14 @@ $(VENV)-saes/.setup: scripts/saes-requirements.txt pyproject.toml $(CONSTRAINTS)
 	@test -x $(VENV)-saes/bin/python || $(PYTHON) -m venv $(VENV)-saes
 	$(VENV)-saes/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e ".[train]" -r $<
 	$(VENV)-saes/bin/python -m pip uninstall --quiet --yes torchvision  # which may be of another torch
+	@touch $@
+
+# JAX's CUDA plugin alone, without NVIDIA's libraries, which a compilation does not need.
+$(VENV)-gpu/.setup: pyproject.toml $(CONSTRAINTS)
+	@test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
+	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .
+	version=$$($(VENV)-gpu/bin/python -c 'import jax; print(jax.__version__)') && $(VENV)-gpu/bin/python -m pip install \
+	  --quiet --disable-pip-version-check --no-deps jax-cuda12-pjrt==$$version jax-cuda12-plugin==$$version
 	@touch $@
 
 $(VENV)-peers/.setup: scripts/bench/peers/requirements.txt
@@ -82,7 +90,10 @@ docs: $(VENV)/.setup-docs  ## the API reference, from docstrings: build/docs/ind
 	$(BIN)/python -W error::UserWarning -m pdoc --no-show-source -o build/docs $(DOCUMENTED)
 
 audit-tpu: setup-test  ## what the compiled programs do on TPU slices, against docs/audit-tpu.json; no TPU is needed
-	$(BIN)/python -m scripts.audit.audit_tpu $(AUDIT_TPU)
+	$(BIN)/python -m scripts.audit.audit $(AUDIT_TPU)
+
+audit-gpu: $(VENV)-gpu/.setup  ## the same for GPUs, against docs/audit-gpu.json; no GPU is needed
+	$(VENV)-gpu/bin/python -m scripts.audit.audit --platform gpu $(AUDIT_GPU)
 
 bench: setup-test  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench/bench_job.py

@@ -7,10 +7,11 @@ Uses all devices of one machine. Writes build/first-day/report.md. The exit code
 failed.
 
 * Correctness: the bundled model's activations of every layer, in float32 and bfloat16, against float32 on this
-  machine's CPU; and rows of 2,048 tokens with the device's attention kernel (splash, cuDNN), if it has one, against
+  machine's CPU; and rows of 2,048 tokens with the device's attention kernel (splash, flash), if it has one, against
   plain XLA.
 * Speed: models of published shapes with random weights, by scripts/bench/bench_gpu.py: tokens/s of the job and of its
-  forward pass, MFU, idle devices. On a TPU, also the prediction of `pipeline.plan` for this slice.
+  forward pass, MFU, idle devices, and the prediction of `pipeline.plan` for this slice or machine.
+* The audited programs for this machine (docs/audit-*.json), if there are some: their time beside what was compiled.
 """
 
 import argparse
@@ -29,19 +30,21 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-from bench_gpu import LENGTH, ROWS, TINY, TPU_KINDS, captured_layer, table  # noqa: E402
+from bench_gpu import LENGTH, ROWS, TINY, captured_layer, chip_name, table  # noqa: E402
 from bench_gpu import measure as measure_speed  # noqa: E402
 from published_shapes import SHAPES  # noqa: E402
 
 from pipeline.config.composing import PACKAGE  # noqa: E402
 from pipeline.planning.slice.chips import CHIPS  # noqa: E402
 from pipeline.store import ActivationStore  # noqa: E402
+from scripts.audit.audit import TABLES, row  # noqa: E402
+from scripts.audit.cases import CASES  # noqa: E402
 
 BUILD = ROOT / "build" / "first-day"
 BUNDLED = PACKAGE / "assets" / "tiny-qwen2"
 TINY_QWEN = {name: size for name, size in TINY.items() if name in SHAPES["Qwen2.5-0.5B"]}
 BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2, "kernel": 3e-2}  # relative error of a layer's activations
-KERNELS = {"tpu": "splash", "gpu": "cudnn"}
+KERNELS = {"tpu": "splash", "gpu": "flash"}
 DEVICES = """
 import jax, json
 device = jax.devices()[0]
@@ -110,13 +113,18 @@ def write_model(name: str, shape: Mapping[str, object]) -> list[str]:
     return [f"model.path={path}", "model.init=random", f"model.tokenizer={BUNDLED}"]
 
 
+def topology(machine: Mapping[str, object]) -> str | None:
+    """The name of this machine's devices for `pipeline.plan`; None if it does not know them."""
+    chip = CHIPS.get(chip_name(str(machine["kind"])))
+    return chip and f"{chip.name}-{machine['devices'] * chip.cores_per_chip // chip.devices_per_chip}"
+
+
 def predict(name: str, machine: Mapping[str, object]) -> str | None:
-    """The plan's prediction for this slice; None unless the devices are TPUs."""
-    chip = TPU_KINDS.get(str(machine["kind"]))
-    if chip is None:
+    """The plan's prediction for these devices; None if it does not know them."""
+    devices = topology(machine)
+    if devices is None:
         return None
-    topology = f"{chip}-{machine['devices'] * CHIPS[chip].cores_per_chip}"
-    settings = [f"topology={topology}", "data.path=/nowhere", f"store.path={BUILD / 'planned'}", "plan.json=true"]
+    settings = [f"topology={devices}", "data.path=/nowhere", f"store.path={BUILD / 'planned'}", "plan.json=true"]
     job = [*write_model(f"planned-{name}", SHAPES[name]), f"capture.layers=[{captured_layer(SHAPES[name])}]"]
     job += [f"batch.rows={ROWS * machine['devices']}", f"batch.length={LENGTH}"]
     command = [sys.executable, "-m", "pipeline.plan", *job, *settings]
@@ -129,7 +137,34 @@ def predict(name: str, machine: Mapping[str, object]) -> str | None:
     )
 
 
-def report(machine: Mapping[str, object], compared: list[tuple[str, float, float]], speeds: Mapping[str, dict]) -> str:
+def measure_audited(machine: Mapping[str, object]) -> list[str]:
+    """Runs the audited steps for these devices. Returns the audit's table with what was measured as the lines of a
+    Markdown table; none without such steps."""
+    rows, platform = [], machine["platform"]
+    recorded = json.loads(TABLES[platform].read_text())["programs"] if platform in TABLES else {}
+    for name, case in CASES.get(platform, {}).items():
+        compiled = recorded.get(f"{name}: step")
+        if compiled is None or f"topology={topology(machine)}" not in case.overrides:
+            continue
+        print(f"audited {name} ...", flush=True)
+        command = [sys.executable, "-m", "scripts.audit.measured", name]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)} ended with exit code {done.returncode}")
+        ran, chip = json.loads(done.stdout.splitlines()[-1]), CHIPS[compiled["chip"]]
+        mfu = ran["flops_per_s"] * chip.devices_per_chip / chip.flops_per_s
+        measured = {"measured ms": f"{ran['step_ms']:.1f}", "MFU": f"{mfu:.1%}", "attention here": ran["attention"]}
+        rows.append(row(name, compiled) | measured | {"temp. here": f"{ran['temporary_bytes'] / 2**30:.2f}"})
+    lines = [*rows[:1], ["---"] * len(rows[0]) if rows else [], *(cells.values() for cells in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""] if rows else []
+
+
+def report(
+    machine: Mapping[str, object],
+    compared: list[tuple[str, float, float]],
+    speeds: Mapping[str, dict],
+    audited: list[str],
+) -> str:
     memory = "" if machine["memory"] is None else f" with {machine['memory'] / 2**30:.1f} GiB"
     predicted = {name: predict(name, machine) for name in speeds}
     lines = [
@@ -147,6 +182,7 @@ def report(machine: Mapping[str, object], compared: list[tuple[str, float, float
         "",
         *table(speeds),
         "",
+        *audited,
         *(f"Predicted for {name}: {prediction}." for name, prediction in predicted.items() if prediction),
     ]
     return "\n".join([*lines, ""])
@@ -165,11 +201,12 @@ def main() -> int:
     machine = json.loads(done.stdout.splitlines()[-1])
     compared = check(machine, options.smoke)
     speeds: dict[str, dict] = {}
-    (BUILD / "report.md").write_text(report(machine, compared, speeds))
+    audited = [] if options.smoke else measure_audited(machine)
+    (BUILD / "report.md").write_text(report(machine, compared, speeds, audited))
     for name in options.models.split(","):
         shape = SHAPES[name] | (TINY_QWEN if options.smoke else {})
         speeds[name] = measure_speed(name, shape, *((8_000, 2, 1) if options.smoke else (options.tokens,)))
-        (BUILD / "report.md").write_text(report(machine, compared, speeds))
+        (BUILD / "report.md").write_text(report(machine, compared, speeds, audited))
     print((BUILD / "report.md").read_text())
     return int(any(error > bound for _, error, bound in compared))
 

@@ -101,7 +101,7 @@ def run_task(task: Callable[[RunConfig], None], cfg: DictConfig) -> int:
             log.exception(
                 "the job does not fit in the memory of a device, or another process uses some of it. Run the same "
                 "command again; if it fails again, lower batch.rows (data.rows while generating) or "
-                "run.max_inflight_mib, or divide the weights (model.weights=fsdp)."
+                "run.max_inflight_mib, or divide the weights (model.weights=fsdp) or each row (mesh.context)."
             )
         else:
             log.exception("unexpected error")

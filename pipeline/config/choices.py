@@ -3,10 +3,11 @@
 from enum import StrEnum
 
 ComputeDtype = StrEnum("ComputeDtype", "float32 bfloat16")
-Int8OrSame = StrEnum("Int8OrSame", "same int8")  # `same`: as `model.dtype`
+WeightsDtype = StrEnum("WeightsDtype", "same int8 int4")  # `same`: as `model.dtype`
+Int8OrSame = StrEnum("Int8OrSame", "same int8")
 FeatureDtype = StrEnum("FeatureDtype", "bfloat16 float32")
 StorageDtype = StrEnum("StorageDtype", "float32 bfloat16 float16 int8 float8_e4m3fn")
-Attention = StrEnum("Attention", "auto xla splash cudnn")
+Attention = StrEnum("Attention", "auto xla splash flash")
 Weights = StrEnum("Weights", "auto replicated tensor fsdp")
 Init = StrEnum("Init", "checkpoint random")
 Packing = StrEnum("Packing", "pack pad concat")

@@ -21,3 +21,12 @@ class Sampling:
             raise ConfigError(
                 f"temperature is {self.temperature}. Set it to 0 (greedy), or to at least {_MIN_TEMPERATURE:g}."
             )
+
+    @property
+    def has_top_p(self) -> bool:
+        return self.top_p is not None and self.top_p < 1
+
+    @property
+    def ranks_tokens(self) -> bool:
+        """Whether sampling sorts the likeliest tokens."""
+        return self.temperature > 0 and (self.top_k is not None or self.has_top_p)

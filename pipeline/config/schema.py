@@ -52,12 +52,13 @@ class ModelConfig:
         allowed=limits.LOCATION,
     )
     dtype: choices.ComputeDtype = key(choices.ComputeDtype.bfloat16, "compute in `bfloat16` or `float32`")
-    weights_dtype: choices.Int8OrSame = key(
-        choices.Int8OrSame.same,
-        "the layers' matrices: `same` as `model.dtype`, or `int8` with scales, in half or a quarter of the memory",
+    weights_dtype: choices.WeightsDtype = key(
+        choices.WeightsDtype.same,
+        "the layers' matrices: `same` as `model.dtype`; `int8` with a scale per output, 8 bits per weight; or `int4` "
+        "with a scale per 128 inputs, 4.25 bits",
     )
     attention: choices.Attention = key(
-        choices.Attention.auto, "`splash` (TPU), `cudnn` (GPU), `xla`, or `auto`: see Limits"
+        choices.Attention.auto, "`splash` (TPU), `flash` (GPU), `xla`, or `auto`: see Limits"
     )
     weights: choices.Weights = key(
         choices.Weights.auto, "`replicated`, `tensor`, `fsdp`, or `auto`: chosen to fit the devices"
@@ -71,8 +72,9 @@ class ModelConfig:
     )
 
     @property
-    def has_int8_weights(self) -> bool:
-        return self.weights_dtype is choices.Int8OrSame.int8
+    def quantised(self) -> str | None:
+        """The dtype of quantised matrices; None if they are not."""
+        return None if self.weights_dtype is choices.WeightsDtype.same else str(self.weights_dtype)
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,13 @@ class GenerateData(DataConfig):
         0, "seed for sampling", "temperature!=0", allowed=between(0, (1 << 32) - 1)
     )
     samples: int = key(1, "completions of each prompt, each a document with its number in `sample`", "temperature!=0")
+    beams: int = key(
+        1,
+        "beam search: keeps this many sequences at each step, and stores that many of each prompt, best first, each a "
+        "document with its rank in `sample` and its mean log-probability in `score`",
+        "temperature=0",
+        allowed=limits.FEW,
+    )
     end_tokens: list[str] | None = key(
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
@@ -236,6 +245,12 @@ class GenerateData(DataConfig):
         (), 'texts that end a completion where they first occur in it, e.g. `["\\n\\n"]`', allowed=limits.TEXTS
     )
     rows: int = key(8, "documents generated at the same time, over all processes")
+    speculate: int = key(
+        0,
+        "tokens that each decoding step tries to add beyond the next one: those that followed when the last tokens "
+        "occurred before in the document. The completions are those without, except for rounding",
+        allowed=between(0, 64),
+    )
     cache_dtype: choices.Int8OrSame = key(
         choices.Int8OrSame.same,
         "the KV cache: `same` as `model.dtype`, or `int8` with a scale per head and token: half or a quarter of the "
@@ -244,13 +259,19 @@ class GenerateData(DataConfig):
     group: int = key(
         64,
         "generated documents written to the store together, and lost together if the job is killed; with "
-        "`capture.when=decode`, at most 1 GiB of activations; rounded up to a multiple of `data.samples`",
+        "`capture.when=decode`, at most 1 GiB of activations; rounded up to a multiple of `data.samples` or "
+        "`data.beams`",
     )
 
     @property
+    def completions(self) -> int:
+        """Of each prompt."""
+        return max(self.samples, self.beams)
+
+    @property
     def group_size(self) -> int:
-        """`group`, rounded up so that it holds all samples of its prompts."""
-        return -(-self.group // self.samples) * self.samples
+        """`group`, rounded up so that it holds all completions of its prompts."""
+        return -(-self.group // self.completions) * self.completions
 
     @property
     def has_int8_cache(self) -> bool:
@@ -275,6 +296,13 @@ class BatchConfig:
     )
     long_documents: choices.LongDocuments = key(
         choices.LongDocuments.split, "`split` into windows of `batch.length` tokens, or `cut`: keep the first window"
+    )
+    overlap: int = key(
+        0,
+        "tokens that each later window of a long document repeats from the window before it, as context: they are "
+        "computed, but neither stored nor counted",
+        "long_documents=split",
+        allowed=limits.NOT_NEGATIVE,
     )
     windows: choices.Windows = key(
         choices.Windows.continued,
@@ -435,6 +463,12 @@ class MeshConfig:
         "number of neighbouring devices that divide heads and neurons; must divide the devices per process",
         allowed=limits.FEW,
     )
+    context: int = key(
+        1,
+        "number of neighbouring devices that divide the positions of each row, for long rows; mesh.context * "
+        "mesh.tensor must divide the devices per process",
+        allowed=limits.FEW,
+    )
 
 
 @dataclass(frozen=True)
@@ -501,7 +535,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Assumptions and output of `pipeline.plan` for a TPU slice."""
+    """Assumptions and output of `pipeline.plan` for a topology."""
 
     json: bool = key(False, "print JSON", "topology")
     mfu: float | None = key(
@@ -527,7 +561,7 @@ class RunConfig:
     run: RunOptions = field(default_factory=RunOptions)
     topology: str | None = key(
         None,
-        "for `pipeline.plan`: a TPU slice, e.g. `v5e-64` or `v5p:4x4x8`; null: this machine",
+        "for `pipeline.plan`: a TPU slice, e.g. `v5e-64` or `v5p:4x4x8`, or GPUs, e.g. `h100-8`; null: this machine",
         allowed=limits.NAME,
     )
     plan: PlanConfig = field(default_factory=PlanConfig)

@@ -23,8 +23,10 @@ class Demand:
         packing: Packing,
         long_documents: LongDocuments,
         first_token: int = 0,
+        overlap: int = 0,
     ) -> None:
-        """wanted: None is never met. first_token: the token of the first document at which the blocks begin."""
+        """wanted: None is never met. first_token: the token of the first document at which the blocks begin. overlap:
+        see `windows`."""
         self.has_limit = wanted is not None
         is_pad = packing is Packing.pad
         self._tokens = (wanted or 0) + (0 if is_pad else rows_per_block * length)
@@ -32,15 +34,16 @@ class Demand:
         self._length = length
         self._long_documents = long_documents
         self._first_token = first_token
+        self._overlap = overlap
 
     def add(self, num_tokens: int) -> None:
         """Adds the next document."""
-        for first, last in windows(num_tokens, self._length, self._long_documents, self._first_token):
+        first_token, self._first_token = self._first_token, 0
+        for first, last in windows(num_tokens, self._length, self._long_documents, first_token, overlap=self._overlap):
             if self._tokens > 0:
                 self._tokens -= last - first
             else:
                 self._pieces -= 1
-        self._first_token = 0
 
     @property
     def is_met(self) -> bool:

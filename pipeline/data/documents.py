@@ -118,6 +118,7 @@ class TokenBlock:
     """Consecutive rows of one stream: the unit of writing, committing and resuming.
 
     The arrays only have the R rows with tokens.
+    documents: -1 in padding, and for the tokens that a window repeats as context (`batch.overlap`).
     labels: of the tokens, in the order of `Label`, 0 in padding; None for documents that are not conversations, and
     in a block without rows.
     selected: the positions, within their row, of the tokens whose activations are stored: ascending, -1 in unused
@@ -148,8 +149,8 @@ class TokenBlock:
 
     @property
     def num_tokens(self) -> int:
-        """The number of valid (not padding) tokens."""
-        return int(np.count_nonzero(self.segments))
+        """The number of the documents' tokens, without padding and context."""
+        return int(np.count_nonzero(self.documents >= 0))
 
     @property
     def stored(self) -> Bool[np.ndarray, "R slots"]:

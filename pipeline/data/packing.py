@@ -9,6 +9,7 @@ Shapes: P pieces, R rows of the block, T = length positions per row.
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
@@ -33,11 +34,14 @@ class Placement:
 
 
 def windows(
-    num_tokens: int, length: int, long_documents: LongDocuments, first: int = 0, column: int = 0
+    num_tokens: int, length: int, long_documents: LongDocuments, first: int = 0, column: int = 0, overlap: int = 0
 ) -> list[tuple[int, int]]:
-    """The half-open token ranges of a document's pieces, from token `first` on, which is at `column` of its row."""
+    """The half-open token ranges of a document's pieces, from token `first` on, which is at `column` of its row.
+    overlap: tokens before each range but the document's first that its window has, too."""
     end = min(num_tokens, length) if long_documents is LongDocuments.cut else num_tokens
-    return [(max(begin, first), min(begin + length, end)) for begin in range(first - column, end, length)]
+    begin = first - column
+    later = range(begin + length - (overlap if first else 0), end, length - overlap)
+    return [(max(start, first), stop) for start, stop in pairwise([begin, *later, end])] if begin < end else []
 
 
 def pad(sizes: Int64[np.ndarray, "P"], rows: int) -> Placement:
@@ -133,7 +137,8 @@ def _ordered(
 
 @dataclass(frozen=True)
 class Rows:
-    """The arrays of a block. Padding is 0, and -1 in `documents`. labels: None if the pieces have none."""
+    """The arrays of a block. Padding is 0; in `documents`, it and the context of windows are -1. labels: None if the
+    pieces have none."""
 
     tokens: Int32[np.ndarray, "R T"]
     segments: Int32[np.ndarray, "R T"]
@@ -148,14 +153,18 @@ def fill(
     documents: Int64[np.ndarray, "P"],
     length: int,
     labels: Sequence[Int16[np.ndarray, "_ 5"]] = (),
+    contexts: Sequence[int] = (),
 ) -> Rows:
     """The arrays of a block with the given pieces. tokens: of each piece. documents: each piece's document number.
-    labels: of each piece, or none.
+    labels: of each piece, or none. contexts: how many of each piece's tokens, its first, are of no document; or none.
     Positions restart at 0 in every piece, or with joined pieces in every row."""
     sizes = np.array([len(piece) for piece in tokens], np.int64)
     first = np.cumsum(sizes) - sizes
     position = np.arange(sizes.sum()) - np.repeat(first, sizes)
     slot = np.repeat(placement.row * length + placement.column, sizes) + position
+    numbers = np.repeat(documents, sizes)
+    if any(contexts):
+        numbers[position < np.repeat(contexts, sizes)] = -1
     if placement.is_joined:
         position += np.repeat(placement.column, sizes)
 
@@ -168,6 +177,6 @@ def fill(
         tokens=scatter(np.concatenate(tokens) if tokens else np.empty(0, np.int32), np.int32, 0),
         segments=scatter(np.repeat(placement.segment, sizes), np.int32, 0),
         positions=scatter(position, np.int32, 0),
-        documents=scatter(np.repeat(documents, sizes), np.int64, -1),
+        documents=scatter(numbers, np.int64, -1),
         labels=scatter(np.concatenate(labels), np.int16, 0) if labels else None,
     )

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64, Shaped
 
 from pipeline.config.choices import Positions
-from pipeline.config.schema import CaptureConfig
+from pipeline.config.schema import BatchConfig, CaptureConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.packing import Placement
 from pipeline.data.text.label_words import LAST, WORDS, chosen
@@ -54,6 +54,7 @@ class Chosen(NamedTuple):
 class Selection:
     """What `capture.positions` selects, in rows with K = `slots` slots.
 
+    all: every token that is not another window's, if windows overlap.
     last: the last stored token of each document.
     every: positions k - 1, 2 k - 1, ... in each window of a document, or with joined documents in each row. A row has
         at most T // k of them.
@@ -62,6 +63,7 @@ class Selection:
     labels: the tokens whose labels the words choose, see `label_words`.
     sample: each token with probability `rate`, depending on the seed, the document and the token's index. If a row has
         more than K of them, those with the smallest random numbers are stored, which are still a sample.
+    overlap: the first tokens of a document's later windows, none of which is selected: those before a piece's own.
     """
 
     positions: Positions
@@ -71,11 +73,12 @@ class Selection:
     rate: float | None = None
     seed: int = 0
     words: tuple[str, ...] = ()
+    overlap: int = 0
 
     @property
     def packs(self) -> bool:
         """Whether rows are packed so that every selected token has a slot, if its piece has at most K."""
-        return self.positions not in (Positions.every, Positions.sample)
+        return self.positions not in (Positions.all, Positions.every, Positions.sample)
 
     def labelled(self, labels: Int16[np.ndarray, "n 5"] | None) -> Bool[np.ndarray, " n"] | None:
         """Which of a document's tokens are selected by their labels; None with other positions. Raises ConfigError for
@@ -98,10 +101,12 @@ class Selection:
         """Selects among the tokens of a piece.
 
         document: the document's number. first: the piece's first token in the document. is_end: whether the piece ends
-        with the document. is_labelled: the piece's part of `labelled`. column: the position of the piece's first token,
-        if pieces are joined.
+        with the document. is_labelled: the piece's part of `labelled`. column: the position of the piece's first token
+        in its row if pieces are joined, or in its window if windows overlap.
         """
         match self.positions:
+            case Positions.all:
+                places = np.arange(len(tokens))
             case Positions.last:
                 places = np.arange(len(tokens) - 1, len(tokens)) if is_end else np.arange(0)
             case Positions.every:
@@ -117,9 +122,10 @@ class Selection:
         return Chosen(places, places + column)
 
 
-def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
-    """K, or None with positions=all. Raises ConfigError for a missing setting, or one that exceeds the row length."""
-    positions = capture.positions
+def slots_per_row(capture: CaptureConfig, batch: BatchConfig) -> int | None:
+    """K, or None with positions=all unless windows overlap. Raises ConfigError for a missing setting, or one that
+    exceeds the row length."""
+    positions, length = capture.positions, batch.length
     needed = (name for name in _SETTINGS[positions] if name not in _OPTIONAL)
     if missing := next((name for name in needed if getattr(capture, name) in (None, [])), None):
         raise ConfigError(f"capture.positions={positions} needs capture.{missing}. Give it a value.")
@@ -131,7 +137,7 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
             )
     match positions:
         case Positions.all:
-            return None
+            return length if batch.overlap else None
         case Positions.every:
             return length // capture.every
         case Positions.sample:
@@ -143,9 +149,9 @@ def slots_per_row(capture: CaptureConfig, length: int) -> int | None:
     return length if takes_all else max(1, length // _TOKENS_PER_SLOT)
 
 
-def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | int | float]:
-    """What determines the selection, in addition to documents and tokenizer; {} with positions=all."""
-    slots = slots_per_row(capture, length)
+def selection_identity(capture: CaptureConfig, batch: BatchConfig) -> dict[str, str | int | float]:
+    """What determines the selection, in addition to documents and tokenizer; {} if all tokens of rows are stored."""
+    slots = slots_per_row(capture, batch)
     if slots is None:
         return {}
     given = {name: getattr(capture, name) for name in _SETTINGS[capture.positions]}
@@ -155,9 +161,9 @@ def selection_identity(capture: CaptureConfig, length: int) -> dict[str, str | i
     }
 
 
-def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer | None) -> Selection | None:
-    """The selection; None for all tokens. Raises ConfigError, also if the tokenizer has no matching token."""
-    slots = slots_per_row(capture, length)
+def open_selection(capture: CaptureConfig, batch: BatchConfig, tokenizer: TextTokenizer | None) -> Selection | None:
+    """The selection; None for all tokens of rows. Raises ConfigError, also if the tokenizer has no matching token."""
+    slots = slots_per_row(capture, batch)
     if slots is None:
         return None
     is_selected = None
@@ -173,7 +179,8 @@ def open_selection(capture: CaptureConfig, length: int, tokenizer: TextTokenizer
     words = tuple(capture.labels) if capture.positions is Positions.labels else ()
     if unknown := [word for word in words if word not in (*WORDS, *LAST)]:
         raise ConfigError(f"capture.labels contains {unknown[0]!r}. Set it to a list of {', '.join((*WORDS, *LAST))}.")
-    return Selection(capture.positions, slots, capture.every, is_selected, capture.rate, capture.seed or 0, words)
+    settings = (capture.every, is_selected, capture.rate, capture.seed or 0, words)
+    return Selection(capture.positions, slots, *settings, overlap=batch.overlap)
 
 
 def _matching_ids(regex: str, tokenizer: TextTokenizer) -> list[int]:

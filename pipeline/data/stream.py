@@ -34,7 +34,8 @@ from pipeline.data.tokenised import StreamDocuments, TokenisedDocument, labels_a
 @dataclass(frozen=True, slots=True)
 class _Piece:
     """Tokens `first` to `last` of a document: the unit of packing. chosen: the selected ones among them. column: the
-    piece's place in its row if that is fixed, with packing=concat.
+    piece's place in its row if that is fixed, with packing=concat. context: how many tokens before `first` are in the
+    row, too.
 
     The document has no text, the tokens that windows repeat or rows add, and not those that are cut; its `num_cut`
     counts these.
@@ -45,18 +46,21 @@ class _Piece:
     last: int
     chosen: Chosen | None = None
     column: int = 0
+    context: int = 0
 
     @property
     def size(self) -> int:
-        return self.last - self.first
+        """How many tokens of a row it takes."""
+        return self.context + self.last - self.first
 
     @property
     def tokens(self) -> Int32[np.ndarray, "_"]:
-        return self.document.tokens[self.first : self.last]
+        return self.document.tokens[self.first - self.context : self.last]
 
     @property
     def labels(self) -> Int16[np.ndarray, "_ 5"] | None:
-        return None if self.document.labels is None else self.document.labels[self.first : self.last]
+        labels = self.document.labels
+        return None if labels is None else labels[self.first - self.context : self.last]
 
     @property
     def cursor(self) -> Cursor:
@@ -88,6 +92,7 @@ class TokenStream:
         self._length = length
         self._packing = packing
         self._long_documents = long_documents
+        self._overlap = 0 if selection is None else selection.overlap
         self._documents = documents
         self._selection = selection
         self._added = documents.added
@@ -129,7 +134,9 @@ class TokenStream:
 
     def demand(self, start: Cursor, wanted: int | None) -> Demand:
         """The documents from `start` on that are read for blocks with `wanted` tokens; None for all."""
-        return Demand(wanted, self._num_rows, self._length, self._packing, self._long_documents, start.token)
+        return Demand(
+            wanted, self._num_rows, self._length, self._packing, self._long_documents, start.token, self._overlap
+        )
 
     def _read_ahead(
         self,
@@ -162,15 +169,14 @@ class TokenStream:
         """The pieces of a document from token `begin` on. column: where its first token is in a row, with concat."""
         document, ends = self._laid_out(item, column)
         is_labelled = None if self._selection is None else self._selection.labelled(document.labels)
-        for first, last in self._windows(ends, begin, column):
+        for first, last, context in self._windows(ends, begin, column):
             place = self._place(column + first)
-            piece = _Piece(document, first, last, column=place)
+            piece = _Piece(document, first, last, column=place, context=context)
             if self._selection is not None:
                 among = None if is_labelled is None else is_labelled[first:last]
-                choose = self._selection.choose
-                piece = replace(
-                    piece, chosen=choose(piece.tokens, self._number(piece), first, last in ends, among, place)
-                )
+                tokens, number = document.tokens[first:last], self._number(piece)
+                places, ranks = self._selection.choose(tokens, number, first, last in ends, among, place + context)
+                piece = replace(piece, chosen=Chosen(places + context, ranks))
             yield piece
 
     def _place(self, column: int) -> int:
@@ -195,13 +201,15 @@ class TokenStream:
         document = replace(item.document, text="", labels=None, tokens=None)
         return replace(item, document=document, tokens=np.concatenate(tokens), num_cut=num_cut, labels=labels), ends
 
-    def _windows(self, ends: Sequence[int], begin: int, column: int) -> list[tuple[int, int]]:
-        """The token ranges of a document's pieces from token `begin` on. ends: 0, and where each of its texts ends.
-        Raises ConfigError unless a window begins at `begin`."""
+    def _windows(self, ends: Sequence[int], begin: int, column: int) -> list[tuple[int, int, int]]:
+        """The token ranges of a document's pieces from token `begin` on, and how many tokens before each are its
+        context. ends: 0, and where each of its texts ends. Raises ConfigError unless a window begins at `begin`."""
         all_windows = (
-            (start + first, start + last)
+            (start + first, start + last, min(first, self._overlap))
             for start, stop in pairwise(ends)
-            for first, last in windows(stop - start, self._length, LongDocuments.split, 0, self._place(column + start))
+            for first, last in windows(
+                stop - start, self._length, LongDocuments.split, 0, self._place(column + start), self._overlap
+            )
         )
         left = [window for window in all_windows if window[0] >= begin]
         if begin and (not left or left[0][0] != begin):
@@ -240,7 +248,8 @@ class TokenStream:
             else [np.zeros((piece.size, len(Label)), np.int16) for piece in pieces]
         )
         labels = [nothing if part is None else part for part, nothing in zip(labels, none, strict=False)]
-        rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length, labels)
+        contexts = [piece.context for piece in pieces]
+        rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length, labels, contexts)
         selected, num_selected = None, None
         if self._selection is not None:
             chosen = [piece.chosen for piece in pieces]

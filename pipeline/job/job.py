@@ -30,7 +30,13 @@ from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlock
 from pipeline.store.format.layout import OUTPUTS, StoreLayout
 from pipeline.store.format.metadata import Json, StoreMetadata
 from pipeline.store.format.target import has_share
-from pipeline.store.generated.documents import COMPLETION_SCHEMA, SAMPLE_SCHEMA, GeneratedDocuments, GeneratedGroups
+from pipeline.store.generated.documents import (
+    COMPLETION_SCHEMA,
+    SAMPLE_SCHEMA,
+    SCORE_SCHEMA,
+    GeneratedDocuments,
+    GeneratedGroups,
+)
 from pipeline.store.io.storage import Storage
 
 
@@ -53,18 +59,7 @@ class Job:
     @cached_property
     def layout(self) -> StoreLayout:
         """The geometry and the arrays of the store."""
-        plan, stored = self.plan, self.plan.step.stored_arrays
-        return StoreLayout(
-            num_streams=plan.streams.count,
-            rows_per_block=plan.rows_per_block,
-            length=plan.step.length,
-            arrays=stored.activations,
-            compression=str(self.config.store.compression),
-            selected=plan.step.selected,
-            scales=stored.scales,
-            outputs=stored.outputs,
-            has_labels=has_labels(self.config.data),
-        )
+        return self.plan.layout(str(self.config.store.compression), has_labels(self.config.data))
 
     @cached_property
     def added(self) -> Added:
@@ -104,6 +99,7 @@ class Job:
             "end_tokens": list(end_tokens(self.model, self.tokenizer, data.end_tokens)),
             "cache_dtype": str(data.cache_dtype),
             **({"samples": data.samples} if data.samples > 1 else {}),
+            **({"beams": data.beams} if data.beams > 1 else {}),
             **({"stop": list(data.stop)} if data.stop else {}),
         }
 
@@ -116,7 +112,10 @@ class Job:
             data=self.data_identity,
             batch=self._batch_identity(),
             capture=self._capture_identity(reads_weights),
-            store={"compression": str(config.store.compression)},
+            store={
+                "compression": str(config.store.compression),
+                **({} if plan.shard_bytes is None else {"shard_bytes": plan.shard_bytes}),
+            },
             num_streams=plan.streams.count,
             rows_per_block=plan.rows_per_block,
             config=self._recorded_config(),
@@ -131,6 +130,8 @@ class Job:
         }
         if batch.windows is Windows.restart:
             identity["windows"] = str(batch.windows)
+        if batch.overlap:
+            identity["overlap"] = batch.overlap
         if batch.separator is not None:
             identity["separator"] = batch.separator
         return identity
@@ -160,7 +161,7 @@ class Job:
             identity["top_logprobs"] = step.num_top
         if self.encoders:
             identity |= {"encode": self._sae_identities(reads_weights), "encode_index": capture.encode_index}
-        return identity | selection_identity(capture, step.length)
+        return identity | selection_identity(capture, self.config.batch)
 
     def _sae_identities(self, reads_weights: bool) -> list[Json]:
         if reads_weights:
@@ -234,8 +235,10 @@ class Job:
         parts = [self.source.info_schema, COMPLETION_SCHEMA]
         if isinstance(self.config.data.prompts, ArcData):
             parts.append(GRADES)
-        if self.config.data.samples > 1:
+        if self.config.data.completions > 1:
             parts.append(SAMPLE_SCHEMA)
+        if self.config.data.beams > 1:
+            parts.append(SCORE_SCHEMA)
         return GeneratedGroups(
             self.storage,
             stream=stream,

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int32, PyTree
 
 from pipeline.cluster import devices, processes
-from pipeline.cluster.sharding import put_rows, row_sharding
+from pipeline.cluster.sharding import make_mesh, put_rows
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
 from pipeline.job.generation.kept_rows import KeptRows
@@ -38,7 +38,7 @@ class LoadedStep:
     def __call__(self, block: TokenBlock | None, first_row: int) -> StepOutputs:
         """Dispatches a step for the rows of `block` from `first_row` on; for rows of padding if `block` is None."""
         rows = slice(first_row, first_row + self.process_rows)
-        inputs = put_rows(row_sharding(self.compiled.mesh), step_inputs(block, rows, self.compiled.spec))
+        inputs = put_rows(self.compiled.mesh, step_inputs(block, rows, self.compiled.spec))
         return self.compiled(self.operands(block, rows), *inputs.values())
 
 
@@ -48,7 +48,8 @@ def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedSt
     devices: the devices that the job is planned for; None for all devices of all processes.
     """
     config, plan = job.config, job.plan
-    partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
+    mesh, weights = plan.mesh, plan.weights
+    partition = make_partition(mesh.tensor, weights.sharding, devices, weights.expert_group, mesh.context)
     if plan.keeps_activations:
         compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
         return LoadedStep(compiled, KeptRows(job, partition.mesh).for_rows, plan.mesh.process_rows)
@@ -66,7 +67,7 @@ def load_weights(
         dtype=str(config.model.dtype),
         sharding=partition.leaf_sharding,
         progress=config.run.progress and processes.is_first(),
-        with_int8=config.model.has_int8_weights,
+        quantised=config.model.quantised,
         with_head=bool(plan.step.head_outputs),
     )
     saes = {encoder.spec.name: encoder.load(str(config.model.dtype), partition.mesh) for encoder in encoders}
@@ -75,7 +76,8 @@ def load_weights(
 
 def describe_devices(job: Job) -> str:
     """What the job runs on, and its attention. Raises ConfigError for attention that these devices do not have."""
-    step, mesh = job.plan.step, make_partition(job.plan.mesh.tensor, job.plan.weights.sharding).mesh
+    step, plan = job.plan.step, job.plan.mesh
+    mesh = make_mesh(plan.tensor, context=plan.context)
     dtype = str(job.config.model.dtype)
     attention = choose_attention(step.attention, job.model.arch, mesh, step.rows, step.length, dtype)
     return f"{devices.describe(mesh)}; {attention.describe()}"

@@ -112,6 +112,7 @@ class ExtractionLoop:
             with self.metrics.stage(Stage.LOOP_DATA):
                 block = self.feed.get(timeout_s)
         except TimeoutError:
+            self.writer.raise_error()  # the feed may wait for a block that the writer has failed to commit
             return None, False
         self.metrics.record_feed(self.feed.producer_work_s, self.feed.producer_wait_s)
         return block, block is None

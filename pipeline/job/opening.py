@@ -62,7 +62,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     if tokens is not None:
         for note in pretokenised_notes(source.first_file, config):
             log.warning("sae_lens.json of the data: %s", note)
-    geometry = StoredGeometry(stored.num_streams, stored.rows_per_block) if stored else None
+    geometry = stored and StoredGeometry(stored.num_streams, stored.rows_per_block, stored.store.get("shard_bytes"))
     specs = tuple(encoder.spec for encoder in encoders)
     plan = make_plan(config, model, len(source.shards), devices or topology(config.run), geometry, specs)
     if plan.generation or plan.step.head_outputs:
@@ -71,7 +71,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
         raise ConfigError(f"the prompts have a column {reserved[0]}, which data=generate writes. Remove it.")
     if config.capture.positions is Positions.labels and not has_labels(config.data):
         raise ConfigError(NEEDS_LABELS)
-    selection = open_selection(config.capture, plan.step.length, tokenizer)
+    selection = open_selection(config.capture, config.batch, tokenizer)
     job = Job(config, model, source, tokenizer, selection, plan, stored, storage, manifest, encoders)
     _ = job.data_identity, job.added  # checks the end tokens, and those of contexts
     return job

@@ -8,11 +8,11 @@ from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import StreamWork
 from pipeline.job.generation.generate import generate
-from pipeline.job.int8_probe import measure_int8
 from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep, describe_devices, load_step
 from pipeline.job.loop import fill
 from pipeline.job.opening import open_job
+from pipeline.job.rounding_probe import measure_rounding
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.block_table import BlockTable
@@ -57,7 +57,7 @@ def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
         if job.plan.generation:
             generate(job, store, stop)
         if processes.is_first():
-            measure_int8(job, store)
+            measure_rounding(job, store)
         processes.wait_for_all()  # the watchdog starts later: measuring may take longer than a step
         step = load(job)
         stop.check()

@@ -112,14 +112,13 @@ class Extractor:
         self.config = with_sae_contexts(self.config, self._encoders, self.tokenizer)
         compare_contexts(self.config, self._encoders, self.tokenizer, in_rows=False)
         specs = tuple(encoder.spec for encoder in self._encoders)
-        self.plan = make_plan(self.config, self.model, 1, topology(self.config.run), encoders=specs)
+        plan = self.plan = make_plan(self.config, self.model, 1, topology(self.config.run), encoders=specs)
         self.hook_names = {key.name: self.model.hook_name(key) for key in self.plan.step.keys}
-        self.shapes: tuple[Shape, ...] = ladder(
-            self.plan.step.rows, self.plan.step.length, self.plan.mesh.data, self._takes_any_length()
-        )
-        self._selection = open_selection(self.config.capture, self.plan.step.length, self.tokenizer)
+        step, data = self.plan.step, self.plan.mesh.data
+        self.shapes: tuple[Shape, ...] = ladder(step.rows, step.length, data, self._takes_any_length())
+        self._selection = open_selection(self.config.capture, self.config.batch, self.tokenizer)
         self._added = open_added(self.config.batch, self.tokenizer)
-        self._partition = make_partition(self.plan.mesh.tensor, self.plan.weights.sharding)
+        self._partition = make_partition(plan.mesh.tensor, plan.weights.sharding, None, plan.weights.expert_group)
         self._identity = weights_identity(self.model, self._encoders)
         self._params = load_weights(self.config, self.model, self.plan, self._partition, self._encoders)
         self._compiled: dict[Shape, CompiledStep] = {}
@@ -242,8 +241,8 @@ class Extractor:
                 *(len(long), len(documents), length, max(long), batch.long_documents),
             )
         totals = (len(restarted(document.tokens, length, self._added)) for document in documents)
-        ranges = (windows(total, length, batch.long_documents) for total in totals)
-        sizes = np.array([last - first for pieces in ranges for first, last in pieces])
+        ranges = (windows(total, length, batch.long_documents, overlap=batch.overlap) for total in totals)
+        sizes = np.array([last - first + min(first, batch.overlap) for pieces in ranges for first, last in pieces])
         shape = smallest(self.shapes, sizes, batch.packing)
         step = self._loaded(shape)
         stream = TokenStream(

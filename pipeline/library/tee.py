@@ -7,10 +7,10 @@ from typing import Self
 
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import InTurn
-from pipeline.job.int8_probe import measure_int8
 from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics
+from pipeline.job.rounding_probe import measure_rounding
 from pipeline.job.running import complete, open_store, work_left
 from pipeline.job.writing.block_writer import BlockWriter
 from pipeline.job.writing.transfer import StepInFlight
@@ -32,7 +32,7 @@ class StoreTee:
         job.manifest.keep()
         self._left = {item.stream.stream: item for item in work_left(job, self._store)}
         if self._left:
-            measure_int8(job, self._store)
+            measure_rounding(job, self._store)
 
     def __enter__(self) -> Self:
         interval_s = self._job.config.run.metrics_interval_s

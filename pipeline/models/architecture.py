@@ -36,8 +36,8 @@ class RopeKind(StrEnum):
 class Rope:
     """Rotary position embeddings (Su et al., arXiv 2104.09864). Dimensions h and h + half of a head rotate together.
 
-    LongRoPE (Ding et al., arXiv 2402.13753) is for rows within the original context only: longer documents use other
-    factors at all positions, so an activation would depend on the tokens after it.
+    LongRoPE (Ding et al., arXiv 2402.13753) has other factors for windows longer than the original context, at all of
+    their positions, as transformers has for a longer text: so the activations of a token depend on its window's length.
     """
 
     theta: float
@@ -51,6 +51,7 @@ class Rope:
     beta_slow: float = 1.0  # yarn: the frequency of pairs with fewer rotations is divided by `factor`
     truncate: bool = True  # yarn: rounds the ends of the interpolated range outwards to whole pairs
     short_factors: tuple[float, ...] = ()  # longrope: divide the frequency of each pair of dimensions
+    long_factors: tuple[float, ...] = ()  # longrope: in windows longer than the original context
     rotating: float = 1.0  # proportional: share of the pairs that rotate, those with the highest frequencies
 
 
@@ -269,8 +270,9 @@ class Architecture:
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
-    def max_row(self) -> int:
-        """The largest number of positions in a row; with LongRoPE, at most the original context."""
+    def max_generated(self) -> int:
+        """The most positions of a row in generation; with LongRoPE, the original context: a longer text would change
+        the factors of the keys in the cache."""
         return min([self.max_positions, *(rope.original_max_positions for rope in self.long_ropes)])
 
     @property

@@ -15,10 +15,12 @@ from jaxtyping import Array, Float, Float32, Int32, PyTree
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, LayerKind, QueryScaling
 from pipeline.models.attention.arithmetic import scaled
+from pipeline.models.attention.pattern import attention_entropy
 from pipeline.models.attention.spec import Attend
-from pipeline.models.experts import experts_block
+from pipeline.models.experts import experts_block, split_experts
 from pipeline.models.layers import (
     BlockWeights,
+    ExpertStacks,
     LayerWeights,
     Rows,
     attention_block,
@@ -101,8 +103,8 @@ def forward(
     residual = partition.residual
     runs = layer_runs(keys, arch)
     with jax.named_scope("embed"):
-        x = residual(embed(arch, params, batch.tokens, batch.positions))
-        rows = LayerRows(arch, params, batch, keys, x, runs[-1].stop if runs else 0)
+        x = residual(embed(arch, params, batch.tokens, batch.positions, partition))
+        rows = LayerRows(arch, params, batch, keys, x, runs[-1].stop if runs else 0, partition)
     x = capture(x, _residual_activations(arch, params, x, 0, keys, partition))
     stacks = iter(params["runs"])
     for run in runs:
@@ -115,7 +117,7 @@ def forward(
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
                 x = capture(x, {key: inner[key] for key in keys if key in inner})
             else:
-                x = _scan(partial(layer, attend=attend), x, arch, run, weights, rows)
+                x = _scan(partial(layer, attend=attend), x, arch, run, weights, rows, partition)
         x = residual(x)
         x = capture(x, _residual_activations(arch, params, x, run.stop, keys, partition))
     return {key: captured[key] for key in keys}
@@ -132,6 +134,7 @@ class LayerRows:
         keys: Sequence[ActivationKey],
         x: Float[Array, "B T D"],
         num_layers: int,
+        partition: Partition = Partition(),  # noqa: B008  frozen
     ) -> None:
         """`keys` are captured, x is the input of layer 0, and the first `num_layers` layers are computed."""
         selected = batch.selected
@@ -142,9 +145,9 @@ class LayerRows:
         scales = None if arch.query_scaling is None else query_scales(arch.query_scaling, batch.positions)
         self._arch = arch
         segments, chunks = batch.segments, chunk_segments(arch, batch)
-        self._rows = Rows(segments, chunks, rope_tables(arch, batch.positions), selected, query_scales=scales)
+        self._rows = Rows(segments, chunks, rope_tables(arch, batch), selected, query_scales=scales)
         has_inputs = "layer_embed" in params
-        self._inputs = layer_inputs(arch, params, x, batch.tokens, num_layers) if has_inputs else None
+        self._inputs = layer_inputs(arch, params, x, batch.tokens, num_layers, partition) if has_inputs else None
         self._keys: dict[int, tuple[Array, Array]] = {}
 
     def keep(self, layer: int, sites: dict[Site, Array]) -> None:
@@ -217,17 +220,34 @@ def _scan(
     run: LayerRun,
     weights: Sequence[LayerWeights],
     rows: LayerRows,
+    partition: Partition,
 ) -> Float[Array, "B T D"]:
-    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack."""
-    first_layers = [stack[0] for stack in run.stacks]  # all layers of a stack are of one kind
+    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack.
 
-    def compute_period(x: Array, slices: list[tuple[LayerWeights, Array | None]]) -> tuple[Array, None]:
-        for first, (layer_weights, layer_input) in zip(first_layers, slices, strict=True):
+    Without fsdp, experts stay in their stacks (`ExpertStacks`).
+    """
+    first_layers = [stack[0] for stack in run.stacks]  # all layers of a stack are of one kind
+    sliced, whole = zip(*(_without_experts(stacked, partition) for stacked in weights), strict=True)
+
+    def compute_period(x: Array, slices: list[tuple[Array, LayerWeights, Array | None]]) -> tuple[Array, None]:
+        for first, stacks, (number, layer_weights, layer_input) in zip(first_layers, whole, slices, strict=True):
+            if stacks:
+                experts = {"experts": ExpertStacks(stacks, number)}
+                layer_weights = layer_weights | {"mlp": layer_weights["mlp"] | experts}
             x, _ = layer(rows.layer_with(first, layer_input), x, layer_weights, arch.kind(first))
         return x, None
 
-    inputs = [(stacked, rows.stack_inputs(stack)) for stacked, stack in zip(weights, run.stacks, strict=True)]
+    stacks = zip(sliced, run.stacks, strict=True)
+    inputs = [(jnp.arange(len(stack)), stacked, rows.stack_inputs(stack)) for stacked, stack in stacks]
     return jax.lax.scan(compute_period, x, inputs)[0]
+
+
+def _without_experts(stacked: LayerWeights, partition: Partition) -> tuple[LayerWeights, BlockWeights]:
+    """A stack's weights that a scan slices, and those that it does not: without fsdp, the experts'."""
+    if partition.fsdp or "router" not in stacked.get("mlp", ()):
+        return stacked, {}
+    experts, others = split_experts(stacked["mlp"])
+    return stacked | {"mlp": others}, experts
 
 
 def layer_sites(
@@ -275,26 +295,33 @@ def _mixer_sites(
     partition: Partition,
 ) -> dict[Site, Array]:
     """The sites of attention, or of what is in its place."""
-    attention, recur = weights["attention"], WholeRows() if callable(attend) else attend
+    attention, recur = weights["attention"], WholeRows(partition) if callable(attend) else attend
     if "delta" in weights:
         block = mamba_block if arch.delta.is_mamba else delta_block
         return block(x, attention, weights["delta"], arch, rows.segments, partition, recur)
     if "conv" in weights:
         return conv_block(x, attention, weights["conv"], arch, rows.segments, recur)
-    return attention_block(x, attention, arch, rows, kind, attend)
+    attend, entropy = partition.over_context(attend), partition.over_context(attention_entropy)
+    return attention_block(x, attention, arch, rows, kind, attend, entropy)
 
 
 def _mlp_sites(
     x: Float[Array, "B T D"], mlp: BlockWeights, arch: Architecture, partition: Partition
 ) -> dict[Site, Array]:
-    return experts_block(x, mlp, arch, partition) if "router" in mlp else mlp_block(x, mlp, arch)
+    if "router" in mlp:
+        return experts_block(x, mlp, arch, partition)
+    return mlp_block(x, mlp, arch, partition.context)
 
 
 def embed(
-    arch: Architecture, params: Params, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
+    arch: Architecture,
+    params: Params,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> Float[Array, "B T D"]:
     """The input of layer 0. All tokens are of type 0."""
-    x = params["embed"][tokens]
+    x = partition.look_up(params["embed"], tokens)
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
     if "type_embed" in params:
@@ -305,13 +332,19 @@ def embed(
 
 
 def layer_inputs(
-    arch: Architecture, params: Params, x: Float[Array, "B T D"], tokens: Int32[Array, "B T"], num_layers: int
+    arch: Architecture,
+    params: Params,
+    x: Float[Array, "B T D"],
+    tokens: Int32[Array, "B T"],
+    num_layers: int,
+    partition: Partition,
 ) -> Float[Array, "L B T p"]:
     """The per-layer inputs of the first `num_layers` layers: an embedding of the token plus a projection of the input
     of layer 0."""
     projected = jnp.einsum("BTD,LpD->LBTp", x, params["layer_projection"][:num_layers])
     projected = norm(scaled(projected, arch.d_model**-0.5), params, "layer_projection_norm", arch)
-    embedded = jnp.moveaxis(params["layer_embed"][tokens, :num_layers], 2, 0) * arch.layer_inputs**0.5
+    embedded = partition.look_up(params["layer_embed"], tokens, slice(num_layers))
+    embedded = jnp.moveaxis(embedded, 2, 0) * arch.layer_inputs**0.5
     return scaled(projected + embedded, 2**-0.5)
 
 
@@ -319,9 +352,8 @@ def chunk_segments(arch: Architecture, batch: TokenBatch) -> Int32[Array, "B T"]
     """The segments of local layers: those of the batch or, with chunked attention, of each chunk of a document."""
     if arch.local is None or not arch.local.chunked:
         return batch.segments
-    numbers = jnp.stack([batch.segments, batch.positions // arch.local.window])
-    is_first = jnp.any(jnp.diff(numbers, prepend=-1) != 0, axis=0)
-    return jnp.where(batch.segments > 0, jnp.cumsum(is_first, axis=1, dtype=jnp.int32), 0)
+    chunks = batch.segments.shape[1] // arch.local.window + 2  # at most, of a document in a row
+    return batch.segments * chunks + jnp.where(batch.segments > 0, batch.positions // arch.local.window % chunks, 0)
 
 
 def query_scales(scaling: QueryScaling, positions: Int32[Array, "B T"]) -> Float32[Array, "B T 1 1"]:
@@ -330,13 +362,13 @@ def query_scales(scaling: QueryScaling, positions: Int32[Array, "B T"]) -> Float
     return 1 + scaling.beta * jnp.log1p(periods.astype(jnp.float32))
 
 
-def rope_tables(arch: Architecture, positions: Int32[Array, "B T"]) -> tuple[RopeTable, RopeTable] | None:
+def rope_tables(arch: Architecture, batch: TokenBatch) -> tuple[RopeTable, RopeTable] | None:
     """The tables for global and for local layers; the same object twice if they are equal."""
     if arch.rope is None:
         return None
     dim = arch.rotary_dim or arch.head_dim
     global_dim = dim if arch.global_heads is None else arch.global_heads.head_dim
-    global_table = rope_table(arch.rope, global_dim, positions)
+    global_table = rope_table(arch.rope, global_dim, batch.positions, batch.segments)
     if arch.local is None or (arch.local.rope == arch.rope and global_dim == dim):
         return global_table, global_table
-    return global_table, rope_table(arch.local.rope, dim, positions)
+    return global_table, rope_table(arch.local.rope, dim, batch.positions, batch.segments)

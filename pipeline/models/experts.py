@@ -7,19 +7,24 @@ Letters: B rows, T positions, D model dim, E experts, A experts per token, M MLP
 R = B * T * A pairs of a token and one of its experts.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
-from pipeline.models.architecture import Architecture, Experts, Router
+from pipeline.models.architecture import Activation, Architecture, Experts, Router
 from pipeline.models.attention.arithmetic import float32_einsum, map_parts, mlp_positions, scaled
-from pipeline.models.int8_weights import Int8Weight
+from pipeline.models.attention.flash import runs_triton
+from pipeline.models.exchange.tokens import by_expert, exchange_tokens
+from pipeline.models.grouped_product import Matrices, RowBlocks, grouped_product
 from pipeline.models.layers import (
     BlockWeights,
+    ExpertStacks,
     gated,
     mlp_block,
     norm,
@@ -27,7 +32,8 @@ from pipeline.models.layers import (
     norm_without_weight,
     project,
 )
-from pipeline.models.partition import Partition
+from pipeline.models.partition import ExpertShare, Partition
+from pipeline.models.quantised_weights import QuantisedWeight
 
 _GROUPED = Router.groups, Router.sigmoid_groups
 _MAX_BLOCK = 128  # tokens per product in the loop over experts
@@ -60,28 +66,43 @@ def experts_block(
     stream, x = x, norm_if_any(x, weights, "norm", arch)
     sites = {Site.mlp_in: x}
     if arch.experts.beside_mlp:
-        sites |= _dense(stream, weights, arch)
+        sites |= _dense(stream, weights, arch, partition)
         x = norm_if_any(stream, weights, "mixture_norm", arch)
     sites[Site.router_logits] = _logits(stream if "router_scale" in weights else x, weights, arch)
     route = partial(_route_in_groups if arch.experts.router in _GROUPED else _route, experts=arch.experts)
     corrections = [weights[name] for name in ("router_correction", "router_expert_scale") if name in weights]
     routing = partition.by_rows(route, sites[Site.router_logits], *corrections)
     sites |= {Site.router_weights: routing.weights, Site.router_indices: routing.indices}
-    prefix = "experts_"
-    expert_weights = {name.removeprefix(prefix): weights[name] for name in weights if name.startswith(prefix)}
-    mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), expert_weights)
+    stacks = weights.get("experts")
+    if stacks is None:
+        stacks = _one_layer(split_experts(weights)[0])
+    mixed = partition.over_experts(partial(_mix_rows, arch=arch), (x, routing), stacks)
     mlp_out = mixed.mixture
     if "shared_down" in weights:
-        mlp_out += _shared(x, weights, arch)
+        mlp_out += _shared(x, weights, arch, partition)
     if Site.mlp_out in sites:
         mlp_out = sites[Site.mlp_out] + norm(mlp_out, weights, "mixture_post_norm", arch)
     return sites | {Site.expert_out: mixed.outputs, Site.mlp_out: norm_if_any(mlp_out, weights, "post_norm", arch)}
 
 
-def _dense(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> dict[Site, Array]:
+def _one_layer(weights: BlockWeights) -> ExpertStacks:
+    """A stack of one layer."""
+    return ExpertStacks(jax.tree.map(lambda weight: weight[None], weights), 0)
+
+
+def split_experts(weights: BlockWeights) -> tuple[BlockWeights, BlockWeights]:
+    """The weights of experts, and the other ones."""
+    names = [name for name in weights if name.startswith("experts_")]
+    others = {name: weights[name] for name in weights if name not in names}
+    return {name.removeprefix("experts_"): weights[name] for name in names}, others
+
+
+def _dense(
+    x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, partition: Partition
+) -> dict[Site, Array]:
     """The sites of the MLP in a layer that also has experts. `mlp_out` is the MLP's share of the layer's `mlp_out`."""
     dense = {name: weights[name] for name in ("norm", "gate", "up", "down")}
-    return mlp_block(x, dense | {"post_norm": weights["dense_post_norm"]}, arch)
+    return mlp_block(x, dense | {"post_norm": weights["dense_post_norm"]}, arch, partition.context)
 
 
 def _route(logits: Float[Array, "B T E"], scale: Float[Array, " E"] | None = None, *, experts: Experts) -> _Routing:
@@ -130,45 +151,49 @@ def _route_in_groups(
     return _Routing(jnp.take_along_axis(indices, order, axis=-1), weights * experts.scaling)
 
 
-def _shared(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> Float[Array, "B T D"]:
+def _shared(
+    x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, partition: Partition
+) -> Float[Array, "B T D"]:
     """The output of the shared expert, multiplied by its gate if the model has one."""
     shared = {name: weights[f"shared_{name}"] for name in ("gate", "up", "down")}
-    output = mlp_block(x, shared, arch)[Site.mlp_out]
+    output = mlp_block(x, shared, arch, partition.context)[Site.mlp_out]
     return jax.nn.sigmoid(project(x, weights, "shared_router")) * output if "shared_router" in weights else output
 
 
 def _mix_rows(
-    inputs: tuple[Float[Array, "B T D"], _Routing],
-    weights: BlockWeights,
-    first: int | Int32[Array, ""],
-    arch: Architecture,
+    inputs: tuple[Float[Array, "B T D"], _Routing], stacks: ExpertStacks, share: ExpertShare, arch: Architecture
 ) -> _Mixed:
     """`_mix`, one part at a time for very long rows, because it copies each token once per expert."""
-    mix = partial(_mix, weights=weights, first=first, arch=arch)
+    mix = partial(_mix, stacks=stacks, share=share, arch=arch)
     return map_parts(mix, inputs, mlp_positions(inputs[0].shape[1]))
 
 
 def _mix(
-    inputs: tuple[Float[Array, "B T D"], _Routing],
-    weights: BlockWeights,
-    first: int | Int32[Array, ""],
-    arch: Architecture,
+    inputs: tuple[Float[Array, "B T D"], _Routing], stacks: ExpertStacks, share: ExpertShare, arch: Architecture
 ) -> _Mixed:
-    """The contribution of experts `first`, `first` + 1, ..., whose weights are given, to the layer's output. Other
-    experts contribute 0."""
+    """The contribution of the share's experts to the layer's output. Other experts contribute 0. `stacks` has those of
+    the experts on this device."""
     x, routing = inputs
-    num_experts = jax.tree.leaves(weights)[0].shape[0]
-    experts = routing.indices.ravel() - first
+    num_experts = jax.tree.leaves(stacks)[0].shape[1] * share.group
+    experts = routing.indices.ravel() - share.first
     is_here = (experts >= 0) & (experts < num_experts)
-    experts = jnp.where(is_here, experts, num_experts)
-    order = jnp.argsort(experts, stable=True)  # tokens of other experts last
-    sizes = jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
-    tokens = x.reshape(-1, x.shape[-1])[order // routing.indices.shape[-1]]
+    order, inverse, sizes = by_expert(jnp.where(is_here, experts, num_experts), num_experts)
+    rows = order // routing.indices.shape[-1]
     if arch.experts.scales_inputs:
-        tokens *= routing.weights.ravel()[order, None]
-    compute = partial(_in_groups, arch=arch), partial(_in_blocks, arch=arch)
-    sorted_outputs = jax.lax.platform_dependent(tokens, sizes, weights, tpu=compute[0], default=compute[1])
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+        x, rows = x[:, :, None] * routing.weights[..., None], order
+    x = x.reshape(-1, x.shape[-1])
+
+    compute = _in_groups if share.device.platform == "tpu" else _in_blocks
+    compute = partial(_in_one_kernel if runs_triton(share.device) else compute, stacks=stacks, arch=arch)
+
+    def compute_received(tokens: Float[Array, "R D"], sizes: Int32[Array, " E"]) -> Float[Array, "R D"]:
+        return compute(tokens, jnp.arange(len(tokens)), sizes)
+
+    if share.group > 1:
+        taken = (compute_received, lambda pairs: x[rows[pairs]], len(order), sizes)
+        sorted_outputs = exchange_tokens(*taken, share.axis, share.mesh_axes)
+    else:
+        sorted_outputs = compute(x, rows, sizes)
     outputs = sorted_outputs[inverse].reshape(*routing.indices.shape, -1)
     outputs = jnp.where(is_here.reshape(*routing.indices.shape, 1), outputs, 0)
     wide = outputs.astype(jnp.float32)
@@ -177,14 +202,19 @@ def _mix(
 
 
 def _in_groups(
-    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: BlockWeights, arch: Architecture
+    x: Float[Array, "S D"],
+    rows: Int32[Array, " R"],
+    sizes: Int32[Array, " E"],
+    stacks: ExpertStacks,
+    arch: Architecture,
 ) -> Float[Array, "R D"]:
-    """For TPUs: one grouped product for all experts. Tokens are sorted by expert; output rows after the last expert's
-    are undefined."""
+    """For TPUs: one grouped product for all experts. `x[rows]` are tokens sorted by expert; output rows after the last
+    expert's are undefined."""
+    x, weights = x[rows], _ungrouped(stacks.of_layer, x.dtype)
 
     def product(x: Float[Array, "R inputs"], name: str) -> Float[Array, "R outputs"]:
         weight, bias = weights[name], weights.get(f"{name}_bias")
-        if isinstance(weight, Int8Weight):
+        if isinstance(weight, QuantisedWeight):
             y = jax.lax.ragged_dot_general(
                 x, weight.values.astype(x.dtype), sizes, _TRANSPOSED, preferred_element_type=jnp.float32
             )
@@ -199,14 +229,54 @@ def _in_groups(
     return product(gated(product(x, "gate"), product(x, "up"), arch), "down")
 
 
+def _ungrouped(weights: BlockWeights, dtype: DTypeLike) -> BlockWeights:
+    """The experts' weights with those in float that have a scale per group of inputs."""
+    return {
+        name: weight.dequantised(dtype).reshape(*weight.values.shape[:2], -1)
+        if isinstance(weight, QuantisedWeight) and weight.is_grouped
+        else weight
+        for name, weight in weights.items()
+    }
+
+
+def _in_one_kernel(
+    x: Float[Array, "S D"],
+    rows: Int32[Array, " R"],
+    sizes: Int32[Array, " E"],
+    stacks: ExpertStacks,
+    arch: Architecture,
+    interpret: bool = False,
+) -> Float[Array, "R D"]:
+    """For NVIDIA's GPUs: two calls of a kernel of ours, the first for the neurons. A layer's int4 weights are first
+    converted."""
+    blocks, weights = RowBlocks.of(sizes, len(rows)), stacks.weights.values()
+    if any(isinstance(weight, QuantisedWeight) and weight.is_grouped for weight in weights):
+        stacks = _one_layer(_ungrouped(stacks.of_layer, x.dtype))
+
+    def product(x: Array, rows: Array, *names: str, combine: Callable[..., Array] = lambda product: product) -> Array:
+        matrices = [Matrices(stacks.weights[name], stacks.weights.get(f"{name}_bias")) for name in names]
+        return grouped_product(x, rows, matrices, stacks.layer, blocks, combine, interpret)
+
+    if arch.activation is Activation.gelu:  # Triton's Pallas has no error function
+        neurons = gated(product(x, rows, "gate"), product(x, rows, "up"), arch)
+    else:
+        neurons = product(x, rows, "gate", "up", combine=partial(gated, arch=arch))
+    return product(neurons, jnp.arange(len(rows)), "down")
+
+
 def _in_blocks(
-    x: Float[Array, "R D"], sizes: Int32[Array, " E"], weights: BlockWeights, arch: Architecture
+    x: Float[Array, "S D"],
+    rows: Int32[Array, " R"],
+    sizes: Int32[Array, " E"],
+    stacks: ExpertStacks,
+    arch: Architecture,
 ) -> Float[Array, "R D"]:
     """For other backends: a loop over blocks of tokens of one expert. An expert's last block may be partly empty.
 
     On these backends a grouped product computes every expert for every token. Measured on two cores, 4,096 tokens and
     16 experts of [192, 256]: 117 ms and 67 MiB with a grouped product, 16 ms and 11 MiB in blocks.
     """
+    x, weights = x[rows], stacks.of_layer
     num_tokens, num_experts = len(x), len(sizes)
     block = min(_MAX_BLOCK, 1 << max(num_tokens // num_experts, 8).bit_length() - 1)
     blocks = -(-sizes // block)  # per expert

@@ -25,13 +25,25 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, LatentAttention, LayerKind, Norm
 from pipeline.models.attention.arithmetic import map_parts, mlp_positions, scaled
+from pipeline.models.attention.latent import Latent, LatentAttend
 from pipeline.models.attention.pattern import attention_entropy, attention_pattern
 from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
-from pipeline.models.int8_weights import Int8Weight
+from pipeline.models.quantised_weights import QuantisedWeight
 from pipeline.models.rope import RopeTable, rotate_pairs
 
-BlockWeights = Mapping[str, Array | Int8Weight]
-"""One block's weights by our keys, without those that the family lacks. Matrices may be int8."""
+BlockWeights = Mapping[str, Array | QuantisedWeight]
+"""One block's weights by our keys, without those that the family lacks. Matrices may be quantised."""
+
+
+class ExpertStacks(NamedTuple):
+    """The experts' weights of one layer of a stack. On GPUs the layer is not copied out of it."""
+
+    weights: BlockWeights  # [L, E, ...]
+    layer: int | Int32[Array, ""]
+
+    @property
+    def of_layer(self) -> BlockWeights:
+        return jax.tree.map(lambda weight: weight[self.layer], self.weights)
 
 
 class Rows(NamedTuple):
@@ -109,25 +121,28 @@ def project(x: Float[Array, "B T *inputs"], weights: BlockWeights, key: str) -> 
     return y if bias is None else y + bias
 
 
-def _multiply(x: Array, weight: Array | Int8Weight, product: Callable[..., Array]) -> Array:
-    """`product` of x [B, T, ...] and a weight. The scales of an int8 weight broadcast over the product's last axes."""
-    if not isinstance(weight, Int8Weight):
+def _multiply(x: Array, weight: Array | QuantisedWeight, product: Callable[..., Array]) -> Array:
+    """`product` of x [B, T, ...] and a weight. Scales of output channels broadcast over the product's last axes."""
+    if not isinstance(weight, QuantisedWeight):
         return product(x, weight)
+    if weight.is_grouped:
+        return product(x.reshape(*x.shape[:-1], *weight.values.shape[-2:]), weight.dequantised(x.dtype))
     # int8 values are exact in every float dtype; the scale is float32
     return (product(x, weight.values.astype(x.dtype), jnp.float32) * weight.scale).astype(x.dtype)
 
 
 def _product_of_heads(
-    z: Num[Array, "B T N W"], weight: Num[Array, "D N W"], dtype: DTypeLike | None = None
+    z: Num[Array, "B T N *W"], weight: Num[Array, "D N *W"], dtype: DTypeLike | None = None
 ) -> Num[Array, "B T N D"]:
     """Each head's contribution to the output of attention, before the bias."""
+    z, weight = z.reshape(*z.shape[:3], -1), weight.reshape(*weight.shape[:2], -1)
     return jnp.einsum("BTNW,DNW->BTND", z, weight, preferred_element_type=dtype)
 
 
 def _product(
     x: Num[Array, "B T *inputs"], weight: Num[Array, "*outputs_inputs"], dtype: DTypeLike | None = None
 ) -> Num[Array, "B T *outputs"]:
-    """On TPUs heads stay separate axes, since merging them would first copy z into a different layout.
+    """On TPUs heads and groups stay separate axes, since merging them would first copy them into a different layout.
 
     On other backends this is a product of two matrices: with more axes, XLA's CPU backend transposes the weight in
     every layer of every step. Measured on two cores with GPT-2's shape: 1.02 times as fast, and 1.4 times when decoding
@@ -143,9 +158,9 @@ def _product(
 
     if x.ndim == 3:
         return of_matrices(x, weight)
-    heads = "NOH" if x.ndim == 5 else "NH"
-    by_heads = partial(jnp.einsum, f"BT{heads},D{heads}->BTD", preferred_element_type=dtype)
-    return jax.lax.platform_dependent(x, weight, tpu=by_heads, default=of_matrices)
+    axes = tuple(range(2, x.ndim)), tuple(range(len(outputs), weight.ndim))
+    by_axes = partial(jnp.tensordot, axes=axes, preferred_element_type=dtype)
+    return jax.lax.platform_dependent(x, weight, tpu=by_axes, default=of_matrices)
 
 
 @jax.named_scope("attention")
@@ -156,21 +171,23 @@ def attention_block(
     rows: Rows,
     kind: LayerKind,
     attend: Attend,
+    entropy: Attend = attention_entropy,
 ) -> dict[Site, Array]:
     """The sites of attention on the residual stream x. Heads are axes [N or K, H or W]."""
     x = norm_if_any(x, weights, "norm", arch)
-    sites = {Site.attn_in: x}
+    sites, latents = {Site.attn_in: x}, None
     if arch.latent is None:
         sites |= _heads(x, weights, arch, rows, kind)
     else:
-        sites |= _latent_heads(x, weights, arch, arch.latent, rows.ropes[kind.is_local])
+        heads, latents = _latent_heads(x, weights, arch, arch.latent, rows.ropes[kind.is_local])
+        sites |= heads
     segments = rows.chunks if kind.is_local else rows.segments
     inputs = AttentionInputs(sites[Site.q], sites[Site.k], sites[Site.v], segments, weights.get("sinks"))
     spec = _attention_spec(arch, kind, rows.segments.shape[1])
-    sites[Site.attn_entropy] = attention_entropy(inputs, spec)
+    sites[Site.attn_entropy] = entropy(inputs, spec)
     if rows.selected is not None:
         sites[Site.attn_pattern] = attention_pattern(inputs, rows.segments, rows.selected, spec)
-    z = attend(inputs, spec)
+    z = attend(inputs, spec, latents) if isinstance(attend, LatentAttend) else attend(inputs, spec)
     if "gate" in weights:
         z *= jax.nn.sigmoid(project(x, weights, "gate"))
     sites[Site.attn_z] = z
@@ -222,36 +239,37 @@ def _projected(x: Float[Array, "B T D"], weights: BlockWeights) -> dict[Site, Ar
 
 def _latent_heads(
     x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, latent: LatentAttention, table: RopeTable
-) -> dict[Site, Array]:
-    """The queries, keys and values of latent attention. Only the last dimensions of queries and keys rotate."""
-    num_unrotated = arch.head_dim - arch.rotary_dim
+) -> tuple[dict[Site, Array], Latent]:
+    """The queries, keys and values of latent attention, and the latents. Only the last dimensions of queries and keys
+    rotate."""
+    num_unrotated, latent_arch = arch.head_dim - arch.rotary_dim, replace(arch, norm_eps=latent.norm_eps)
 
-    def project_low_rank(x: Array, name: str) -> Array:
-        down = norm(project(x, weights, f"{name}_down"), weights, f"{name}_down_norm", latent_arch)
-        return project(down, weights, f"{name}_up")
+    def project_down(name: str) -> Array:
+        return norm(project(x, weights, f"{name}_down"), weights, f"{name}_down_norm", latent_arch)
 
-    latent_arch = replace(arch, norm_eps=latent.norm_eps)
-    q = project(x, weights, "q") if latent.q_rank is None else project_low_rank(x, "q")
+    q = project(x, weights, "q") if latent.q_rank is None else project(project_down("q"), weights, "q_up")
     q, q_rotary = jnp.split(q, [num_unrotated], axis=-1)
-    k, v = jnp.split(project_low_rank(x, "kv"), [num_unrotated], axis=-1)
+    values, up = project_down("kv"), weights["kv_up"]
+    if isinstance(up, QuantisedWeight):
+        up = up.dequantised(x.dtype).reshape(*up.values.shape[:2], -1)
+    k, v = jnp.split(project(values, weights, "kv_up"), [num_unrotated], axis=-1)
     k_rotary = rotate_pairs(project(x, weights, "k_rotary")[:, :, None], table, latent.pairs)  # BT1R
+    latents = Latent(values, k_rotary[:, :, 0], up)
     k_rotary = jnp.broadcast_to(k_rotary, (*k.shape[:3], arch.rotary_dim))
-    return {
+    heads = {
         Site.q: jnp.concatenate([q, rotate_pairs(q_rotary, table, latent.pairs)], axis=-1),
         Site.k: jnp.concatenate([k, k_rotary], axis=-1),
         Site.v: v,
     }
+    return heads, latents
 
 
 def _attention_spec(arch: Architecture, kind: LayerKind, length: int) -> AttentionSpec:
-    """How a layer's scores are computed in rows of `length`."""
+    """How a layer's scores are computed in rows of `length`. Chunks are segments; a cache knows its layer's window."""
     scale = arch.head_dim**-0.5 if arch.attention_scale is None else arch.attention_scale
     spec = AttentionSpec(arch.causal, scale, arch.softcap)
-    is_decoding = length == 1  # the keys of earlier positions are in a cache
-    if not kind.is_local or (arch.local.window >= length and not is_decoding):
+    if not kind.is_local or arch.local.chunked or arch.local.window >= length:
         return spec
-    if arch.local.chunked:
-        return replace(spec, chunk=arch.local.window) if is_decoding else spec
     return replace(spec, window=arch.local.window)
 
 
@@ -265,14 +283,17 @@ def gated(gate: Float[Array, "*F"], up: Float[Array, "*F"], arch: Architecture) 
 
 
 @jax.named_scope("mlp")
-def mlp_block(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> dict[Site, Array]:
-    """The sites of an MLP, with a gate (Shazeer, arXiv 2002.05202) or without.
+def mlp_block(
+    x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, context: int = 1
+) -> dict[Site, Array]:
+    """The sites of an MLP, with a gate (Shazeer, arXiv 2002.05202) or without. `context` devices divide the positions.
 
     Very long rows are computed in parts: all neurons of such a row would not fit a TPU's memory, and XLA would compute
     them twice. For Qwen2.5-7B's shape, 1 x 131,072 on v5e: 11.0 -> 2.8 GiB of temporary memory, 479 -> 457 ms per layer
     by XLA's estimate, without attention.
     """
-    return map_parts(partial(_mlp, weights=weights, arch=arch), x, mlp_positions(x.shape[1]))
+    size = mlp_positions(x.shape[1] // context)
+    return map_parts(partial(_mlp, weights=weights, arch=arch), x, size, devices=context)
 
 
 def _mlp(x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture) -> dict[Site, Array]:

@@ -5,10 +5,11 @@ Letters: L layers of a stack, E experts.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
@@ -22,6 +23,7 @@ from pipeline.models.architecture import (
     TableEntry,
     our_keys,
 )
+from pipeline.models.quantised_weights import grouped_shape
 from pipeline.models.runs import layer_runs
 from pipeline.models.weight_specs import WeightKind, WeightSpec, weight_spec
 
@@ -43,6 +45,7 @@ class Leaf:
     item_size: int  # of all weights
     axes: tuple[int, ...]  # the sizes of this weight's axes, in the file's order
     order: tuple[int, ...]  # the permutation from `axes` to our axes
+    quantised: str | None = None  # of a matrix: int8 or int4; None: it is not
 
     @property
     def item_rows(self) -> int:
@@ -56,12 +59,16 @@ class Leaf:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether this is a matrix of layers; only those may be int8, or divided by fsdp."""
+        """Whether this is a matrix of layers; only those may be quantised, or divided by fsdp."""
         return self.num_inputs > 0
 
-    def dtype(self, dtype: str) -> str:
-        """The leaf's dtype in a model of this dtype. Matrices may be int8 instead."""
-        return "float32" if self.spec.is_wide else dtype
+    @property
+    def is_grouped(self) -> bool:
+        return self.quantised == "int4"
+
+    def dtype(self, dtype: str) -> np.dtype:
+        """The leaf's dtype in a model of this dtype."""
+        return np.dtype("float32" if self.spec.is_wide else self.quantised or dtype)
 
     @property
     def is_stacked(self) -> bool:
@@ -76,7 +83,18 @@ class Leaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (*self.stack_shape, *(self.axes[axis] for axis in self.order))
+        shape = (*self.stack_shape, *(self.axes[axis] for axis in self.order))
+        return grouped_shape(shape) if self.is_grouped else shape
+
+    @property
+    def inputs_per_scale(self) -> int:
+        """The number of last axes of `shape` whose values share a scale, if the leaf is quantised."""
+        return 1 if self.is_grouped else self.num_inputs
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """The shape of the scales of a quantised leaf."""
+        return self.shape[: -self.inputs_per_scale]
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -166,6 +184,11 @@ def _part_group(groups: list[str], by: str) -> int:
 
 def _size(arch: Architecture, letters: str) -> int:
     return math.prod(map(arch.axis_size, letters))
+
+
+def quantised_leaves(leaves: LeafTree, dtype: str | None) -> LeafTree:
+    """The leaves with matrices of this dtype: int8, int4, or None for the model's."""
+    return jax.tree.map(lambda leaf: replace(leaf, quantised=dtype if leaf.is_matrix else None), leaves)
 
 
 def num_params(leaves: LeafTree) -> int:

@@ -17,7 +17,7 @@ from pipeline.models.checkpoints.loading import Placement, WeightBytes, check_te
 from pipeline.models.checkpoints.random_weights import random_params
 from pipeline.models.decoder import Params, TokenBatch, forward
 from pipeline.models.head import Head, head_leaf
-from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves
+from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, quantised_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.recurrent.recur import Recur
 from pipeline.models.weight_specs import TENSOR_AXES, has_site, is_post_norm, weight_spec
@@ -45,7 +45,7 @@ class Model:
     @property
     def max_positions(self) -> int:
         """The largest number of positions in a row."""
-        return self.arch.max_row
+        return self.arch.max_positions
 
     @property
     def generation(self) -> "Generation":
@@ -126,10 +126,10 @@ class Model:
         return identity | ({"weights": self.checkpoint.digest} if with_weights else {})
 
     def weight_bytes(
-        self, keys: Sequence[ActivationKey], dtype: str, with_int8: bool = False, with_head: bool = False
+        self, keys: Sequence[ActivationKey], dtype: str, quantised: str | None = None, with_head: bool = False
     ) -> WeightBytes:
         """The bytes that `load` needs, each array counted once."""
-        return WeightBytes(self.leaves(keys, with_head), dtype, with_int8)
+        return WeightBytes(quantised_leaves(self.leaves(keys, with_head), quantised), dtype)
 
     @property
     def tensor_dims(self) -> dict[str, int]:
@@ -161,17 +161,17 @@ class Model:
         dtype: str,
         sharding: Sharding | Placement,
         progress: bool = False,
-        with_int8: bool = False,
+        quantised: str | None = None,
         with_head: bool = False,
     ) -> Params:
         """Loads the parameters that `keys` need onto the devices, in `dtype` (float32 or bfloat16).
 
-        `with_head` includes the head; `with_int8` stores the layers' matrices as int8. `sharding` applies to every
+        `with_head` includes the head; `quantised` is int8 or int4 for the layers' matrices. `sharding` applies to every
         array, or is a function of the leaf, such as `Partition.leaf_sharding`.
 
         Raises CheckpointError, which names every missing, wrongly shaped or unexpected tensor.
         """
-        return self.load_leaves(self.leaves(keys, with_head), dtype, sharding, progress, with_int8)
+        return self.load_leaves(self.leaves(keys, with_head), dtype, sharding, progress, quantised)
 
     def load_leaves(
         self,
@@ -179,14 +179,14 @@ class Model:
         dtype: str,
         sharding: Sharding | Placement,
         progress: bool = False,
-        with_int8: bool = False,
+        quantised: str | None = None,
     ) -> PyTree[Array]:
         """Like `load`, for any subset of the result of `leaves`."""
-        place = sharding if callable(sharding) else lambda _: sharding
+        place, needed = sharding if callable(sharding) else lambda _: sharding, quantised_leaves(needed, quantised)
         if self.random_seed is not None:
-            return random_params(needed, self.random_seed, dtype, place, progress, with_int8)
+            return random_params(needed, self.random_seed, dtype, place, progress)
         check_tensors(self.checkpoint, self.arch, self.table, needed)
-        return load_params(self.checkpoint, needed, dtype, place, progress, with_int8)
+        return load_params(self.checkpoint, needed, dtype, place, progress)
 
     def apply(
         self,
@@ -219,24 +219,18 @@ class Generation:
     head: Head
 
     def keys(self, keys: Sequence[ActivationKey] = ()) -> tuple[ActivationKey, ...]:
-        """The captures of the forward pass in generation: `keys`, the keys and values to cache, and the head's input.
-
-        Layers that compute no keys are captured at `resid_post`, so that every layer is a run.
-        """
-        cached = {
-            ActivationKey(layer, site)
-            for layer in range(self.model.num_layers)
-            for site in ((Site.k, Site.v) if has_site(self.model.arch, layer, Site.k) else (Site.resid_post,))
-        }
-        return tuple(sorted({*keys, *cached, FINAL_NORM}))
+        """The captures of the forward pass in generation: `keys`, the head's input, and every layer's output, so that
+        every layer is a run."""
+        outputs = {ActivationKey(layer, Site.resid_post) for layer in range(self.model.num_layers)}
+        return tuple(sorted({*keys, *outputs, FINAL_NORM}))
 
     def leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:
         """The leaves that generation needs when it also captures `keys`, for `load_leaves`."""
         return self.model.leaves(self.keys(keys), with_head=True)
 
-    def weight_bytes(self, dtype: str, with_int8: bool = False) -> WeightBytes:
+    def weight_bytes(self, dtype: str, quantised: str | None = None) -> WeightBytes:
         """The bytes of the leaves, counted as in `Model.weight_bytes`."""
-        return WeightBytes(self.leaves(), dtype, with_int8)
+        return WeightBytes(quantised_leaves(self.leaves(), quantised), dtype)
 
     def check_head(self) -> None:
         """Raises CheckpointError if the head is missing or has an unexpected shape. A checkpoint on the Hub is not

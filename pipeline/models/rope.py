@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from pipeline.models.architecture import Rope, RopeKind, RotaryPairs
 
@@ -19,8 +19,9 @@ class RopeTable(NamedTuple):
     sin: Float32[Array, "B T 1 half"]
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half"]:
-    """Radians per position of each pair of dimensions (transformers' `modeling_rope_utils`).
+def inverse_frequencies(rope: Rope, head_dim: int, is_long: bool = False) -> Float32[np.ndarray, " half"]:
+    """Radians per position of each pair of dimensions (transformers' `modeling_rope_utils`). is_long: in windows longer
+    than the original context, which matters for LongRoPE only.
 
     Rounded where torch rounds: at position 100,000, one unit in the last place rotates a vector by 0.01 radians.
     """
@@ -38,7 +39,8 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Float32[np.ndarray, " half
             rotates = np.arange(len(frequencies)) < int(rope.rotating * head_dim // 2)
             return np.where(rotates, frequencies, np.float32(0)) / np.float32(rope.factor)
         case RopeKind.longrope:
-            return 1 / (np.array(rope.short_factors, np.float32) * wavelengths)
+            factors = rope.long_factors if is_long else rope.short_factors
+            return 1 / (np.array(factors, np.float32) * wavelengths)
     return frequencies
 
 
@@ -71,11 +73,25 @@ def _yarn(rope: Rope, wavelengths: Float32[np.ndarray, " half"], head_dim: int) 
     return (1 / (np.float32(rope.factor) * wavelengths) * (1 - kept) + 1 / wavelengths * kept).astype(np.float32)
 
 
-def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"]) -> RopeTable:
+def rope_table(rope: Rope, head_dim: int, positions: Int32[Array, "B T"], segments: Int32[Array, "B T"]) -> RopeTable:
     """The table for one batch's positions, which are not 0..T-1 in packed rows. `head_dim` is the number of dimensions
-    that rotate."""
-    angles = positions[:, :, None, None].astype(jnp.float32) * inverse_frequencies(rope, head_dim)
+    that rotate. segments: the windows, in which positions count from 0."""
+    frequencies = inverse_frequencies(rope, head_dim)
+    if rope.kind is RopeKind.longrope and positions.shape[1] > rope.original_max_positions:
+        is_long = _in_long_windows(positions, segments, rope.original_max_positions)[:, :, None, None]
+        frequencies = jnp.where(is_long, inverse_frequencies(rope, head_dim, is_long=True), frequencies)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
     return RopeTable(jnp.cos(angles) * rope.attention_factor, jnp.sin(angles) * rope.attention_factor)
+
+
+def _in_long_windows(
+    positions: Int32[Array, "B T"], segments: Int32[Array, "B T"], original: int
+) -> Bool[Array, "B T"]:
+    """Whether each token's window has more than `original` tokens. A row has few such windows, and each has one token
+    at position `original`."""
+    marked = jnp.where(positions == original, segments, 0)
+    long_segments, _ = jax.lax.top_k(marked, positions.shape[1] // (original + 1))
+    return jnp.any((segments[:, :, None] == long_segments[:, None, :]) & (long_segments > 0)[:, None, :], axis=2)
 
 
 def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:

@@ -10,12 +10,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.models.attention.arithmetic import map_parts
 from pipeline.models.decoder import Params
+from pipeline.models.exchange.context import context_axis
 from pipeline.models.head import Head, HeadWeights, head_weights, scores
+from pipeline.models.partition import TABLE_ROWS, Partition
 
 CHUNK = 4096  # vocabulary ids at a time
 TILE = 2048  # tokens at a time: 32 MiB of logits
@@ -48,23 +50,25 @@ def token_outputs(
     x: Float[Array, "B S D"],
     next_tokens: Int32[Array, "B S"],
     num_top: int,
-    mesh: Mesh | None = None,
+    partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> TokenOutputs:
-    """Computes the outputs from `x`, the last norm's output, with rows divided along the mesh's `data` axis.
+    """Computes the outputs from `x`, the last norm's output, with rows divided along the mesh's `data` axis, and
+    slots along `context` if they are divisible.
 
     If the vocabulary is divided along `tensor`, each device computes its part, and the devices exchange a few numbers
-    per token.
+    per token. If fsdp divides it along `data`, devices copy a chunk at a time from each other.
     """
     weights = head_weights(head, params)
-    if mesh is None:
+    if partition.mesh is None:
         return _on_device(x, next_tokens, weights, head=head, num_top=num_top)
-    is_divided = weights.matrix.shape[0] % mesh.shape["tensor"] == 0 and mesh.shape["tensor"] > 1
-    rows, vocabulary = PartitionSpec("data"), PartitionSpec("tensor" if is_divided else None)
+    vocabulary, group = partition.vocabulary(len(weights.matrix))
+    mesh, axis = partition.table_mesh(group), "tensor" if "tensor" in vocabulary else None
+    rows = PartitionSpec(TABLE_ROWS, context_axis(partition.mesh, x.shape[1]))
     # check_vma=False: JAX does not infer that results computed from gathered candidates are equal along `tensor`.
     compute = jax.shard_map(
-        partial(_on_device, head=head, num_top=num_top, axis="tensor" if is_divided else None),
+        partial(_on_device, head=head, num_top=num_top, axis=axis, group=group),
         mesh=mesh,
-        in_specs=(rows, rows, vocabulary),
+        in_specs=(rows, rows, HeadWeights(PartitionSpec(vocabulary), PartitionSpec(axis))),
         out_specs=TokenOutputs(rows, rows, rows, rows),
         check_vma=False,
     )
@@ -79,12 +83,13 @@ def _on_device(
     head: Head,
     num_top: int,
     axis: str | None = None,
+    group: int = 1,
 ) -> TokenOutputs:
-    """If the mesh's `axis` divides the vocabulary, `weights` are this device's part."""
-    first = jax.lax.axis_index(axis) * weights.matrix.shape[0] if axis else 0
-    reduce_tile = partial(_reduce_vocabulary, weights=weights, first=first, head=head, num_top=num_top)
+    """If the mesh's `axis` divides the vocabulary, `weights` are this device's part; `group` devices along `data`
+    divide its matrix."""
+    first = jax.lax.axis_index(axis) * len(weights.matrix) * group if axis else 0
     tokens = x.reshape(-1, x.shape[2]), next_tokens.reshape(-1)
-    reduced = map_parts(lambda tile: reduce_tile(*tile), tokens, TILE, axis=0)
+    reduced = _reduce_vocabulary(*tokens, weights=weights, first=first, head=head, num_top=num_top, group=group)
     if axis:
         reduced = _merge_devices(reduced, axis)
     log_total = jnp.log(reduced.total)
@@ -105,14 +110,21 @@ def _reduce_vocabulary(
     first: int | Int32[Array, ""],
     head: Head,
     num_top: int,
+    group: int,
 ) -> _Partial:
-    """`first` is the id of the first row of `weights`."""
+    """`first` is the id of the first row of `weights`, or of those of the group."""
+    copied = partial(_rows, group=group)
 
     def add(start: int | Int32[Array, ""], reduced: _Partial, size: int) -> _Partial:
-        chunk = scores(head, x, jax.tree.map(partial(_rows, start=start, size=size), weights))
-        return _add_chunk(reduced, chunk, next_tokens, first + start, num_top)
+        bias = None if weights.bias is None else _rows(weights.bias, start, size)
+        rows = HeadWeights(copied(weights.matrix, start, size), bias)
 
-    num_chunks, rest = divmod(weights.matrix.shape[0], CHUNK)
+        def add_tile(tile: tuple[Array, Array, _Partial]) -> _Partial:
+            return _add_chunk(tile[2], scores(head, tile[0], rows), tile[1], first + start, num_top)
+
+        return map_parts(add_tile, (x, next_tokens, reduced), TILE, axis=0)
+
+    num_chunks, rest = divmod(len(weights.matrix) * group, CHUNK)
     lowest = jnp.finfo(jnp.float32).min
     zeros = jnp.zeros(len(x), jnp.float32)
     top = jnp.full((len(x), num_top), lowest)
@@ -175,8 +187,14 @@ def _merge_devices(reduced: _Partial, axis: str) -> _Partial:
     return _Partial(greatest, total, weighted, jax.lax.psum(reduced.target, axis), top, ids)
 
 
-def _rows(weight: Float[Array, "V ..."], start: int | Int32[Array, ""], size: int) -> Float[Array, "c ..."]:
-    """Rows of the head. Without the barrier, XLA's CPU backend would convert the whole bfloat16 weight to float32
-    before the loop."""
+def _rows(
+    weight: Float[Array, "V ..."], start: int | Int32[Array, ""], size: int, group: int = 1
+) -> Float[Array, "c ..."]:
+    """Rows of the head; if `group` devices along `data` divide it, of those of all. Without the barrier, XLA's CPU
+    backend would convert the whole bfloat16 weight to float32 before the loop."""
     weight, start = jax.lax.optimization_barrier((weight, start))
-    return jax.lax.dynamic_slice_in_dim(weight, start, size)
+    if group == 1:
+        return jax.lax.dynamic_slice_in_dim(weight, start, size)
+    rows = start + jnp.arange(size) - jax.lax.axis_index("data") * len(weight)
+    is_here = (rows >= 0) & (rows < len(weight))
+    return jax.lax.psum(jnp.where(is_here[:, None], weight[rows], 0), "data")  # exact: one device has the row

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Collection, Sequence
 
-from pipeline.config.choices import Keep, Positions, When
+from pipeline.config.choices import Keep, Packing, Positions, When, Windows
 from pipeline.config.limits import shown
-from pipeline.config.schema import CaptureConfig, RunConfig
+from pipeline.config.schema import BatchConfig, CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
@@ -30,12 +30,13 @@ def plan_step(config: RunConfig, model: Model, encoders: tuple[EncoderSpec, ...]
             "and position of its row. Set capture.positions to last, every, token, regex or sample, to select the "
             "tokens that attend."
         )
-    selected = slots_per_row(capture, batch.length)
+    selected = slots_per_row(capture, batch)
     if not 1 <= batch.length <= model.max_positions:
         raise ConfigError(
             f"batch.length is {batch.length}, but the model has {model.max_positions} positions. "
             f"Set batch.length to 1..{model.max_positions}."
         )
+    _require_overlap(batch, capture)
     slots = (TOKENS if selected is None else SELECTED).slots
     activations = {
         key: activation_spec(key, model.hook_name(key), model.width(key, batch.length), str(capture.dtype), slots)
@@ -59,6 +60,26 @@ def plan_step(config: RunConfig, model: Model, encoders: tuple[EncoderSpec, ...]
         encoders=encoders,
         head_outputs=_outputs(capture, model, slots),
     )
+
+
+def _require_overlap(batch: BatchConfig, capture: CaptureConfig) -> None:
+    """Raises ConfigError for windows that cannot overlap by `batch.overlap`."""
+    if not 0 <= batch.overlap < batch.length:
+        raise ConfigError(
+            f"batch.overlap is {batch.overlap}. Set it to 0..{batch.length - 1} (less than batch.length), so that each "
+            "window has tokens of its own."
+        )
+    if batch.overlap and (batch.packing is Packing.concat or batch.windows is Windows.restart):
+        given = "packing=concat" if batch.packing is Packing.concat else "windows=restart"
+        raise ConfigError(
+            f"batch.overlap={batch.overlap} with batch.{given}, whose windows begin with tokens that they add. Set "
+            "batch.overlap=0, or batch.packing=pack and batch.windows=continued."
+        )
+    if batch.overlap and capture.when is When.decode:
+        raise ConfigError(
+            f"batch.overlap={batch.overlap} with capture.when=decode, which keeps activations that were computed with "
+            "all tokens before them as context. Set batch.overlap=0, or capture.when=document."
+        )
 
 
 def _outputs(capture: CaptureConfig, model: Model, slots: str) -> tuple[ArraySpec, ...]:

@@ -12,10 +12,12 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, Part
 from pipeline.models.registry import Model
 from pipeline.models.weight_specs import has_site
+from pipeline.planning.expert_groups import gathered_bytes, pair_bytes
 from pipeline.planning.mesh import MAX_WEIGHTS_SHARE, WeightsPlan, largest_tensor, plan_weights
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
 _MAX_GROUP_BYTES = 1 << 30
+_SLOT_TILE = 32  # slots that TPUs keep together, in int8: if it does not divide a cache, each step copies the cache
 _PREFILL_SHARE = 8  # a prefill has room for an eighth of the rows
 
 
@@ -32,13 +34,23 @@ class GenerationSpec:
     dtype: str = "float32"  # of the captured activations
     cache_is_int8: bool = False  # int8 keys and values; else they have the weights' dtype
     samples: int = 1  # completions of each prompt, in as many rows of a device
+    is_beam_search: bool = False  # whether these are the best ones, rather than samples
     attention: str = "auto"  # the requested implementation, for the prefill
+    speculate: int = 0  # proposed tokens per step
+    block: int = 512  # attention reads a cache in blocks of at least as many slots
     segment_steps: int = 16  # decoding steps between the host's checks; an ended row idles for half of them on average
 
     @property
     def length(self) -> int:
         """The slots of a row, for prompt and completion."""
         return self.max_prompt + self.max_new_tokens
+
+    def slots(self, arch: Architecture, layer: int) -> int:
+        """The slots of a layer's cache. The first of a step's positions attends to a whole window when those of its
+        proposals have been written."""
+        if not arch.is_local(layer):
+            return self.length
+        return min(self.length, -(-(arch.local.window + self.speculate) // _SLOT_TILE) * _SLOT_TILE)
 
     def prefill_rows(self, data: int) -> int:
         """The number of prompts in a prefill, with `data` devices along the mesh's data axis."""
@@ -52,7 +64,7 @@ class GenerationPlan:
     spec: GenerationSpec  # without end tokens
     tensor: int  # devices that share heads, neurons and vocabulary; may be more than in extraction
     weights: WeightsPlan  # all layers and the head
-    cache_bytes: int  # keys and values of all rows
+    cache_bytes: int  # keys and values, or latents, of all rows; twice for beams, since a step copies them in new order
     logits_bytes: int  # of one step, in float32; sampling needs a few times as much
     kept_bytes: int | None  # activations of all rows, with capture.when=decode
     notes: tuple[str, ...]  # including those of `weights`
@@ -80,6 +92,8 @@ def plan_generation(
     if not isinstance(options, GenerateData):
         return None
     _require_own_windows(config.batch)
+    if options.beams > 1:
+        _require_beams(options, keeps_activations)
     spec = GenerationSpec(
         rows=options.rows,
         max_prompt=options.prompt_length,
@@ -89,7 +103,9 @@ def plan_generation(
         keys=tuple(activations) if keeps_activations else (),
         dtype=str(config.model.dtype),
         cache_is_int8=options.has_int8_cache,
-        samples=options.samples,
+        samples=options.completions,
+        is_beam_search=options.beams > 1,
+        speculate=options.speculate,
         attention=str(config.model.attention),
     )
     tensor, weights = _divide_weights(config, model, tensor, topology)
@@ -98,9 +114,9 @@ def plan_generation(
     _require_valid(spec, model, data)
     if keeps_activations:
         _require_bounded_groups(options.group_size, spec.length * token_bytes)
-    cache = cache_bytes(model.arch, spec, itemsize) // (data * tensor)
+    cache = cache_bytes(model.arch, spec, itemsize, tensor) // data * (2 if spec.is_beam_search else 1)
     kept = spec.rows * spec.length * token_bytes // data if keeps_activations else None
-    logits = spec.rows // data * model.arch.vocab_size * 4
+    logits = spec.rows // data * (1 + spec.speculate) * model.arch.vocab_size * 4
     others = logits + (kept or 0)
     if topology.device_bytes is not None and weights.device_bytes + cache + others > topology.device_bytes:
         raise ConfigError(
@@ -109,10 +125,12 @@ def plan_generation(
             f"device, which has {topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
         )
     notes = weights.notes
-    if config.batch.length < spec.length:
+    if config.batch.length < spec.length and not keeps_activations:
+        overlap = config.batch.overlap
+        attended = f"attend to only {overlap} tokens before their own" if overlap else "do not attend to each other"
         notes += (
             f"a prompt with its completion has up to {spec.length} tokens: if longer than "
-            f"batch.length={config.batch.length}, it is split into windows that do not attend to each other",
+            f"batch.length={config.batch.length}, it is split into windows that {attended}",
         )
     return GenerationPlan(spec, tensor, weights, cache, logits, kept, notes)
 
@@ -123,17 +141,19 @@ def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topo
     A larger `tensor` is preferred to fsdp: a decoding step reads every weight for few tokens, so fsdp would gather the
     whole model in each step.
     """
-    with_int8, notes = config.model.has_int8_weights, ()
-    sizes, memory = model.generation.weight_bytes(str(config.model.dtype), with_int8), topology.device_bytes
+    quantised, notes = config.model.quantised, ()
+    sizes, memory = model.generation.weight_bytes(str(config.model.dtype), quantised), topology.device_bytes
     most = largest_tensor(topology, model.tensor_dims)
     is_auto = config.model.weights is Weights.auto and memory is not None
     if is_auto and tensor < most and sizes.on_device(tensor) > MAX_WEIGHTS_SHARE * memory:
         tensor = most
         notes = (f"the weights are large, so generation divides them over {tensor} devices along tensor",)
-    plan = plan_weights(config.model.weights, sizes, topology.devices // tensor, tensor, memory)
+    data, rows = topology.devices // tensor, config.data.rows
+    num_pair_bytes = pair_bytes(model.arch, -(-rows // data), ITEM_BYTES[config.model.dtype])  # of a decoding step
+    plan = plan_weights(config.model.weights, sizes, data, tensor, memory, num_pair_bytes)
     if plan.sharding is Weights.fsdp:
-        remedy = "" if with_int8 else ", or model.weights_dtype=int8"
-        gathered = sizes.on_device(tensor) - plan.device_bytes
+        remedy = "" if quantised == "int4" else ", or model.weights_dtype=" + ("int4" if quantised else "int8 or int4")
+        gathered = gathered_bytes(sizes, data, tensor, plan.expert_group)
         notes += (
             f"with fsdp, each decoding step gathers {gathered / MIB:.0f} MiB of weights on each device, which is slow: "
             f"use devices with more memory, or more devices per process{remedy}",
@@ -141,40 +161,72 @@ def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topo
     return tensor, replace(plan, notes=plan.notes + notes)
 
 
-def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int) -> int:
-    """Bytes of all layers' caches, over all devices: keys and values (int8 with float32 scales), and for a DeltaNet the
-    last inputs of its convolutions and its float32 states; only the inputs for a short convolution."""
-    row_bytes = 0
+def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int, tensor: int = 1) -> int:
+    """Bytes of all rows' and layers' caches on one of the devices along `tensor`: keys and values (int8 with float32
+    scales), or latents, which are not divided; for a DeltaNet the last inputs of its convolutions and its float32
+    states; only the inputs for a short convolution."""
+    row_bytes = latent_bytes = 0
     for layer in range(arch.num_layers):
         if has_site(arch, layer, Site.k):
             sizes = arch.with_sizes_of(layer)
-            width = sizes.head_dim + sizes.value_dim
-            row_bytes += sizes.num_kv_heads * spec.length * (width + 2 * 4 if spec.cache_is_int8 else width * itemsize)
+            width = sizes.head_dim + sizes.value_dim if arch.latent is None else arch.latent.kv_rank + arch.rotary_dim
+            slot_bytes = spec.slots(arch, layer) * (width + 2 * 4 if spec.cache_is_int8 else width * itemsize)
+            if arch.latent is None:
+                row_bytes += sizes.num_kv_heads * slot_bytes
+            else:
+                latent_bytes += slot_bytes
         if Part.conv in arch.kind(layer).parts:
             row_bytes += (arch.conv.num_taps - 1) * arch.d_model * itemsize
         if Part.delta in arch.kind(layer).parts:
             keys, values = arch.delta.key_dim, arch.delta.values_per_key * arch.delta.value_dim
             conv_bytes = (arch.delta.num_taps - 1) * (2 * keys + values) * itemsize
             row_bytes += arch.delta.num_heads * (conv_bytes + keys * values * 4)
-    return spec.rows * row_bytes
+    return spec.rows * (row_bytes // tensor + latent_bytes)
 
 
 def _require_valid(spec: GenerationSpec, model: Model, data: int) -> None:
-    if spec.length > model.max_positions:
+    if spec.length > model.arch.max_generated:
         raise ConfigError(
             f"data.prompt_length + data.max_new_tokens = {spec.max_prompt} + {spec.max_new_tokens} exceeds the model's "
-            f"{model.max_positions} positions. Lower one of them."
+            f"{model.arch.max_generated} positions. Lower one of them."
+        )
+    is_recurrent = model.arch.delta is not None or model.arch.conv is not None
+    if spec.speculate and is_recurrent:
+        raise ConfigError(
+            f"data.speculate = {spec.speculate}, but the model has recurrent layers, whose states cannot drop "
+            "rejected proposals. Set data.speculate=0."
         )
     if spec.rows % data:
         raise ConfigError(
             f"data.rows = {spec.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."
         )
+    if spec.is_beam_search and spec.rows // data % spec.samples:
+        raise ConfigError(
+            f"data.rows = {spec.rows} is {spec.rows // data} on each device, expected a multiple of data.beams = "
+            f"{spec.samples}: the beams of a prompt are on one device. Set data.rows to a multiple of "
+            f"{spec.samples * data}."
+        )
     if spec.rows // data < spec.samples:
         raise ConfigError(
             f"data.rows = {spec.rows} is {spec.rows // data} on each device, expected at least data.samples = "
             f"{spec.samples}: all samples of a prompt start together. Set data.rows to at least {spec.samples * data}."
         )
+
+
+def _require_beams(options: GenerateData, keeps_activations: bool) -> None:
+    """Raises ConfigError for what beam search does not have."""
+    excluded = {
+        "data.stop": bool(options.stop),
+        "data.speculate": options.speculate > 0,
+        "capture.when=decode": keeps_activations,
+    }
+    for name, is_set in excluded.items():
+        if is_set:
+            raise ConfigError(
+                f"data.beams = {options.beams} with {name}: beam search has end tokens only, no proposals, and the "
+                f"activations of finished documents. Remove {name}."
+            )
 
 
 def _require_own_windows(batch: BatchConfig) -> None:

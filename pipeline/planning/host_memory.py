@@ -1,14 +1,15 @@
 """The host memory of a process: steps in flight, and blocks that are filled or written."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
+from pipeline.planning.mesh import MeshPlan
 from pipeline.step.spec import StepSpec
 from pipeline.store.features.index_file import ENTRY
-from pipeline.store.format.layout import MIB, is_plain_files, rows_per_block_for
+from pipeline.store.format.layout import LARGEST_SHARD_BYTES, MIB, is_plain_files, rows_per_block_for
 from pipeline.store.write.committed_streams import RUNNING_KEPT
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve
@@ -20,6 +21,7 @@ _BUFFERS_SHARE = 16  # a process uses 1/16 of the host's memory for buffers, sin
 MAX_COPY_THREADS = 8  # threads that gather blocks; assumed to saturate a TPU VM's memory bandwidth, not measured on one
 MAX_SORTING_THREADS = 4  # each sorts the features of one SAE in a block
 _RUNNING_BYTES = 28  # running statistics per feature, kept for RUNNING_KEPT streams
+_NO_OVERLAP = "with one step in flight, nothing overlaps; raise run.max_inflight_mib"
 _SORTING_BYTES = 40  # memory for sorting, per feature of a token
 
 
@@ -47,12 +49,15 @@ class HostMemoryPlan:
 
 
 def plan_host_memory(
-    config: RunConfig, step: StepSpec, process_rows: int, rows_per_block: int, topology: Topology
+    config: RunConfig, step: StepSpec, mesh: MeshPlan, rows_per_block: int, topology: Topology
 ) -> HostMemoryPlan:
-    """Plans buffers and steps in flight. Raises ConfigError if a step exceeds run.max_inflight_mib, or all steps and
-    blocks exceed the host's memory."""
+    """Plans buffers and steps in flight: fewer if they would exceed the host's memory. Raises ConfigError if a step
+    exceeds run.max_inflight_mib, or one step and the blocks exceed the host's memory."""
+    process_rows = mesh.process_rows
     step_bytes, block_bytes = process_rows * step.row_bytes, rows_per_block * step.row_bytes
-    inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology)
+    # What may be set if rows are too large: a step has at least a row for each device, or group of devices.
+    fewer = "lower batch.rows" if step.rows > mesh.data else "capture fewer layers or sites"
+    inflight_steps = _inflight_steps(config.run.max_inflight_mib, step_bytes, topology, fewer)
     host_buffers = _host_buffers(config.store, len(step.keys), block_bytes, topology.host_memory)
     plan = HostMemoryPlan(
         step_bytes=step_bytes,
@@ -63,17 +68,23 @@ def plan_host_memory(
         host_buffers=host_buffers,
         index_bytes=_index_bytes(step, rows_per_block, host_buffers),
         encoded_blocks=0 if is_plain_files(config.store.path, config.store.compression) else host_buffers,
-        notes=("with one step in flight, nothing overlaps; raise run.max_inflight_mib",)
-        if inflight_steps == 1 and not topology.few_cores
-        else (),
+        notes=(_NO_OVERLAP,) if inflight_steps == 1 and not topology.few_cores else (),
     )
+    needed = plan.host_bytes
+    while topology.host_memory is not None and plan.host_bytes > topology.host_memory and plan.inflight_steps > 1:
+        note = (
+            f"{inflight_steps} steps in flight would take {needed / MIB:.0f} MiB on this host, which has "
+            f"{topology.host_memory / MIB:.0f} MiB: {plan.inflight_steps - 1} are in flight"
+        )
+        plan = replace(plan, inflight_steps=plan.inflight_steps - 1, notes=(note,))
     if topology.host_memory is not None and plan.host_bytes > topology.host_memory:
         block_setting = "store.shard_mib" if config.store.rows_per_block is None else "store.rows_per_block"
         raise ConfigError(
             f"activations would take {plan.host_bytes / MIB:.0f} MiB on this host, which has "
-            f"{topology.host_memory / MIB:.0f} MiB: {inflight_steps} steps of "
-            f"{(step_bytes + plan.step_statistics_bytes) / MIB:.0f} MiB, and blocks of {plan.block_bytes / MIB:.0f} "
-            f"MiB. Lower {block_setting}, batch.rows or run.max_inflight_mib."
+            f"{topology.host_memory / MIB:.0f} MiB: a step of "
+            f"{(step_bytes + plan.step_statistics_bytes) / MIB:.0f} MiB, and {plan.host_buffers} blocks of "
+            f"{plan.block_bytes / MIB:.0f} MiB. "
+            + (f"Lower {block_setting}, or {fewer}." if rows_per_block > process_rows else f"{fewer.capitalize()}.")
         )
     return plan
 
@@ -133,14 +144,20 @@ def plan_rows_per_block(
     return rows
 
 
-def _inflight_steps(max_inflight_mib: float, step_bytes: int, topology: Topology) -> int:
+def plan_shard_bytes(store: StoreConfig, step: StepSpec, rows_per_block: int) -> int | None:
+    """The size of store shards if an array's blocks are larger, so that each is divided; else None."""
+    largest = max(LARGEST_SHARD_BYTES, int(store.shard_mib * MIB))
+    return largest if rows_per_block * step.largest_row_bytes > largest else None
+
+
+def _inflight_steps(max_inflight_mib: float, step_bytes: int, topology: Topology, fewer: str) -> int:
     """As many as `max_inflight_mib` allows; one if the host has few cores, which cannot compute and copy at the same
-    time."""
+    time. fewer: how to make a step smaller, for a message."""
     most = 1 if topology.few_cores else MAX_STEPS_IN_FLIGHT
     steps = min(most, int(max_inflight_mib * MIB) // step_bytes)
     if steps < 1:
         raise ConfigError(
             f"run.max_inflight_mib is {max_inflight_mib:g}, but a step's activations take {step_bytes / MIB:.1f} MiB. "
-            f"Set it to at least {math.ceil(min(most, 2) * step_bytes / MIB)}, or lower batch.rows."
+            f"Set it to at least {math.ceil(min(most, 2) * step_bytes / MIB)}, or {fewer}."
         )
     return steps

@@ -8,27 +8,24 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from pipeline.cluster.topology import Topology, reserved_bytes
-from pipeline.config.choices import OnNotFinite, Packing, Positions
+from pipeline.config.choices import OnNotFinite, Packing, Positions, Weights
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
 from pipeline.data.sources import has_labels
 from pipeline.models.registry import Model
 from pipeline.planning.capture import plan_step
+from pipeline.planning.expert_groups import pair_bytes
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
-from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block
-from pipeline.planning.mesh import MeshPlan, WeightsPlan, plan_mesh, plan_weights
+from pipeline.planning.host_memory import HostMemoryPlan, plan_host_memory, plan_rows_per_block, plan_shard_bytes
+from pipeline.planning.mesh import MeshPlan, WeightsPlan, plan_mesh, plan_weights, require_divisible_rows, wider_context
 from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
-from pipeline.store.format.layout import LABELS_ARRAY, MIB, SIDE_BYTES
+from pipeline.store.format.layout import ITEM_BYTES, LABELS_ARRAY, MIB, SIDE_BYTES, StoreLayout
 
 _GIB = 1 << 30
 NOTED_EXCESS = 1.03  # a store that may hold more than 3 % above run.max_tokens says so
-STEP_REMEDY = (
-    "Lower batch.rows (by half, until it fits) or batch.length, divide the weights (model.weights=fsdp), or use more "
-    "or larger devices."
-)
 
 
 def shown_bytes(num_bytes: float) -> str:
@@ -47,6 +44,7 @@ class StoredGeometry(NamedTuple):
 
     num_streams: int | None = None
     rows_per_block: int | None = None
+    shard_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +53,10 @@ class Plan:
 
     step: StepSpec
     mesh: MeshPlan
+    wider_context: int | None  # the next larger mesh.context that is possible
     weights: WeightsPlan  # the weights that the captured activations need
     rows_per_block: int
+    shard_bytes: int | None  # of the store shards into which the blocks of large arrays are divided; None: of none
     streams: StreamPlan
     memory: HostMemoryPlan
     generation: GenerationPlan | None  # for data=generate
@@ -66,10 +66,47 @@ class Plan:
     limits_selected: bool  # a row may have fewer slots than selected tokens (capture.per_row)
     side_bytes: int  # of a position in the store, besides activations and outputs
 
+    def layout(self, compression: str = "none", has_labels: bool = False) -> StoreLayout:
+        """The geometry and the arrays of the store."""
+        stored = self.step.stored_arrays
+        return StoreLayout(
+            num_streams=self.streams.count,
+            rows_per_block=self.rows_per_block,
+            length=self.step.length,
+            arrays=stored.activations,
+            compression=compression,
+            selected=self.step.selected,
+            shard_bytes=self.shard_bytes,
+            scales=stored.scales,
+            outputs=stored.outputs,
+            has_labels=has_labels,
+        )
+
     @property
     def keeps_activations(self) -> bool:
         """Whether activations are kept during generation instead of being computed from the finished documents."""
         return self.generation is not None and self.generation.kept_bytes is not None
+
+    @property
+    def remedy(self) -> str:
+        """What makes a step need less memory of a device, as a sentence that this run can follow."""
+        mesh, wider = self.mesh, self.wider_context
+        ways = []
+        if self.step.rows > mesh.data:
+            ways.append("lower batch.rows (by half, until it fits)")
+        elif wider is not None:
+            rows = mesh.data * mesh.context // wider
+            ways.append(f"set mesh.context={wider} and batch.rows={rows}, so that {wider} devices divide each row")
+        ways.append("lower batch.length")
+        if self.weights.sharding is not Weights.fsdp and mesh.data * mesh.context > 1:
+            ways.append("divide the weights (model.weights=fsdp)")
+        ways.append("use larger devices" if self.step.rows == mesh.data else "use more or larger devices")
+        text = f"{', '.join(ways[:-1])}, or {ways[-1]}."
+        return text[0].upper() + text[1:]
+
+    def row_bytes(self, program: DeviceMemory) -> int:
+        """What one row takes of each device that has a part of it, with its activations and without the weights."""
+        return (program.resident_bytes(1) - program.argument_bytes) * self.mesh.data // self.step.rows
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -96,7 +133,7 @@ class Plan:
             f"step      {counted(step.rows, 'row')} of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the "
             f"host, {memory.inflight_steps} in flight",
             f"block     {counted(self.rows_per_block, 'row')}, {memory.block_bytes / MIB:.1f} MiB in "
-            f"{counted(len(step.stored_arrays), 'store shard')}",
+            f"{counted(sum(map(self.layout().num_parts, step.stored_arrays)), 'store shard')}",
             f"store     {wanted}",
             f"streams   {streams.count}, {local} for this process",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
@@ -131,13 +168,13 @@ class Plan:
         if steps == planned:
             return self
         need = (
-            f"a step needs {program.resident_bytes(1) / _GIB:.2f} GiB of each device ({program.describe()}), which has "
+            f"a step needs {program.resident_bytes(1) / _GIB:.2f} GiB of each device ({program.describe()}; "
+            f"{self.row_bytes(program) / _GIB:.2f} for each row), which has {device_bytes / _GIB:.2f} GiB"
         )
-        need += f"{device_bytes / _GIB:.2f} GiB"
         if self.reserved_bytes:
             need += f" besides the {self.reserved_bytes / _GIB:.2f} of run.reserved_mib"
         if steps == 0:
-            raise ConfigError(f"{need}. {STEP_REMEDY}")
+            raise ConfigError(f"{need}. {self.remedy}")
         note = f"{need}: {steps} instead of {planned} steps are in flight"
         return replace(self, memory=replace(self.memory, inflight_steps=steps, notes=(*self.memory.notes, note)))
 
@@ -156,12 +193,23 @@ def make_plan(
     """
     geometry = stored or StoredGeometry()
     step = plan_step(config, model, encoders)
+    require_divisible_rows(config, model.arch)
     mesh = plan_mesh(config.mesh, step.rows, topology, model.tensor_dims)
-    with_int8 = config.model.has_int8_weights
-    model_bytes = model.weight_bytes(step.forward_keys, str(config.model.dtype), with_int8, bool(step.head_outputs))
+    quantised = config.model.quantised
+    model_bytes = model.weight_bytes(step.forward_keys, str(config.model.dtype), quantised, bool(step.head_outputs))
     sae_bytes = sum(encoder.device_bytes(str(config.model.dtype), mesh.tensor) for encoder in encoders)
     model_bytes = replace(model_bytes, others=sae_bytes)
-    weights = plan_weights(config.model.weights, model_bytes, mesh.data, mesh.tensor, topology.device_bytes)
+    tokens = 0 if mesh.context > 1 else step.rows * step.length // mesh.data  # then no exchange
+    num_pair_bytes = pair_bytes(model.arch, tokens, ITEM_BYTES[config.model.dtype])
+    weights = plan_weights(
+        config.model.weights,
+        model_bytes,
+        mesh.data * mesh.context,
+        mesh.tensor,
+        topology.device_bytes,
+        num_pair_bytes,
+        mesh.context,
+    )
     widths = {key: array.width for key, array in step.activations.items()}
     generation = plan_generation(config, model, widths, mesh.tensor, topology)
     streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)
@@ -169,13 +217,18 @@ def make_plan(
         config.store, step, mesh.process_rows, streams.budget(0), geometry.rows_per_block
     )
     require_rows(streams, rows_per_block, step.length)
+    shard_bytes = geometry.shard_bytes
+    if geometry.rows_per_block is None:
+        shard_bytes = plan_shard_bytes(config.store, step, rows_per_block)
     return Plan(
         step=step,
         mesh=mesh,
+        wider_context=wider_context(config, mesh, model.arch),
         weights=weights,
         rows_per_block=rows_per_block,
+        shard_bytes=shard_bytes,
         streams=streams,
-        memory=plan_host_memory(config, step, mesh.process_rows, rows_per_block, topology),
+        memory=plan_host_memory(config, step, mesh, rows_per_block, topology),
         generation=generation,
         reserved_bytes=reserved_bytes(config.run),
         fails_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, Shaped
 
 from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated, row_sharding
@@ -19,6 +19,7 @@ from pipeline.config.choices import Weights
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.decoder import Finish, Params, TokenBatch, forward
+from pipeline.models.exchange.context import context_axis
 from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
@@ -82,16 +83,23 @@ class CompiledStep:
         """Dispatches one step.
 
         Inputs and outputs are divided by rows along the mesh's `data` axis, except the counts, which are replicated.
-        Activations may also be divided along `tensor` (`activation_sharding`). `selected` is passed if the spec has
-        `selected`, and contains row positions, or -1.
+        Slots of a row are divided along `context`, in the order of `exchange/context.py`. Activations may also be
+        divided along `tensor` (`activation_sharding`). `selected` is passed if the spec has `selected`, and contains
+        row positions, or -1.
         """
         return self.executable(params, tokens, segments, positions, *selected)
 
 
-def make_partition(tensor: int, weights: Weights, devices: Sequence[jax.Device] | None = None) -> Partition:
-    """Makes a mesh of `devices`, by default all, with `tensor` of them along the tensor axis, and divides the weights
-    over it."""
-    return Partition(make_mesh(tensor, devices), fsdp=weights is Weights.fsdp)
+def make_partition(
+    tensor: int,
+    weights: Weights,
+    devices: Sequence[jax.Device] | None = None,
+    expert_group: int = 1,
+    context: int = 1,
+) -> Partition:
+    """Makes a mesh of `devices`, by default all, with `tensor` and `context` of them along these axes, and divides the
+    weights over it."""
+    return Partition(make_mesh(tensor, devices, context), weights is Weights.fsdp, expert_group)
 
 
 def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partition) -> CompiledStep:
@@ -110,7 +118,7 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
         return forward(model.arch, params, batch, spec.forward_keys, chosen.attend, partition, finish)
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
-        executable = _compile(capture, params, spec, mesh, model.head)
+        executable = _compile(capture, params, spec, partition, model.head)
     flops = model.flops_per_token(spec.forward_keys, spec.length, head_share=spec.head_share) + spec.encoder_flops
     flops *= spec.rows * spec.length
     return CompiledStep(mesh, spec, chosen, flops, executable)
@@ -127,16 +135,16 @@ def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
     def capture(captured: Captured, finish: Finish, *inputs: Array) -> Captured:
         return {key: finish(key, activation) for key, activation in captured.items()}
 
-    return CompiledStep(mesh, spec, None, 0, _compile(capture, captured, spec, mesh))
+    return CompiledStep(mesh, spec, None, 0, _compile(capture, captured, spec, Partition(mesh)))
 
 
 def _compile(
-    capture: Callable[..., Captured], params: PyTree, spec: StepSpec, mesh: Mesh, head: Head | None = None
+    capture: Callable[..., Captured], params: PyTree, spec: StepSpec, partition: Partition, head: Head | None = None
 ) -> jax.stages.Compiled:
     """`head` is the model's head, for a spec with outputs."""
 
     def step(params: Params, tokens: Array, segments: Array, positions: Array, *selected: Array) -> StepOutputs:
-        stored = StoredTokens(tokens, segments, selected)
+        stored = StoredTokens(tokens, segments, selected, partition.mesh)
 
         @jax.named_scope("store")
         def store(key: ActivationKey, activation: Array) -> Stored | None:
@@ -157,8 +165,8 @@ def _compile(
             has_outputs = bool(spec.head_outputs) and key == FINAL_NORM
             return _Finished(
                 store(key, activation),
-                head_outputs(spec, head, params, activation, stored, mesh) if has_outputs else None,
-                encode_features(key, spec, params, activation, stored, mesh),
+                head_outputs(spec, head, params, activation, stored, partition) if has_outputs else None,
+                encode_features(key, spec, params, activation, stored, partition.mesh),
             )
 
         captured = capture(params, finish, tokens, segments, positions, *selected)
@@ -183,11 +191,11 @@ def _compile(
         return StepOutputs((*(activation.values for activation in kept), *scales, *outputs), statistics, counts)
 
     # keep_unused: `memory` counts the weights of the last layer that no captured site needs, since they are loaded.
-    jitted = jax.jit(step, out_shardings=_output_shardings(spec, mesh), keep_unused=True)
+    jitted = jax.jit(step, out_shardings=_output_shardings(spec, partition.mesh), keep_unused=True)
     log.info("compiling the step for %d rows of %d tokens", spec.rows, spec.length)
     start = time.monotonic()
-    lowered, options = jitted.lower(params, *_inputs(spec, mesh)), compiler_options(mesh, spec.rows * spec.length)
-    executable = lowered.compile(options)
+    lowered = jitted.lower(params, *_inputs(spec, partition.mesh))
+    executable = lowered.compile(compiler_options(partition.mesh, spec.rows * spec.length))
     log.info("compiled the step in %.1f s", time.monotonic() - start)
     return executable
 
@@ -195,13 +203,17 @@ def _compile(
 def _inputs(spec: StepSpec, mesh: Mesh) -> list[jax.ShapeDtypeStruct]:
     """Tokens, segments and positions [B, T]; if the step selects tokens, also their positions [B, K]."""
     widths = [spec.length] * 3 + ([] if spec.selected is None else [spec.selected])
-    return [jax.ShapeDtypeStruct((spec.rows, width), jnp.int32, sharding=row_sharding(mesh)) for width in widths]
+    return [jax.ShapeDtypeStruct((spec.rows, width), jnp.int32, sharding=row_sharding(mesh, width)) for width in widths]
 
 
 def _output_shardings(spec: StepSpec, mesh: Mesh) -> StepOutputs:
-    by_rows = row_sharding(mesh)
     stored = spec.stored_arrays
-    activations = (activation_sharding(mesh, array.width) for array in stored.activations)
-    others = [by_rows] * (len(stored) - len(stored.activations))
-    statistics = RowStatistics(**dict.fromkeys(spec.statistics_shapes, by_rows)) if spec.statistics_shapes else None
+    activations = (activation_sharding(mesh, array.width, spec.slots) for array in stored.activations)
+    others = [row_sharding(mesh, spec.slots)] * (len(stored) - len(stored.activations))
+    statistics = None
+    if spec.statistics_shapes:
+        by_name = dict.fromkeys(spec.statistics_shapes, row_sharding(mesh))
+        axis = context_axis(mesh, spec.slots)
+        by_slots = {"norms": NamedSharding(mesh, PartitionSpec("data", None, axis))} if axis else {}
+        statistics = RowStatistics(**(by_name | by_slots))
     return StepOutputs((*activations, *others), statistics, replicated(mesh))

@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from pipeline.models.decoder import Params
+from pipeline.models.exchange.context import in_device_order, in_row_order, take_positions
 from pipeline.models.head import Head
+from pipeline.models.partition import Partition
 from pipeline.models.token_outputs import token_outputs
 from pipeline.step.spec import StepSpec
 
@@ -19,8 +21,10 @@ from pipeline.step.spec import StepSpec
 class StoredTokens:
     """The tokens of a step whose activations are stored: those at `selected` row positions, or all tokens. Traced."""
 
-    def __init__(self, tokens: Int32[Array, "B T"], segments: Int32[Array, "B T"], selected: Sequence[Array]) -> None:
-        self._selected = selected
+    def __init__(
+        self, tokens: Int32[Array, "B T"], segments: Int32[Array, "B T"], selected: Sequence[Array], mesh: Mesh
+    ) -> None:
+        self._selected, self._mesh = selected, mesh
         self.valid: Bool[Array, "B T"] = segments != 0  # all tokens, not only stored ones
         self.exist: Bool[Array, "B S"] = selected[0] >= 0 if selected else self.valid
         self._tokens, self._segments = tokens, segments
@@ -28,24 +32,25 @@ class StoredTokens:
     def take(self, values: Shaped[Array, "B T *D"]) -> Shaped[Array, "B S *D"]:
         """The values of the stored tokens, from the values of all positions."""
         for selected in self._selected:
-            indices = jnp.maximum(selected, 0)
-            values = jnp.take_along_axis(values, indices[:, :, None] if values.ndim == 3 else indices, axis=1)
+            values = take_positions(values, jnp.maximum(selected, 0), self._mesh)
         return values
 
     def next_tokens(self) -> tuple[Int32[Array, "B S"], Bool[Array, "B S"]]:
         """The next token in the row, and whether it belongs to the same segment."""
-        next_segments = jnp.roll(self._segments, -1, axis=1).at[:, -1].set(0)
-        is_same = (next_segments == self._segments) & self.valid
-        return self.take(jnp.roll(self._tokens, -1, axis=1)), self.take(is_same) & self.exist
+        tokens, segments = (in_row_order(values, self._mesh) for values in (self._tokens, self._segments))
+        next_segments = jnp.roll(segments, -1, axis=1).at[:, -1].set(0)
+        is_same = in_device_order((next_segments == segments) & (segments != 0), self._mesh)
+        next_tokens = in_device_order(jnp.roll(tokens, -1, axis=1), self._mesh)
+        return self.take(next_tokens), self.take(is_same) & self.exist
 
 
 def head_outputs(
-    spec: StepSpec, head: Head, params: Params, x: Float[Array, "B T D"], stored: StoredTokens, mesh: Mesh
+    spec: StepSpec, head: Head, params: Params, x: Float[Array, "B T D"], stored: StoredTokens, partition: Partition
 ) -> tuple[tuple[Shaped[Array, "B S *k"], ...], tuple[Bool[Array, "B S"], ...]]:
     """Computes the spec's arrays from the last norm's output x, with 0 in empty slots. A token without a next token has
     a loss of NaN. The second result marks the non-finite values of each float array."""
     next_tokens, has_next = stored.next_tokens()
-    computed = token_outputs(head, params, stored.take(x), next_tokens, spec.num_top, mesh)
+    computed = token_outputs(head, params, stored.take(x), next_tokens, spec.num_top, partition)
     outputs, not_finite = [], []
     with jax.named_scope("store"):
         for array in spec.head_outputs:

@@ -1,26 +1,22 @@
 """Analyses the HLO text of an optimised program: loops, collectives, copies, HBM traffic, estimated cycles.
 
-Pure functions of the text. Everything in a loop counts as often as the loop's body runs. If the entry of a program has
-a loop of unknown length, such as the loop over decoding steps, one iteration of it is counted, and nothing outside of
-it.
+Pure functions of the text, for TPUs and GPUs. Everything in a loop counts as often as the loop's body runs, and once if
+that is not known, as of rounds in which tokens are exchanged. Of the loop over decoding steps one iteration is counted,
+and nothing outside of it.
 """
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from scripts.audit.hlo import Computation, Instruction, Module, parse
+from scripts.audit.hlo import Array, Computation, Instruction, Module, parse
+from scripts.audit.instructions import KERNELS, MOVES, PALLAS, SLICES, hbm_bytes, is_collective, is_launched
 
-LARGE_BYTES = 8 << 20
-
-_KINDS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute", "collective-broadcast")
-_MOVES = frozenset({"copy", "transpose"})
-_VIEWS = frozenset({"bitcast", "reshape", "get-tuple-element", "tuple", "parameter", "optimization-barrier"})
-_FREE = _VIEWS | {"constant", "while", "conditional", "call", "after-all", "partition-id", "replica-id"}
-_SLICES = frozenset({"dynamic-slice", "slice", "gather"})
-_KERNEL = "tpu_custom_call"  # Pallas: libtpu does not estimate it
+LARGE_BYTES = 8 << 20  # of a copy or transpose
+LARGE_FLOAT32_BYTES = {"tpu": 8 << 20, "gpu": 64 << 20}
 
 
 @dataclass(frozen=True)
@@ -31,6 +27,8 @@ class Loop:
     trips: int | None
     runs: float  # how often the loop itself runs
     cycles: int  # estimated, for one iteration without inner loops
+    body: str  # the name of its computation
+    launches: float  # operations that a GPU starts in one iteration, with those of inner loops
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,8 @@ class Collectives:
     """The collectives of one kind. A collective fused with computation has several instructions but counts once."""
 
     count: float
-    received_bytes: int  # per chip, at least: (n-1)/n of a gathered array, twice that for an all-reduce
+    received_bytes: int  # per device, at least: (n-1)/n of a gathered array, twice that for an all-reduce
+    overlapped: float  # those with computation between start and end. Not known of fused ones
 
 
 @dataclass(frozen=True)
@@ -53,23 +52,30 @@ class Move:
 
 @dataclass(frozen=True)
 class Analysis:
-    """The analysis of a program. Bytes are per chip, including the padding of layouts."""
+    """The analysis of a program. Bytes are per device, including the padding of layouts."""
 
-    is_of_one_iteration: bool  # whether one iteration of a loop of unknown length is counted
+    is_of_one_iteration: bool  # whether only one iteration of the loop over decoding steps is counted
     cycles: int  # estimated by the compiler, without collectives and Pallas kernels
     loops: tuple[Loop, ...]
     collectives: Mapping[str, Collectives]
     large_moves: tuple[Move, ...]
-    large_float32: tuple[str, ...]  # arrays of 8 MiB and more in HBM
+    large_float32: tuple[str, ...]  # arrays of LARGE_FLOAT32_BYTES and more in HBM
+    squares: tuple[str, ...]  # arrays [.., .., T, T] in HBM
     remat: tuple[str, ...]  # instructions that are rematerialised to save memory
-    kernels: Mapping[str, float]  # Pallas kernels
+    kernels: Mapping[str, float]  # of Pallas and of libraries
     hbm_bytes: int  # read and written
 
 
-def analyse(text: str) -> Analysis:
-    """Analyses the text of a program. Raises ValueError if it is not an HLO module."""
+def analyse(text: str, platform: str = "tpu", length: int = 0, is_decoding: bool = False) -> Analysis:
+    """Analyses the text of a program for rows of `length` tokens. `is_decoding` counts one iteration of its loop of
+    unknown length. Raises ValueError if it is not an HLO module.
+
+    On a GPU, a slice of the layers' stacked weights that is not fused with what reads it counts as a copy.
+    """
     module = parse(text)
-    counts, loops = _executions(module)
+    decoding_step = _unknown_loop(module) if is_decoding else None
+    counts, loops = _executions(module, decoding_step or [module.entry])
+    trips = {loop.body: loop.trips or 1 for loop in loops}
     steps = [
         (instruction, computation, counts[name])
         for name, computation in module.computations.items()
@@ -78,16 +84,22 @@ def analyse(text: str) -> Analysis:
     ]
     collectives = _collectives(module, counts)
     return Analysis(
-        is_of_one_iteration=_unknown_loop(module) is not None,
+        is_of_one_iteration=decoding_step is not None,
         cycles=round(sum(count * _cycles(instruction) for instruction, _, count in steps)),
         loops=tuple(loops),
         collectives=_by_kind(collectives),
-        large_moves=_large_moves(module, steps),
-        large_float32=tuple(sorted({shape for instruction, *_ in steps for shape in _float32(instruction)})),
+        large_moves=_large_moves(module, steps, MOVES | SLICES if platform == "gpu" else MOVES),
+        large_float32=_shapes(
+            steps, lambda array: array.dtype == "f32" and array.num_bytes >= LARGE_FLOAT32_BYTES[platform]
+        ),
+        squares=_shapes(steps, lambda array: len(array.shape) > 3 and array.shape[-2:] == (length, length)),
         remat=tuple(sorted({instruction.name for instruction, *_ in steps if ".remat" in instruction.name})),
         kernels=_kernels(steps),
         hbm_bytes=round(
-            sum(count * _hbm_bytes(module, instruction, computation) for instruction, computation, count in steps)
+            sum(
+                count * hbm_bytes(module, instruction, computation, trips.get(computation.name, 1))
+                for instruction, computation, count in steps
+            )
             + sum(collective.count * collective.hbm_bytes for collective in collectives)
         ),
     )
@@ -102,32 +114,51 @@ def _unknown_loop(module: Module) -> list[Computation] | None:
     )
 
 
-def _executions(module: Module) -> tuple[dict[str, float], list[Loop]]:
-    """How often each computation that is not fused into an instruction runs, and the loops. If the entry has a loop of
-    unknown length, for one iteration of it."""
+def _executions(module: Module, run: list[Computation]) -> tuple[dict[str, float], list[Loop]]:
+    """How often each computation that is not fused into an instruction runs, and the loops, if those of `run` run
+    once."""
     counts: dict[str, float] = defaultdict(float)
     loops: list[Loop] = []
 
     def visit(computation: Computation, count: float) -> None:
         counts[computation.name] += count
         for instruction in computation.instructions.values():
+            inner = _inner(module, instruction, computation)
             if instruction.opcode == "while":
-                trips = trip_count(module, instruction, computation)
-                body = module.computations[instruction.called("body")]
+                trips, body = trip_count(module, instruction, computation), inner[0][0]
                 cycles = sum(map(_cycles, body.instructions.values()))
-                loops.append(Loop(instruction.op_name, trips, count, cycles))
-                for name in ("body", "condition"):
-                    visit(module.computations[instruction.called(name)], count * (1 if trips is None else trips))
-            elif instruction.opcode == "conditional":
-                branches = _branches(instruction)
-                for name in branches:  # the text does not contain how often each is taken
-                    visit(module.computations[name], count / len(branches))
-            elif instruction.opcode == "call":
-                visit(module.computations[instruction.called("to_apply")], count)
+                loops.append(Loop(instruction.op_name, trips, count, cycles, body.name, _launches(module, body)))
+            for called, times in inner:
+                visit(called, count * times)
 
-    for computation in _unknown_loop(module) or [module.entry]:
+    for computation in run:
         visit(computation, 1)
     return counts, loops
+
+
+def _inner(module: Module, instruction: Instruction, computation: Computation) -> list[tuple[Computation, float]]:
+    """The computations that an instruction runs, such as a loop's body and condition, and how often each."""
+    match instruction.opcode:
+        case "while":
+            trips = trip_count(module, instruction, computation)
+            names, times = [instruction.called("body"), instruction.called("condition")], 1 if trips is None else trips
+        case "conditional":  # the text does not contain how often each is taken
+            names = _branches(instruction)
+            times = 1 / len(names)
+        case "call" | "call-start":  # the second for a TPU's sparse cores, which copy meanwhile
+            names, times = [instruction.called("to_apply")], 1
+        case _:
+            return []
+    return [(module.computations[name], times) for name in names]
+
+
+def _launches(module: Module, computation: Computation) -> float:
+    """The operations that one run of a computation starts. A GPU does not compute the condition of most loops."""
+    total = 0.0
+    for instruction in computation.instructions.values():
+        inner = _inner(module, instruction, computation)[: 1 if instruction.opcode == "while" else None]
+        total += is_launched(instruction) + sum(times * _launches(module, called) for called, times in inner)
+    return total
 
 
 def _branches(conditional: Instruction) -> list[str]:
@@ -138,7 +169,13 @@ def _branches(conditional: Instruction) -> list[str]:
 
 
 def trip_count(module: Module, loop: Instruction, computation: Computation) -> int | None:
-    """How often the body of a `while` runs, if it counts from one constant to another; else None."""
+    """How often the body of a `while` runs, if it counts from one constant to another, or the compiler says it; else
+    None."""
+    known = loop.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+    return _counted_trips(module, loop, computation) if known is None else int(known)
+
+
+def _counted_trips(module: Module, loop: Instruction, computation: Computation) -> int | None:
     condition, body = (module.computations[loop.called(name)] for name in ("condition", "body"))
     compare = condition.root
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
@@ -193,6 +230,7 @@ class _Collective:
     count: float
     received_bytes: int
     hbm_bytes: int
+    is_overlapped: bool
 
 
 def _collectives(module: Module, counts: Mapping[str, float]) -> list[_Collective]:
@@ -201,7 +239,7 @@ def _collectives(module: Module, counts: Mapping[str, float]) -> list[_Collectiv
     for computation, count in _with_fused(module, counts):
         for instruction in computation.instructions.values():
             kind = instruction.opcode.removesuffix("-start")
-            if not _is_collective(instruction):
+            if not is_collective(instruction):
                 continue
             chain = instruction.attribute(r'chain_id="(\d+)"') or instruction.name
             operands = [computation.instructions[name] for name in instruction.operands]
@@ -214,12 +252,18 @@ def _collectives(module: Module, counts: Mapping[str, float]) -> list[_Collectiv
             hbm += sum(array.num_bytes for array in results if array.is_in_hbm)
             known = collectives.get(chain)
             if known is None or known.count < count:
-                collectives[chain] = _Collective(kind, count, received, hbm)
+                collectives[chain] = _Collective(kind, count, received, hbm, _is_overlapped(instruction, computation))
     return list(collectives.values())
 
 
-def _is_collective(instruction: Instruction) -> bool:
-    return instruction.opcode.removesuffix("-start") in _KINDS
+def _is_overlapped(start: Instruction, computation: Computation) -> bool:
+    """Whether something runs between the start and the end of a collective."""
+    if not start.opcode.endswith("-start") or '"is_sync":true' in start.attributes:
+        return False
+    scheduled = iter(computation.instructions.values())
+    after = itertools.dropwhile(lambda instruction: instruction is not start, scheduled)
+    until = itertools.takewhile(lambda other: other is start or start.name not in other.operands, after)
+    return any(is_launched(other) and not is_collective(other) for other in until)
 
 
 def _with_fused(module: Module, counts: Mapping[str, float]) -> Iterator[tuple[Computation, float]]:
@@ -265,139 +309,61 @@ def group_size(attributes: str) -> int:
 
 
 def _by_kind(collectives: list[_Collective]) -> dict[str, Collectives]:
-    counts: Counter[str] = Counter()
-    received: Counter[str] = Counter()
+    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0])
     for collective in collectives:
-        counts[collective.kind] += collective.count
-        received[collective.kind] += collective.count * collective.received_bytes
-    return {kind: Collectives(counts[kind], round(received[kind])) for kind in sorted(counts)}
+        count = collective.count
+        parts = (count, count * collective.received_bytes, count * collective.is_overlapped)
+        totals[collective.kind] = [total + part for total, part in zip(totals[collective.kind], parts, strict=True)]
+    return {
+        kind: Collectives(count, round(received), overlapped)
+        for kind, (count, received, overlapped) in sorted(totals.items())
+    }
 
 
 _Steps = list[tuple[Instruction, Computation, float]]
 
 
-def _large_moves(module: Module, steps: _Steps) -> tuple[Move, ...]:
-    """Large copies and transposes that read or write HBM, including fusions that only copy or transpose."""
+def _large_moves(module: Module, steps: _Steps, moves: frozenset[str]) -> tuple[Move, ...]:
+    """Large copies and transposes (`moves`) that read or write HBM, including fusions of nothing else."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for instruction, computation, count in steps:
-        if not _is_move(module, instruction) or instruction.num_bytes < LARGE_BYTES:
+        if instruction.num_bytes < LARGE_BYTES or not _is_move(module, instruction, moves):
             continue
-        num_bytes = _hbm_bytes(module, instruction, computation)
+        num_bytes = hbm_bytes(module, instruction, computation)
         if num_bytes:
             array = instruction.arrays[0]
-            shape = f"{array.dtype}[{','.join(map(str, array.shape))}]"
-            key = re.sub(r"\d+_to_\d+", "N", instruction.op_name), shape
+            key = re.sub(r"\d+_to_\d+", "N", instruction.op_name), array.described
             counts[key] += count
             sizes[key] += count * num_bytes
-    moves = [Move(name, shape, count, round(sizes[name, shape])) for (name, shape), count in counts.items()]
-    return tuple(sorted(moves, key=lambda move: (-move.num_bytes, move.op_name, move.shape)))
+    large = [Move(name, shape, count, round(sizes[name, shape])) for (name, shape), count in counts.items()]
+    return tuple(sorted(large, key=lambda move: (-move.num_bytes, move.op_name, move.shape)))
 
 
-def _is_move(module: Module, instruction: Instruction) -> bool:
+def _is_move(module: Module, instruction: Instruction, moves: frozenset[str]) -> bool:
+    """Whether an instruction, or a fusion from its first parameter on, only copies, transposes or slices."""
     called = instruction.called("calls")
     if called is None:
-        return instruction.opcode in _MOVES
-    opcodes = {inner.opcode for inner in module.computations[called].instructions.values()}
-    return bool(opcodes & _MOVES) and opcodes <= _MOVES | _VIEWS
+        return instruction.opcode in moves
+    fused = module.computations[called]
+    step, opcodes = fused.root, set()
+    while step.opcode in moves | {"bitcast", "reshape"}:
+        opcodes.add(step.opcode)
+        step = fused.instructions[step.operands[0]]
+    return step.opcode == "parameter" and bool(opcodes & moves)
 
 
-def _float32(instruction: Instruction) -> Iterator[str]:
-    """The large float32 arrays that an instruction writes to HBM."""
-    if instruction.opcode in _FREE or instruction.opcode.endswith("-done"):
-        return
-    for array in instruction.arrays:
-        if array.dtype == "f32" and array.is_in_hbm and array.num_bytes >= LARGE_BYTES:
-            yield f"f32[{','.join(map(str, array.shape))}]"
+def _shapes(steps: _Steps, is_wanted: Callable[[Array], bool]) -> tuple[str, ...]:
+    """The shapes of the wanted arrays that instructions write to HBM."""
+    arrays = (array for instruction, *_ in steps if is_launched(instruction) for array in instruction.arrays)
+    return tuple(sorted({array.described for array in arrays if array.is_in_hbm and is_wanted(array)}))
 
 
 def _kernels(steps: _Steps) -> dict[str, float]:
+    """Kernels of Pallas by their own name, those of libraries by the library's."""
     kernels: Counter[str] = Counter()
     for instruction, _, count in steps:
-        if instruction.attribute(r'custom_call_target="(\w+)"') == _KERNEL:
-            kernels[re.sub(r"\.\d+$", "", instruction.name)] += count
+        target = instruction.target
+        if target.startswith(KERNELS):
+            kernels[re.sub(r"\.\d+$", "", instruction.name) if target.startswith(PALLAS) else target] += count
     return dict(sorted(kernels.items()))
-
-
-def _hbm_bytes(module: Module, instruction: Instruction, computation: Computation) -> int:
-    """Bytes that an instruction reads from and writes to HBM. A slice reads only its result, an update writes only what
-    it changes, and a Pallas kernel reads each operand once. Collectives are counted separately."""
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done") or _is_collective(instruction):
-        return 0
-    target = instruction.attribute(r'custom_call_target="(\w+)"')
-    if target is not None and target != _KERNEL:
-        return 0  # bookkeeping, such as ConcatBitcast
-    operands = [computation.instructions[name] for name in instruction.operands]
-    called = instruction.called("calls")
-    if called is not None:
-        fused = module.computations[called]
-        reads = sum(
-            _read(module, fused, parameter, operand.hbm_bytes)
-            for operand, parameter in zip(operands, fused.parameters, strict=True)
-            if operand.hbm_bytes
-        )
-        return reads + _written(module, fused)
-    if opcode in _SLICES:
-        return (instruction.num_bytes if operands[0].hbm_bytes else 0) + instruction.hbm_bytes
-    if opcode.endswith("-start"):  # a copy or slice; its tuple starts with source and result, in either order
-        taken = min(array.num_bytes for array in instruction.arrays[:2])
-        return taken * sum(array.is_in_hbm for array in instruction.arrays[:2])
-    if opcode in ("dynamic-update-slice", "scatter"):
-        update = operands[1 if opcode == "dynamic-update-slice" else -1]
-        return update.hbm_bytes + (update.num_bytes if instruction.hbm_bytes else 0)
-    return sum(operand.hbm_bytes for operand in operands) + instruction.hbm_bytes
-
-
-def _read(module: Module, fused: Computation, parameter: Instruction, whole: int) -> int:
-    """Bytes that a fusion reads of one of its operands, which has `whole` bytes."""
-    num_bytes = 0
-    for user in fused.users.get(parameter.name, ()):
-        index = user.operands.index(parameter.name)
-        called = user.called("calls")
-        inner = None if called is None else module.computations[called]
-        if user.opcode == "bitcast" or (inner and _viewed(inner) is inner.parameters[index]):
-            num_bytes += _read(module, fused, user, whole)
-        elif inner:
-            num_bytes += _read(module, inner, inner.parameters[index], whole)
-        elif user.opcode in _SLICES and index == 0:
-            num_bytes += user.num_bytes
-        elif not _passes_on(user) and not (user.opcode in ("dynamic-update-slice", "scatter") and index == 0):
-            return whole
-    return min(num_bytes, whole)
-
-
-def _viewed(computation: Computation) -> Instruction:
-    """The instruction whose result a computation returns, before bitcasts."""
-    instruction = computation.root
-    while instruction.opcode == "bitcast":
-        instruction = computation.instructions[instruction.operands[0]]
-    return instruction
-
-
-def _passes_on(instruction: Instruction) -> bool:
-    """Whether an instruction in a fusion only forwards its operands, or is part of a collective."""
-    target = instruction.attribute(r'custom_call_target="(\w+)"') or ""
-    return instruction.opcode == "tuple" or _is_collective(instruction) or target.startswith("AsyncCollective")
-
-
-def _written(module: Module, fused: Computation) -> int:
-    """Bytes that a fusion writes to HBM."""
-    root = fused.root
-    results = [fused.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    total = 0
-    for result in results:
-        source = result
-        while source.opcode == "bitcast":
-            source = fused.instructions[source.operands[0]]
-        called = source.called("calls")
-        if not result.hbm_bytes or source.opcode == "parameter" or _passes_on(source):
-            continue
-        if source.opcode in ("dynamic-update-slice", "scatter"):
-            update = source.operands[1 if source.opcode == "dynamic-update-slice" else -1]
-            total += fused.instructions[update].num_bytes
-        elif called is not None:
-            total += _written(module, module.computations[called])
-        else:
-            total += result.hbm_bytes
-    return total

@@ -1,9 +1,9 @@
-"""Compiles the programs of one audited case for its slice, as a run with these settings would.
+"""Compiles the programs of one audited case for its TPU slice or GPUs, as a run with these settings would.
 
     python -m scripts.audit.cases CASE DIRECTORY
 
-Each case has its own process, which loads libtpu once and frees all memory at its end. Writes each program's optimised
-HLO to `DIRECTORY/PROGRAM.txt`, and its memory and minimal HBM traffic to `DIRECTORY/PROGRAM.json`.
+Each case has its own process, which loads the compiler once and frees all memory at its end. Writes each program's
+optimised HLO to `DIRECTORY/PROGRAM.txt`, and its memory and minimal HBM traffic to `DIRECTORY/PROGRAM.json`.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,17 @@ def _extract(shape: str, topology: str, rows: int, length: int, captured: str, l
     return Case(shape, (f"topology={topology}", *sizes, *captured.split()), layers)
 
 
-def _generate(*mesh: str) -> Case:
+def _generate(topology: str, *mesh: str) -> Case:
     """256 rows of 1024 + 1024 tokens."""
     data = ("data=generate", "data.path=/nowhere", "data.rows=256", "data.prompt_length=1024")
     sizes = ("data.max_new_tokens=1024", "batch.rows=256", "batch.length=2048", "capture.layers=[0]")
-    return Case("Qwen2.5-7B", ("topology=v5e:8x8", *data, *sizes, *mesh))
+    return Case("Qwen2.5-7B", (f"topology={topology}", *data, *sizes, *mesh))
 
 
 _SIX_ARRAYS = "capture.layers=[6,12,18] capture.sites=[resid_mid,resid_post]"
 _ROUTED = "capture.layers=[24] capture.sites=[router_logits,router_indices,resid_post]"
-CASES: Mapping[str, Case] = {
+_LAST_OF_FEW = "capture.layers=[-1] model.weights=fsdp"
+TPU_CASES: Mapping[str, Case] = {
     "0.5B 16x1024 v5e-64": _extract("Qwen2.5-0.5B", "v5e-64", 1024, 1024, "capture.layers=[12]"),
     "0.5B 16x1024 v5e-64, 6 arrays": _extract("Qwen2.5-0.5B", "v5e-64", 1024, 1024, _SIX_ARRAYS),
     "0.5B 1x8192 v5e-64": _extract("Qwen2.5-0.5B", "v5e-64", 64, 8192, "capture.layers=[12]"),
@@ -69,21 +71,45 @@ CASES: Mapping[str, Case] = {
     "Qwen3-30B-A3B 4x2048 v5e-64": _extract("Qwen3-30B-A3B", "v5e-64", 256, 2048, _ROUTED),
     "Mixtral-8x7B 4x2048 v6e-64": _extract("Mixtral-8x7B", "v6e-64", 256, 2048, "capture.layers=[16]"),
     "gpt-oss-20b 4x2048 v6e-64": _extract("gpt-oss-20b", "v6e-64", 256, 2048, _ROUTED.replace("24", "12")),
-    "7B generate v5e:8x8, auto": _generate(),
-    "7B generate v5e:8x8, fsdp": _generate("model.weights=fsdp"),
+    "gpt-oss-120b, 4 layers, 4x2048 v5p-256": _extract("gpt-oss-120b", "v5p-256", 512, 2048, _LAST_OF_FEW, 4),
+    "DeepSeek-V3, 5 layers, 4x2048 v5p-256": _extract("DeepSeek-V3", "v5p-256", 512, 2048, _LAST_OF_FEW, 5),
+    "7B generate v5e:8x8, auto": _generate("v5e:8x8"),
+    "7B generate v5e:8x8, fsdp": _generate("v5e:8x8", "model.weights=fsdp"),
+    "8B 4x2048 tpu7x-8": _extract("Llama-3-8B", "tpu7x-8", 32, 2048, "capture.layers=[8,16,24]"),
     "0.5B, 2 layers, fsdp, 2x512 v5e-4": _extract(
         "Qwen2.5-0.5B", "v5e-4", 8, 512, "capture.layers=[1] model.weights=fsdp", layers=2
     ),
 }
-"""Names contain rows x length per chip, and the slice. The generation cases have 256 rows of 1024 + 1024 tokens over
-all chips. The last case is small, for the tests."""
+"""Names contain rows x length per device, and the slice. The generation cases have 256 rows of 1024 + 1024 tokens over
+all devices. The last case is small, for the tests."""
+_ON_GPUS = {  # shape, rows per GPU, length, what is captured, topologies
+    "0.5B 16x1024": ("Qwen2.5-0.5B", 16, 1024, "capture.layers=[12]", "h100-1 h100-8 rtx4090-1"),
+    "0.5B 16x1024, 6 arrays": ("Qwen2.5-0.5B", 16, 1024, _SIX_ARRAYS, "h100-1"),
+    "0.5B 1x8192": ("Qwen2.5-0.5B", 1, 8192, "capture.layers=[12]", "h100-1 rtx4090-1"),
+    "7B 4x2048": ("Qwen2.5-7B", 4, 2048, "capture.layers=[7,14,21]", "h100-1 rtx4090-1"),
+    "8B 4x2048": ("Llama-3-8B", 4, 2048, "capture.layers=[8,16,24]", "h100-1 rtx4090-1"),
+    "8B 4x2048, fsdp": ("Llama-3-8B", 4, 2048, "capture.layers=[8,16,24] model.weights=fsdp", "h100-8"),
+    "70B 2x2048": ("Llama-3-70B", 2, 2048, "capture.layers=[20,40,60]", "h100-8"),
+    "Gemma-2-9B 1x8192": ("Gemma-2-9B", 1, 8192, "capture.layers=[20]", "h100-1 rtx4090-1"),
+    "Qwen3-30B-A3B 4x2048": ("Qwen3-30B-A3B", 4, 2048, _ROUTED, "h100-1"),
+    "Qwen3-30B-A3B 4x2048, fsdp": ("Qwen3-30B-A3B", 4, 2048, f"{_ROUTED} model.weights=fsdp", "h100-8"),
+    "Mixtral-8x7B 4x2048": ("Mixtral-8x7B", 4, 2048, "capture.layers=[16]", "h100-8"),
+    "gpt-oss-20b 4x2048": ("gpt-oss-20b", 4, 2048, _ROUTED.replace("24", "12"), "h100-1 h100-8"),
+}
+GPU_CASES: Mapping[str, Case] = {
+    f"{name} {topology}": _extract(shape, topology, rows * parse_slice(topology).num_devices, length, captured)
+    for name, (shape, rows, length, captured, topologies) in _ON_GPUS.items()
+    for topology in topologies.split()
+} | {"7B generate h100-8, fsdp": _generate("h100-8", "model.weights=fsdp")}
+CASES = {"tpu": TPU_CASES, "gpu": GPU_CASES}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about a compiled program, in addition to its text. Bytes are per chip."""
+    """Facts about a compiled program, in addition to its text. Bytes are per device."""
 
     chip: str
+    length: int  # of a row
     mesh: str
     weights: str
     attention: str
@@ -96,24 +122,31 @@ class Facts:
 
 def compile_case(case: Case) -> Iterator[tuple[str, str, Facts]]:
     """Compiles a case: name, optimised HLO and facts of each program. Raises ConfigError."""
+    with planned(case) as (config, model, plan):
+        yield from (_generation if plan.generation else _extraction)(config, model, plan)
+
+
+@contextmanager
+def planned(case: Case) -> Iterator[tuple[RunConfig, Model, Plan]]:
+    """A case's configuration, its model without weights, and its plan. Raises ConfigError."""
     with tempfile.TemporaryDirectory() as path:
         shape = SHAPES[case.shape] | ({} if case.layers is None else {"num_hidden_layers": case.layers})
         Path(path, "config.json").write_text(json.dumps(shape))
         common = (f"model.path={path}", "model.init=random", "model.dtype=bfloat16", "store.path=gs://bucket/store")
         config = composing.compose([*common, "run.max_inflight_mib=40000", *case.overrides])
         model = open_model(path, init="random")
-        plan = plan_job(config, model, parse_slice(config.topology))
-        yield from (_generation if plan.generation else _extraction)(config, model, plan)
+        yield config, model, plan_job(config, model, parse_slice(config.topology))
 
 
 def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
     tpu_slice, step = parse_slice(config.topology), plan.step
-    partition = make_partition(plan.mesh.tensor, plan.weights.sharding, slice_devices(tpu_slice))
-    with_int8 = config.model.has_int8_weights
+    devices, planned = slice_devices(tpu_slice), plan.weights
+    partition = make_partition(plan.mesh.tensor, planned.sharding, devices, planned.expert_group, plan.mesh.context)
+    quantised = config.model.quantised
     leaves, dtype = model.leaves(step.forward_keys, with_head=bool(step.head_outputs)), str(config.model.dtype)
     compiled = compile_step(model, step, abstract_weights(config, leaves, partition), partition)
     mesh = partition.mesh.shape
-    weights = model.weight_bytes(step.forward_keys, dtype, with_int8, bool(step.head_outputs))
+    weights = model.weight_bytes(step.forward_keys, dtype, quantised, bool(step.head_outputs))
     read = weights.on_device(mesh["tensor"]) - _embedding_bytes(leaves, dtype, mesh["tensor"])
     rows = step.rows // mesh["data"] * (step.length * _INPUT_BYTES + step.row_bytes // mesh["tensor"])
     described = _described(partition, config, str(plan.weights.sharding), compiled.attention.name)
@@ -122,13 +155,14 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
 
 def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
     tpu_slice, generation, dtype = parse_slice(config.topology), plan.generation, str(config.model.dtype)
-    partition = make_partition(generation.tensor, generation.weights.sharding, slice_devices(tpu_slice))
-    with_int8 = config.model.has_int8_weights
+    devices, planned = slice_devices(tpu_slice), generation.weights
+    partition = make_partition(generation.tensor, planned.sharding, devices, planned.expert_group)
+    quantised = config.model.quantised
     leaves = model.generation.leaves()
     spec = dataclasses.replace(generation.spec, end_tokens=(0,))
     programs = compile_programs(model, abstract_weights(config, leaves, partition), partition, spec)
     described = _described(partition, config, str(generation.weights.sharding), programs.attention.name)
-    weights = model.generation.weight_bytes(dtype, with_int8).on_device(generation.tensor)
+    weights = model.generation.weight_bytes(dtype, quantised).on_device(generation.tensor)
     if "head" in leaves:
         weights -= _embedding_bytes(leaves, dtype, generation.tensor)
     prefilled = generation.cache_bytes * spec.prefill_rows(partition.mesh.shape["data"]) // spec.rows
@@ -137,7 +171,7 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
 
 
 def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
-    """Bytes of the embedding on a chip. A lookup reads few of them."""
+    """Bytes of the embedding on a device. A lookup reads few of them."""
     return leaves["embed"].size * ITEM_BYTES[dtype] // tensor
 
 
@@ -145,6 +179,7 @@ def _described(partition: Partition, config: RunConfig, weights: str, attention:
     """The facts that are the same for all programs of a case."""
     return {
         "chip": parse_slice(config.topology).chip.name,
+        "length": config.batch.length,
         "mesh": " ".join(f"{name} {size}" for name, size in partition.mesh.shape.items()),
         "weights": weights,
         "attention": attention,
@@ -164,10 +199,10 @@ def _facts(program: jax.stages.Compiled, ideal_hbm_bytes: int, described: dict[s
 
 
 def main(name: str, directory: Path) -> int:
-    """Called by `audit_tpu`, once per case. Returns the exit code."""
+    """Called by `audit`, once per case. Returns the exit code."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        for program, text, facts in compile_case(CASES[name]):
+        for program, text, facts in compile_case((TPU_CASES | GPU_CASES)[name]):
             (directory / f"{program}.txt").write_text(text)
             (directory / f"{program}.json").write_text(json.dumps(dataclasses.asdict(facts)))
     except ConfigError as error:

@@ -23,6 +23,11 @@ class Array:
     tiling: str  # including the memory, e.g. T(8,128)(2,1)S(1)
 
     @property
+    def described(self) -> str:
+        """For example bf16[4,2048]."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
     def is_in_hbm(self) -> bool:
         return "S(" not in self.tiling
 
@@ -78,6 +83,11 @@ class Instruction:
     def op_name(self) -> str:
         """The operation in the traced program that it comes from."""
         return self.attribute(r'op_name="([^"]*)"') or ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        return self.attribute(r'custom_call_target="([^"]+)"') or ""
 
     @property
     def num_bytes(self) -> int:

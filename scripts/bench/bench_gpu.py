@@ -30,6 +30,13 @@ TINY = {"n_embd": 64, "n_head": 4, "n_layer": 3, "hidden_size": 64, "intermediat
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048}
 GPU_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}  # bf16
 TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+TPU_KINDS |= {"TPU7x": "tpu7x"}
+GPU_KINDS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 4090": "rtx4090"}
+
+
+def chip_name(kind: str) -> str | None:
+    """The name that plans have for JAX's `device_kind`; None if they do not know it."""
+    return (TPU_KINDS | GPU_KINDS).get(kind)
 
 
 def peak_flops(kind: str) -> float | None:
@@ -37,7 +44,8 @@ def peak_flops(kind: str) -> float | None:
     if kind in TPU_KINDS:
         from pipeline.planning.slice.chips import CHIPS  # torch's side imports this module without the package
 
-        return CHIPS[TPU_KINDS[kind]].flops_per_s
+        chip = CHIPS[TPU_KINDS[kind]]
+        return chip.flops_per_s / chip.devices_per_chip
     return next((peak for gpu, peak in GPU_FLOPS.items() if gpu in kind), None)
 
 

@@ -90,28 +90,29 @@ def open_case(name: str, layers: str, max_tokens: int, *more: str) -> Case:
 
 
 def case_of(name: str, job: Job, step: LoadedStep) -> Case:
+    mesh, weights = job.plan.mesh, job.plan.weights
     bare = compile_step(
         job.model,
         replace(job.plan.step, statistics=False),
-        step.operands.params,
-        make_partition(job.plan.mesh.tensor, job.plan.weights.sharding),
+        step.operands(None, slice(0)),
+        make_partition(mesh.tensor, weights.sharding, None, weights.expert_group, mesh.context),
     )
     return Case(name, job, step, bare)
 
 
 def bare_forward(case: Case) -> float:
     """Valid tokens per second of the forward pass alone over the job's batches; results stay on the device."""
-    by_rows = sharding.row_sharding(case.step.compiled.mesh)
+    mesh = case.step.compiled.mesh
     blocks = [block for item in case.job.work() for block in item.blocks(lambda: False)]
     rows = case.step.process_rows
     batches = [
-        sharding.put_rows(by_rows, step_inputs(block, slice(row, row + rows), case.job.plan.step))
+        sharding.put_rows(mesh, step_inputs(block, slice(row, row + rows), case.job.plan.step))
         for block in blocks
         for row in range(0, block.num_rows, rows)
     ]
     began = time.perf_counter()
     for batch in batches:
-        outputs = case.bare_step(case.step.operands.params, batch["tokens"], batch["segments"], batch["positions"])
+        outputs = case.bare_step(case.step.operands(None, slice(0)), *batch.values())
     jax.block_until_ready(outputs)
     return sum(block.num_tokens for block in blocks) / (time.perf_counter() - began)
 

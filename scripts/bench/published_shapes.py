@@ -36,6 +36,12 @@ _GPT_OSS = {
         "original_max_position_embeddings": 4096,
     },
 }
+_DEEPSEEK_V3 = {
+    **{"model_type": "deepseek_v3", "vocab_size": 129280, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e4, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "v_head_dim": 128},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 3, "moe_intermediate_size": 2048},
+    **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
+}
 _ORDER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SHAPES = {
     "Qwen2.5-0.5B": _QWEN2
@@ -50,6 +56,8 @@ SHAPES = {
     "Gemma-2-9B": _GEMMA2 | {"num_key_value_heads": 8} | dict(zip(_ORDER, (3584, 14336, 16, 42), strict=True)),
     "Qwen3-30B-A3B": _QWEN3_MOE | dict(zip(_ORDER, (2048, 6144, 32, 48), strict=True)),
     "gpt-oss-20b": _GPT_OSS | dict(zip(_ORDER, (2880, 2880, 64, 24), strict=True)),
+    "gpt-oss-120b": _GPT_OSS | {"num_local_experts": 128} | dict(zip(_ORDER, (2880, 2880, 64, 36), strict=True)),
+    "DeepSeek-V3": _DEEPSEEK_V3 | dict(zip(_ORDER, (7168, 18432, 128, 61), strict=True)),
     "Mixtral-8x7B": _MIXTRAL | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
 }
 

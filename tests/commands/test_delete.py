@@ -67,7 +67,6 @@ def test_other_objects_of_an_s3_bucket_stay(s3, capsys):
 FOREIGN = (
     "documents/thesis.txt",
     "tokens/mine.npy",
-    "tokens/c.0.1",
     "tokens/c.x.0",
     "tokens/c.0.0.bak",
     "embed.scale.old/zarr.json",

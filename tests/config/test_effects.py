@@ -31,6 +31,7 @@ ROWS = [
         (GENERATE, key, "data.temperature=0.5")
         for key in ("data.top_k=3", "data.top_p=0.9", "data.seed=1", "data.samples=2")
     ),
+    (f"{GENERATE} data.temperature=0.5", "data.beams=2", "data.temperature=0"),
     (f"{HF} data.messages=m", "data.text=a", "data.messages=null"),
     (f"{HF} data.tokens=a", "data.text=a", "data.tokens=null"),
     *((f"{TEXT} data.tokens=a", key, "data.tokens=null") for key in ("data.suffix=a", "data.template_kwargs={a:1}")),
@@ -38,6 +39,7 @@ ROWS = [
     (f"{TEXT} data.tokens=a", "data.text_column=b", "data.tokens=null"),
     ("", "batch.separator=a", "batch.packing=concat"),
     ("", "batch.contexts=sae", "capture.encode={a:b}"),
+    ("batch.long_documents=cut", "batch.overlap=3", "batch.long_documents=split"),
     *((HF, key, "data.messages=m") for key in ("data.tools=a", "data.roles={a:b}")),
     (TEXT, "capture.when=decode", GENERATE),
     ("", "capture.every=3", f"{POSITIONS}=every"),

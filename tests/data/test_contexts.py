@@ -164,7 +164,7 @@ def test_labels_follow_their_tokens_and_added_ones_are_markup(packing, added, to
 def test_selected_positions_are_those_of_joined_rows(capture, expected):
     """Rows of 6 with documents of 5, 2, 2 and 5 tokens; `last` is of each document, `every` of each row."""
     documents = [[7, 8, 9, 7, 8], [3, 4], [5, 6], [9, 9, 9, 9, 9]]
-    selection = open_selection(capture, 6, TOKENIZER)
+    selection = open_selection(capture, BatchConfig(length=6), TOKENIZER)
     made = stream(documents, Added(), 4, length=6, packing=Packing.concat, selection=selection)
     [block] = made.blocks()
     found = [(row, int(p)) for row, selected in enumerate(block.selected) for p in selected if p >= 0]

@@ -11,7 +11,7 @@ from material import text_stream
 
 from pipeline.config import composing
 from pipeline.config.choices import OnError, Positions, SpecialTokens
-from pipeline.config.schema import CaptureConfig, HfData
+from pipeline.config.schema import BatchConfig, CaptureConfig, HfData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.hf import HfSource
 from pipeline.data.selection import open_selection
@@ -333,7 +333,7 @@ def test_words_select_tokens(words, tmp_path):
     opened = source(tokenizer, path="json", data_files=str(tmp_path / "a.jsonl"))
     for length in (64, 4):  # in one window, and in many
         capture = CaptureConfig(positions=Positions.labels, labels=words.split(), per_row=length)
-        selection = open_selection(capture, length, tokenizer)
+        selection = open_selection(capture, BatchConfig(length=length), tokenizer)
         [block] = text_stream(opened, tokenizer, rows_per_block=64, length=length, selection=selection).blocks()
         tokens = [
             block.tokens[row, place] for row, places in enumerate(block.selected) for place in places[places >= 0]
@@ -348,7 +348,7 @@ def test_words_select_tokens(words, tmp_path):
 )
 def test_wrong_words_are_refused(settings, remedy):
     with pytest.raises(ConfigError, match=remedy):
-        open_selection(CaptureConfig(positions=Positions.labels, **settings), 8, chat_tokenizer())
+        open_selection(CaptureConfig(positions=Positions.labels, **settings), BatchConfig(length=8), chat_tokenizer())
 
 
 @pytest.mark.parametrize("more", [{"thinking": "a b c"}, {"text": "abc"}, {"thinking": "a", "reasoning": "bc"}])

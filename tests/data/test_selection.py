@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from material import memory_source, text_stream, word_tokenizer
 
 from pipeline.config.choices import LongDocuments, Packing, Positions
-from pipeline.config.schema import CaptureConfig
+from pipeline.config.schema import BatchConfig, CaptureConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.selection import open_selection, slots_per_row
 
 LENGTH = 12
+BATCH = BatchConfig(length=LENGTH)
 TOKENIZER = word_tokenizer()
 SELECTIONS = {
     "last": CaptureConfig(positions=Positions.last, per_row=3),
@@ -25,7 +26,7 @@ SELECTIONS = {
 
 
 def blocks(shards, capture: CaptureConfig, packing=Packing.pack, long_documents=LongDocuments.split):
-    selection = open_selection(capture, LENGTH, TOKENIZER)
+    selection = open_selection(capture, BATCH, TOKENIZER)
     stream = text_stream(
         memory_source("/selection", shards),
         TOKENIZER,
@@ -90,7 +91,7 @@ def test_every_selected_token_has_a_slot_or_is_counted(name, packing, shard):
 @given(shard=documents)
 def test_a_sample_does_not_depend_on_packing_unless_rows_are_full(shard):
     capture = replace(SELECTIONS["sample"], rate=0.2)  # at most 8 of 12
-    assert slots_per_row(capture, LENGTH) == 8
+    assert slots_per_row(capture, BATCH) == 8
     packed, padded, joined = (blocks([shard], capture, packing) for packing in Packing)
     assume(not any(sum(b.table["n_unselected"].to_pylist()) for b in (*packed, *padded, *joined)))
     assert selected(packed) == selected(padded) == selected(joined)
@@ -112,10 +113,10 @@ def test_a_full_row_keeps_the_sampled_tokens_with_the_lowest_numbers(monkeypatch
     monkeypatch.setattr("pipeline.data.selection._SIGMAS", 0)  # so that many rows are full
     shard = [[2] * LENGTH for _ in range(40)]
     capture = CaptureConfig(positions=Positions.sample, rate=0.25)
-    assert slots_per_row(capture, LENGTH) == 3
+    assert slots_per_row(capture, BATCH) == 3
     found, counts = selected(blocks([shard], capture)), []
     for document, ids in enumerate(shard):
-        places, numbers = open_selection(capture, LENGTH, TOKENIZER).choose(np.array(ids, np.int32), document, 0, True)
+        places, numbers = open_selection(capture, BATCH, TOKENIZER).choose(np.array(ids, np.int32), document, 0, True)
         assert found.get(document, []) == sorted(places[np.argsort(numbers)[:3]].tolist())
         counts.append(len(places))
     assert max(counts) > 3
@@ -141,7 +142,7 @@ def test_the_last_token_of_a_cut_document_is_the_last_kept_one():
     ],
 )
 def test_slots_of_a_row_follow_the_settings(settings, slots):
-    assert slots_per_row(CaptureConfig(**settings), 256) == slots
+    assert slots_per_row(CaptureConfig(**settings), BatchConfig(length=256)) == slots
 
 
 @pytest.mark.parametrize(
@@ -159,4 +160,4 @@ def test_slots_of_a_row_follow_the_settings(settings, slots):
 def test_contradictory_settings_are_refused(settings, message):
     settings["positions"] = Positions(settings.get("positions", "all"))
     with pytest.raises(ConfigError, match=message):
-        open_selection(CaptureConfig(**settings), LENGTH, TOKENIZER)
+        open_selection(CaptureConfig(**settings), BATCH, TOKENIZER)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from material import VOCAB_SIZE, assert_same_block, memory_source, text_stream, word_tokenizer, words, write_parquet
 
 from pipeline.config.choices import LongDocuments, OnError, Packing, Positions
-from pipeline.config.schema import CaptureConfig, ParquetData
+from pipeline.config.schema import BatchConfig, CaptureConfig, ParquetData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
 from pipeline.data.feed import StreamWork
@@ -26,6 +26,7 @@ SELECTIONS = (
     CaptureConfig(positions=Positions.last, per_row=1),
     CaptureConfig(positions=Positions.regex, regex="[37]$", per_row=1),
     CaptureConfig(positions=Positions.sample, rate=0.4, seed=3),
+    CaptureConfig(positions=Positions.every, every=2),
 )
 
 
@@ -35,21 +36,27 @@ def cases(draw):
     sizes = draw(st.lists(st.lists(st.integers(1, 40), max_size=8), min_size=1, max_size=5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     shards = [[rng.integers(2, VOCAB_SIZE, size).tolist() for size in shard] for shard in sizes]
+    length, overlap = draw(st.integers(2, 24)), 0
+    packing, long_documents = draw(st.sampled_from(Packing)), draw(st.sampled_from(LongDocuments))
+    if packing is not Packing.concat and long_documents is LongDocuments.split:
+        overlap = draw(st.sampled_from([0, 1, length // 4, length - 1]))
     return shards, {
         "row_groups_per_shard": draw(st.sampled_from([None, 1, 2])),
         "num_streams": draw(st.integers(1, 4)),
         "rows_per_block": draw(st.integers(1, 5)),
-        "length": draw(st.integers(1, 24)),
-        "packing": draw(st.sampled_from(Packing)),
-        "long_documents": draw(st.sampled_from(LongDocuments)),
-        "selection": draw(st.sampled_from([None, *SELECTIONS])),
+        "length": length,
+        "packing": packing,
+        "long_documents": long_documents,
+        "overlap": overlap,
+        "selection": draw(st.sampled_from([CaptureConfig(), *SELECTIONS])),
     }
 
 
 def streams(shards, settings) -> list[TokenStream]:
     settings = dict(settings)
+    batch = BatchConfig(length=settings["length"], overlap=settings.pop("overlap", 0))
     if capture := settings.get("selection"):
-        settings["selection"] = open_selection(capture, settings["length"], TOKENIZER)
+        settings["selection"] = open_selection(capture, batch, TOKENIZER)
     source = memory_source("/stream", shards, row_groups_per_shard=settings.pop("row_groups_per_shard", None))
     return [text_stream(source, TOKENIZER, stream=number, **settings) for number in range(settings["num_streams"])]
 
@@ -58,7 +65,7 @@ def tokens_by_document(blocks: list[TokenBlock]) -> dict[int, list[int]]:
     """Each document's tokens, scanning blocks, rows and positions upward."""
     found: dict[int, list[int]] = {}
     for block in blocks:
-        valid = block.segments > 0
+        valid = block.documents >= 0
         for document, token in zip(block.documents[valid].tolist(), block.tokens[valid].tolist(), strict=True):
             found.setdefault(document, []).append(token)
     return found
@@ -107,7 +114,11 @@ def test_rows_follow_the_contract(case):
                 assert settings["packing"] is Packing.pack or len(starts) == 1
                 for first, last in zip(starts, [*starts[1:], valid], strict=True):
                     assert block.positions[row, first:last].tolist() == list(range(last - first))
-                    documents = set(block.documents[row, first:last].tolist())
+                    numbers = block.documents[row, first:last]
+                    context = np.count_nonzero(numbers < 0)
+                    assert context in (0, settings["overlap"])
+                    assert (numbers[context:] >= 0).all()
+                    documents = set(numbers[context:].tolist())
                     assert settings["packing"] is Packing.concat or len(documents) == 1
                     for document in documents:
                         rows_of.setdefault(document, set()).add(row)
@@ -119,6 +130,35 @@ def test_rows_follow_the_contract(case):
                 is_whole = row["n_tokens"] <= length and settings["packing"] is not Packing.concat
                 assert not is_whole or len(rows_of[row["document"]]) == 1
                 assert row["url"] == "http://" + row["id"].replace("-", "/")
+
+
+@given(cases())
+def test_a_window_begins_with_the_tokens_before_its_own_which_are_not_selected(case):
+    shards, settings = case
+    length, overlap, positions = settings["length"], settings["overlap"], settings["selection"].positions
+    texts = {f"{shard}-{row}": ids for shard, rows in enumerate(shards) for row, ids in enumerate(rows)}
+    for stream in streams(shards, settings):
+        ends: dict[int, int] = {}  # by document: the end of its last window
+        for block in stream.blocks() if overlap else ():
+            names = {row["document"]: row["id"] for row in block.table.to_pylist()}
+            for row, first in np.argwhere((block.segments > 0) & (block.positions == 0)).tolist():
+                window = np.flatnonzero(block.segments[row] == block.segments[row, first])
+                number = int(block.documents[row, window[-1]])
+                text, begin = texts[names[number]], ends.get(number, 0)
+                context = min(begin, overlap)
+                assert block.tokens[row, window].tolist() == text[begin - context :][: len(window)]
+                assert block.documents[row, window].tolist() == [-1] * context + [number] * (len(window) - context)
+                ends[number] = begin + len(window) - context
+                assert len(window) == length or ends[number] == len(text)
+            is_selected = np.zeros_like(block.tokens, bool)
+            row, slot = np.nonzero(block.selected >= 0)
+            is_selected[row, block.selected[row, slot]] = True
+            is_own = block.documents >= 0
+            assert not (is_selected & ~is_own).any()
+            if positions in (Positions.all, Positions.every):
+                np.testing.assert_array_equal(
+                    is_selected, is_own & (positions is Positions.all) | is_own & (block.positions % 2 == 1)
+                )
 
 
 @given(cases(), st.data())

@@ -68,7 +68,7 @@ def test_rows_have_ids_or_are_bad(row, expected):
 def test_the_texts_of_a_packed_row_are_apart(tmp_path, packing):
     rows, lengths = [list(range(10, 23)), [5]], [[6, 1, 6], [1]]
     source = ParquetSource(write(tmp_path, pa.int32(), input_ids=rows, seq_lengths=lengths))
-    selection = open_selection(CaptureConfig(positions=Positions.last, per_row=4), 4, None)
+    selection = open_selection(CaptureConfig(positions=Positions.last, per_row=4), BatchConfig(length=4), None)
     added = Added((2,)) if packing is Packing.concat else Added((10,))
     settings = dict(rows_per_block=1, length=4, packing=packing, added=added, selection=selection)
     stream = text_stream(source, None, **settings)

@@ -13,6 +13,7 @@ from pipeline.job.running import run
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import write_text
+from tests.store.written_check import assert_well_written
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -64,6 +65,48 @@ def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_pa
     assert windows > 60
     rows = store.read_tokens(store.rows)
     assert (rows.segments.max(axis=1) > 1).any() == (packing == "pack")
+
+
+@pytest.mark.parametrize("positions", ["all", "every"])
+def test_overlapping_windows_store_every_token_once_with_its_context(reference, tmp_path, positions):
+    text = write_text(tmp_path / "text", files=2, documents=9, max_characters=1500)
+    length, overlap, path = 64, 24, str(tmp_path / "store")
+    overrides = [f"data.path={text}", f"store.path={path}", "capture.dtype=float32", "batch.rows=2"]
+    overrides += [f"capture.layers={list(LAYERS)}", f"batch.length={length}", f"batch.overlap={overlap}"]
+    overrides += [] if positions == "all" else ["capture.positions=every", "capture.every=4"]
+    run(composing.compose([*overrides, "capture.outputs=[loss]", "store.shard_mib=1", "run.progress=false"]))
+    assert verify_store(path) == []
+    assert_well_written(path)
+    store = ActivationStore.open(path)
+    tokenizer, num_tokens, num_later = load_tokenizer(str(PACKAGE / "assets" / "tiny-qwen2")), 0, 0
+    for row in pq.read_table(text).to_pylist():
+        document, ids = store.document(row["id"]), tokenizer.encode([row["text"]])[0]
+        num_tokens += len(ids)
+        np.testing.assert_array_equal(document.text, ids)
+        every = np.arange(len(ids))
+        begins = [0, *range(length, len(ids), length - overlap)]
+        window = np.searchsorted(begins, every, side="right") - 1
+        starts = np.maximum(np.array(begins)[window] - overlap, 0)  # where each token's context begins
+        is_stored = (every - starts) % 4 == 3 if positions == "every" else every >= 0
+        np.testing.assert_array_equal(document.positions, (every - starts)[is_stored])
+        np.testing.assert_array_equal(document.tokens, ids[is_stored])
+        for begin, end in pairwise([*begins, len(ids)]):
+            start = max(begin - overlap, 0)
+            expected = reference(ids[start:end])
+            of_window = (window == begins.index(begin))[is_stored]
+            kept = np.flatnonzero(is_stored[begin:end]) + begin - start
+            for layer in LAYERS:
+                stored = document.activations[f"blocks.{layer}.resid_post"][of_window]
+                np.testing.assert_allclose(stored, expected[layer][kept], atol=1e-4, rtol=1e-4)
+            losses = np.append(expected["loss"], np.nan)[kept]
+            np.testing.assert_allclose(document.outputs["loss"][of_window], losses, atol=1e-3, rtol=1e-3)
+            num_later += begin > 0
+    assert store.num_tokens == num_tokens
+    assert num_later > 30
+    batches = store.batches("blocks.1.resid_post", batch_size=100)
+    read = [pair for b in batches for pair in zip(b.documents.tolist(), b.tokens.tolist(), strict=True)]
+    assert len(read) == store.num_activations == store.statistics("blocks.1.resid_post").count
+    assert min(read)[0] >= 0
 
 
 def test_joined_rows_are_one_text_each(reference, tmp_path):

@@ -22,6 +22,7 @@ from pipeline.job.opening import open_job, print_plan
 from pipeline.job.running import open_store, run
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.leaves import num_params
+from pipeline.planning import host_memory
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
@@ -113,6 +114,22 @@ def test_the_store_does_not_depend_on_the_steps_in_flight(text, tmp_path, monkey
     assert_same_store(many, one)
 
 
+def test_a_store_keeps_the_sizes_of_its_shards(text, tmp_path, monkeypatch):
+    """Blocks that are divided hold the same values as undivided ones, and an extension divides its blocks alike."""
+    for name, shard_bytes in (("whole", 1 << 20), ("divided", 20_000)):
+        config = ("capture.layers=[1]", "store.shard_mib=0.01")
+        with monkeypatch.context() as patch:
+            patch.setattr(host_memory, "LARGEST_SHARD_BYTES", shard_bytes)
+            run(job_config(text, tmp_path / name, *config, "run.max_tokens=2000"))
+        run(job_config(text, tmp_path / name, *config, "run.max_tokens=4000"))
+    whole, divided = (ActivationStore.open(str(tmp_path / name)) for name in ("whole", "divided"))
+    assert verify_store(str(tmp_path / "divided")) == []
+    [key] = divided.keys
+    np.testing.assert_array_equal(divided.read(key, divided.rows), whole.read(key, whole.rows))
+    shards = [list((tmp_path / name / key.name).glob("c.*")) for name in ("whole", "divided")]
+    assert len(shards[1]) == 4 * len(shards[0]) > 40, "a row of 32 KiB is two shards, a block two rows"
+
+
 def test_a_profile_gives_the_devices_idle_time(text, tmp_path):
     run(job_config(text, tmp_path / "store", f"run.profile={tmp_path / 'trace'}", "run.max_tokens=3000"))
     (idle,) = device_idle(tmp_path / "trace").values()
@@ -144,10 +161,21 @@ def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stor
         tensors["model.embed_tokens.weight"].dtype
     )
     save_file(tensors, model / "model.safetensors")
-    overrides = [f"model.path={model}", "capture.sites=[resid_post]", "run.max_tokens=2000"]
-    with pytest.raises(NotFiniteError, match=r"blocks\.2\.resid_post.*capture\.dtype=bfloat16"):
-        run(job_config(text, tmp_path / "a", *overrides, "capture.dtype=float16"))
-    run(job_config(text, tmp_path / "c", *overrides, "capture.dtype=float16", "capture.on_not_finite=warn"))
+    overrides = [f"model.path={model}", "capture.sites=[resid_post]"]
+    short = write_text(tmp_path / "short", files=1, documents=1)  # a single block, so that no step follows
+    for texts, store, tokens in ((text, "a", "2000"), (short, "b", "null")):
+        with pytest.raises(NotFiniteError, match=r"blocks\.2\.resid_post.*capture\.dtype=bfloat16"):
+            run(job_config(texts, tmp_path / store, *overrides, "capture.dtype=float16", f"run.max_tokens={tokens}"))
+    run(
+        job_config(
+            text,
+            tmp_path / "c",
+            *overrides,
+            "capture.dtype=float16",
+            "capture.on_not_finite=warn",
+            "run.max_tokens=2000",
+        )
+    )
     store = ActivationStore.open(str(tmp_path / "c"))
     statistics = store.statistics("blocks.2.resid_post")
     assert statistics.count + statistics.not_finite == store.num_tokens

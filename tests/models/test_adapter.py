@@ -109,7 +109,7 @@ def test_devices_read_parts_of_merged_weights_and_int8_is_rounded_after_the_merg
         read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [each])[0][0] for each in (index, everything)
     )
     np.testing.assert_array_equal(part, whole[index])
-    got, expected = (loaded_leaves(m, keys(m), with_int8=True) for m in (model, merged))
+    got, expected = (loaded_leaves(m, keys(m), quantised="int8") for m in (model, merged))
     for name, values in expected.items():
         assert np.abs(got[name] - values.astype(np.float32)).max() <= (1 if values.dtype == np.int8 else 1e-5)
 

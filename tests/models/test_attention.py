@@ -22,9 +22,6 @@ class Device:
     platform: str
     compute_capability: str = "9.0"
 
-    def memory_stats(self) -> dict[str, int]:
-        return {"bytes_limit": 60 << 30}
-
 
 @dataclass(frozen=True)
 class Devices:
@@ -33,6 +30,7 @@ class Devices:
     platform: str
     tensor: int = 1
     compute_capability: str = "9.0"
+    context: int = 1
 
     @property
     def devices(self) -> np.ndarray:
@@ -40,7 +38,7 @@ class Devices:
 
     @property
     def shape(self) -> dict[str, int]:
-        return {"data": 4, "tensor": self.tensor}
+        return {"data": 4, "context": self.context, "tensor": self.tensor}
 
 
 CHOSEN = {
@@ -48,14 +46,7 @@ CHOSEN = {
     "tpu": (LLAMA, Devices("tpu"), 1024, "bfloat16", "splash", None),
     "tpu, float32": (LLAMA, Devices("tpu"), 1024, "float32", "splash", None),
     "tpu, capped": (GEMMA, Devices("tpu"), 1024, "bfloat16", "splash", None),
-    "tpu, odd rows": (
-        LLAMA,
-        Devices("tpu"),
-        1000,
-        "bfloat16",
-        "xla",
-        "multiple of 128, and batch.length is 1000",
-    ),
+    "tpu, odd rows": (LLAMA, Devices("tpu"), 1000, "bfloat16", "splash", None),
     "tpu, too few heads": (
         LLAMA,
         Devices("tpu", tensor=4),
@@ -64,16 +55,17 @@ CHOSEN = {
         "xla",
         "mesh.tensor=4.*2 key-value heads",
     ),
-    "gpu": (LLAMA, Devices("gpu"), 1000, "bfloat16", "cudnn", None),
-    "gpu, float32": (LLAMA, Devices("gpu"), 1024, "float32", "xla", "bfloat16, and model.dtype is float32"),
-    "gpu, capped": (GEMMA, Devices("gpu"), 1024, "bfloat16", "xla", "has a softcap of 50"),
-    "gpu, long heads": (replace(LLAMA, head_dim=256), Devices("gpu"), 1024, "bfloat16", "cudnn", None),
-    "gpu, a bias of 7.0 GiB": (LLAMA, Devices("gpu"), 30_720, "bfloat16", "cudnn", None),
-    "gpu, a bias of 8 GiB": (LLAMA, Devices("gpu"), 32_768, "bfloat16", "xla", r"8\.0 GiB for the bias .* has 60\.0"),
-    "gpu, very long rows": (LLAMA, Devices("gpu"), 131_072, "bfloat16", "xla", "128.0 GiB for the bias"),
-    "older gpu, long heads": (
-        *(replace(LLAMA, head_dim=256), Devices("gpu", compute_capability="8.6"), 1024, "bfloat16", "xla"),
-        "at most 128, and the model's are 256",
+    "gpu, odd rows": (LLAMA, Devices("gpu"), 1000, "bfloat16", "flash", None),
+    "gpu, divided positions": (LLAMA, Devices("gpu", context=2), 1000, "bfloat16", "flash", None),
+    "gpu, divided positions of an encoder": (
+        *(replace(LLAMA, causal=False), Devices("gpu", context=2), 1000, "bfloat16", "flash"),
+        None,
+    ),
+    "gpu, float32": (LLAMA, Devices("gpu"), 1024, "float32", "flash", None),
+    "gpu, capped": (GEMMA, Devices("gpu"), 1024, "bfloat16", "flash", None),
+    "gpu, too large heads": (
+        *(replace(LLAMA, head_dim=576), Devices("gpu"), 1024, "bfloat16", "xla"),
+        "at most 512, and its keys have 576, its values 576",
     ),
     "old gpu": (LLAMA, Devices("gpu", compute_capability="7.5"), 1024, "bfloat16", "xla", r"8\.0 .* has 7\.5"),
 }
@@ -88,10 +80,10 @@ def test_auto_notes_why_no_kernel_is_used_and_the_kernel_itself_is_refused(
     assert (chosen.note is None) == (note is None)
     if note is not None:
         with pytest.raises(ConfigError, match=f"{note}.*Set model.attention=auto"):
-            choose_attention("splash" if mesh.platform == "tpu" else "cudnn", arch, mesh, ROWS, length, dtype)
+            choose_attention("splash" if mesh.platform == "tpu" else "flash", arch, mesh, ROWS, length, dtype)
 
 
-@pytest.mark.parametrize(("name", "platform"), [("splash", "TPU"), ("cudnn", "GPU")])
+@pytest.mark.parametrize(("name", "platform"), [("splash", "TPU"), ("flash", "GPU")])
 def test_kernels_of_other_platforms_are_refused(name: str, platform: str) -> None:
     mesh = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("data", "tensor"))
     with pytest.raises(ConfigError, match=f"model.attention={name} .* needs a {platform}, and the devices are cpu"):
@@ -99,5 +91,5 @@ def test_kernels_of_other_platforms_are_refused(name: str, platform: str) -> Non
 
 
 def test_an_unknown_implementation_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.attention is 'flash'.*auto, xla, splash, cudnn\."):
-        choose_attention("flash", LLAMA, Devices("cpu"), ROWS, 1024, "bfloat16")
+    with pytest.raises(ConfigError, match=r"model\.attention is 'cudnn'.*auto, xla, splash, flash\."):
+        choose_attention("cudnn", LLAMA, Devices("cpu"), ROWS, 1024, "bfloat16")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pipeline.models.attention import xla
 from pipeline.models.attention.pattern import attention_entropy, attention_pattern
 from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 from pipeline.models.attention.xla import attend_xla
@@ -90,3 +91,14 @@ def test_blocks_of_queries_are_joined_in_order(length: int, window: int) -> None
     z, _, entropies = one_by_one(inputs, spec)
     np.testing.assert_allclose(attend(inputs, spec), z, atol=2e-6)
     np.testing.assert_allclose(entropy(inputs, spec), entropies, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_blocks_of_long_rows_are_computed_in_parts(window: int | None, monkeypatch) -> None:
+    segments = np.repeat([[1, 2, 3, 0]], [700, 100, 3200, 96], axis=1).astype(np.int32)
+    inputs, spec = random_inputs(segments, (2, 1)), attention_spec(window=window)
+    whole = jax.jit(attend_xla, static_argnums=1)(inputs, spec)
+    monkeypatch.setattr(xla, "_MOST_SCORE_BYTES", 1 << 20)
+    compiled = jax.jit(lambda inputs: attend_xla(inputs, spec)).lower(inputs).compile()
+    np.testing.assert_allclose(compiled(inputs), whole, atol=1e-6)
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 4096 * 2 * 4 / 4

@@ -32,6 +32,7 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints.exchange import Exchange
 from pipeline.models.checkpoints.leaf_reading import read_items, read_leaf
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.leaves import quantised_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.planning.slice.chips import parse_slice
@@ -48,22 +49,22 @@ SafetensorsFile.rows = counted
 partition = Partition(make_mesh(1, slice_devices(parse_slice("v5e-64"))), fsdp=True)
 for path in sys.argv[1:]:
     model = open_model(path)
-    leaves = jax.tree.leaves(model.leaves((ActivationKey(model.num_layers - 1, Site.resid_post),)))
-    for with_int8 in (False, True):
+    needed = model.leaves((ActivationKey(model.num_layers - 1, Site.resid_post),))
+    for quantised in (None, "int8", "int4"):
         for process in (0, 7, 15):
             held = 0
             read.clear()
-            for leaf in leaves:
-                sharding, is_int8 = partition.leaf_sharding(leaf), with_int8 and leaf.is_matrix
+            for leaf in jax.tree.leaves(quantised_leaves(needed, quantised)):
+                sharding, dtype = partition.leaf_sharding(leaf), leaf.dtype("float32")
                 indices = sharding.devices_indices_map(leaf.shape).items()
                 parts = {repr(index): index for device, index in indices if device.process_index == process}
                 held += 4 * len(parts) * np.prod(sharding.shard_shape(leaf.shape))
-                exchange, dtype = Exchange.of(leaf, sharding, is_int8), None if is_int8 else np.dtype(np.float32)
+                exchange = Exchange.of(leaf, sharding)
                 if exchange is not None:
                     read_items(model.checkpoint, leaf, dtype, exchange.items(process))
                 else:
                     read_leaf(model.checkpoint, leaf, dtype, [*parts.values()])
-            print(path.rpartition("/")[2], with_int8, process, sum(read) / held)
+            print(path.rpartition("/")[2], quantised, process, sum(read) / held)
 """
 
 
@@ -75,7 +76,7 @@ def test_each_of_sixteen_hosts_reads_what_it_holds(tmp_path: Path) -> None:
     done = run_program(READ, *(str(tmp_path / family) for family in models))
     assert done.returncode == 0, done.stderr
     ratios = [line.split() for line in done.stdout.splitlines()]
-    assert len(ratios) == len(models) * 2 * 3
+    assert len(ratios) == len(models) * 3 * 3
     for *case, ratio in ratios:
         assert float(ratio) <= 1.3, case
 
@@ -86,6 +87,7 @@ import jax, numpy as np
 from pipeline.cluster.sharding import make_mesh
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints.exchange import Exchange
+from pipeline.models.leaves import quantised_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 
@@ -95,13 +97,13 @@ whole, exchanged = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]), se
 for path in sys.argv[3:]:
     model = open_model(path)
     keys = (ActivationKey(model.num_layers - 1, Site.resid_post),)
-    for tensor, with_int8 in ((1, False), (1, True), (2, False)):
+    for tensor, quantised in ((1, None), (1, "int8"), (1, "int4"), (2, None)):
         partition = Partition(make_mesh(tensor), fsdp=True)
-        expected = model.load(keys, "float32", whole, with_int8=with_int8)
-        got = model.load(keys, "float32", partition.leaf_sharding, with_int8=with_int8)
-        for leaf in jax.tree.leaves(model.leaves(keys)):
-            exchange = Exchange.of(leaf, partition.leaf_sharding(leaf), with_int8 and leaf.is_matrix)
-            exchanged |= {(path.rpartition("/")[2], with_int8)} if exchange else set()
+        expected = model.load(keys, "float32", whole, quantised=quantised)
+        got = model.load(keys, "float32", partition.leaf_sharding, quantised=quantised)
+        for leaf in jax.tree.leaves(quantised_leaves(model.leaves(keys), quantised)):
+            exchange = Exchange.of(leaf, partition.leaf_sharding(leaf))
+            exchanged |= {(path.rpartition("/")[2], str(quantised))} if exchange else set()
         for (name, array), values in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)):
             for shard in array.addressable_shards:
                 np.testing.assert_array_equal(shard.data, np.asarray(values)[shard.index], err_msg=f"{path} {name}")
@@ -127,4 +129,5 @@ def test_devices_hold_their_parts_after_an_exchange(tmp_path: Path) -> None:
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert all(f"('{family}', False)" in outputs[0] for family in FAMILIES), outputs[0]
+    assert all(f"('{family}', 'None')" in outputs[0] for family in FAMILIES), outputs[0]
+    assert "('llama', 'int4')" in outputs[0], outputs[0]

@@ -1,15 +1,20 @@
-"""Experts: the grouped products that TPUs use (they also run on CPUs) against the loop over blocks of other devices."""
+"""Experts: the products of TPUs (they also run on CPUs) and of GPUs (interpreted), and the loop over blocks of other
+devices."""
 
+import re
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from pipeline.models.architecture import Experts, Router
-from pipeline.models.experts import _in_blocks, _in_groups, _route, _route_in_groups
-from pipeline.models.int8_weights import Int8Weight, quantise
+from pipeline.models.architecture import Activation, Experts, Router
+from pipeline.models.experts import _in_blocks, _in_groups, _in_one_kernel, _route, _route_in_groups
+from pipeline.models.layers import ExpertStacks
+from pipeline.models.quantised_weights import QuantisedWeight, grouped_shape, quantise
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import save_random
 
@@ -32,14 +37,25 @@ def gpt_oss_neurons(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
 
 
-NEURONS = {"mixtral": ({}, mixtral_neurons), "gpt_oss": ({"swiglu_limit": 5.0}, gpt_oss_neurons)}
+def gelu_neurons(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    return np.asarray(jax.nn.gelu(gate, approximate=False) * up)
+
+
+NEURONS = {
+    **{"mixtral": ({}, mixtral_neurons), "gpt_oss": ({"swiglu_limit": 5.0}, gpt_oss_neurons)},
+    "qwen3_moe": ({"hidden_act": "gelu"}, gelu_neurons),
+}
 
 
 @pytest.mark.parametrize(
-    ("case", "with_int8", "family"),
-    [*((case, False, "gpt_oss") for case in SIZES), ("tokens of other devices' experts at the end", True, "mixtral")],
+    ("case", "quantised", "family"),
+    [
+        *((case, None, "gpt_oss") for case in SIZES),
+        *(("tokens of other devices' experts at the end", dtype, "mixtral") for dtype in ("int8", "int4")),
+        ("even", None, "qwen3_moe"),
+    ],
 )
-def test_groups_and_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool, family: str, tmp_path) -> None:
+def test_sparse_products_equal_one_expert_at_a_time(case: str, quantised: str | None, family: str, tmp_path) -> None:
     overrides, neurons = NEURONS[family]
     save_random(family, tmp_path, **overrides)
     arch = open_model(str(tmp_path)).arch
@@ -49,9 +65,15 @@ def test_groups_and_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool
     shapes = {"gate": (arch.d_mlp, arch.d_model), "up": (arch.d_mlp, arch.d_model), "down": (arch.d_model, arch.d_mlp)}
     weights = {name: rng.normal(size=(NUM_EXPERTS, *shape)).astype(np.float32) for name, shape in shapes.items()}
     used = {name: jnp.asarray(weight) for name, weight in weights.items()}
-    if with_int8:
-        used = {name: Int8Weight(*map(jnp.asarray, quantise(weight, 1))) for name, weight in weights.items()}
-        weights = {name: np.asarray(weight.values * weight.scale[..., None]) for name, weight in used.items()}
+    if quantised:
+        is_int4 = quantised == "int4"
+        shape_of = grouped_shape if is_int4 else tuple
+        used = {
+            name: QuantisedWeight(*map(jnp.asarray, quantise(w.reshape(shape_of(w.shape)), 1, quantised)), is_int4)
+            for name, w in weights.items()
+        }
+        restored = {name: np.asarray(w.values, np.float32) * w.scale[..., None] for name, w in used.items()}
+        weights = {name: np.asarray(restored[name]).reshape(weight.shape) for name, weight in weights.items()}
     biases = {f"{name}_bias": np.zeros(weights[name].shape[:2], np.float32) for name in shapes}
     if family == "gpt_oss":
         biases = {name: rng.normal(size=bias.shape).astype(np.float32) for name, bias in biases.items()}
@@ -65,9 +87,26 @@ def test_groups_and_blocks_equal_one_expert_at_a_time(case: str, with_int8: bool
         chosen = neurons(tokens @ gate.T + gate_bias, tokens @ up.T + up_bias)
         expected[first : first + size] = chosen @ down.T + down_bias
         first += size
-    for compute in (_in_groups, _in_blocks):
-        got = jax.jit(compute, static_argnames="arch")(jnp.asarray(x), jnp.asarray(sizes), used, arch)
+    order = rng.permutation(len(x)).astype(np.int32)
+    rows, stacks = np.argsort(order), jax.tree.map(lambda weight: jnp.stack([jnp.ones_like(weight), weight]), used)
+    for compute in (_in_groups, _in_blocks, partial(_in_one_kernel, interpret=True)):
+        got = jax.jit(partial(compute, arch=arch))(x[order], rows, sizes, ExpertStacks(stacks, 1))
         np.testing.assert_allclose(got[:first], expected[:first], rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_experts_lower_to_products_for_a_gpu_that_need_not_be_there(activation: Activation, tmp_path) -> None:
+    save_random("mixtral", tmp_path)
+    arch = replace(open_model(str(tmp_path)).arch, activation=activation)
+    shapes = {"gate": (arch.d_mlp, arch.d_model), "up": (arch.d_mlp, arch.d_model), "down": (arch.d_model, arch.d_mlp)}
+    weights = {name: jnp.zeros((3, NUM_EXPERTS, *shape), jnp.bfloat16) for name, shape in shapes.items()}
+    inputs = jnp.zeros((40, arch.d_model), jnp.bfloat16), jnp.arange(40), jnp.full(NUM_EXPERTS, 8)
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
+        compute = jax.jit(partial(_in_one_kernel, arch=arch))
+        text = compute.trace(*inputs, ExpertStacks(weights, 1)).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == (3 if activation is Activation.gelu else 2)
+    assert not re.search(r"stablehlo\.(dot|while|transpose)", text)
 
 
 @pytest.mark.parametrize("sums_to_one", [False, True])

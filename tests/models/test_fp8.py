@@ -77,17 +77,17 @@ def packed(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "with_int8", "piece_bytes"),
-    [("float32", False, 1), ("bfloat16", False, 1 << 24), ("float32", True, 1 << 11)],
+    ("dtype", "quantised", "piece_bytes"),
+    [("float32", None, 1), ("bfloat16", None, 1 << 24), ("float32", "int8", 1 << 11)],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp8_weights_equal_dequantised_ones(
-    family: str, dtype: str, with_int8: bool, piece_bytes: int, saved: Path, monkeypatch
+    family: str, dtype: str, quantised: str | None, piece_bytes: int, saved: Path, monkeypatch
 ) -> None:
     """Also in pieces that begin and end inside blocks."""
     monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
     packed, plain = (
-        loaded_leaves(open_model(str(saved / family / name)), (LAST,), dtype, with_int8=with_int8)
+        loaded_leaves(open_model(str(saved / family / name)), (LAST,), dtype, quantised=quantised)
         for name in ("packed", "plain")
     )
     assert_same_leaves(packed, plain)
@@ -117,8 +117,8 @@ REFUSED = {
     "activations with scales": (PUBLISHED | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
     "something else": (PUBLISHED | {"expert_dtype": "fp4"}, "sets expert_dtype='fp4'"),
     "another method": (
-        PUBLISHED | {"quant_method": "gptq"},
-        "quantization_config: expected .* fp8 or compressed-tensors weights, got 'gptq'",
+        PUBLISHED | {"quant_method": "quanto"},
+        "quantization_config: expected .* compressed-tensors weights, got 'quanto'",
     ),
 }
 

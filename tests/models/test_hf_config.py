@@ -112,9 +112,9 @@ WINDOWS = {
 }
 
 
-def test_rows_are_limited_to_the_positions_of_short_factors(tmp_path) -> None:
+def test_generation_is_limited_to_the_positions_of_short_factors(tmp_path) -> None:
     model = open_config(tmp_path, QWEN2 | {"rope_scaling": LONG})
-    assert (model.max_positions, model.arch.max_positions) == (128, 512)
+    assert (model.arch.max_generated, model.max_positions) == (128, 512)
 
 
 NO_WINDOWS = {

@@ -1,7 +1,9 @@
-"""Kimi K2's models as published: experts in packed INT4, and the tensors of a language model beside those of vision."""
+"""Checkpoints in 4 bits: Kimi K2's models as published, with the tensors of a language model beside those of vision,
+and Llamas in the formats of GPTQ, AWQ and asymmetric compressed-tensors."""
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
-from pipeline.models.checkpoints import int4, leaf_reading
+from pipeline.models.checkpoints import leaf_reading
+from pipeline.models.checkpoints.packed import int4
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import save_random
 from tests.models.loaded_leaves import assert_same_leaves, loaded_leaves
@@ -77,16 +80,16 @@ def packed(saved: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "with_int8", "piece_bytes"),
-    [("float32", False, 1), ("bfloat16", False, 1 << 24), ("float32", True, 1 << 11)],
+    ("dtype", "quantised", "piece_bytes"),
+    [("float32", None, 1), ("bfloat16", None, 1 << 24), ("float32", "int8", 1 << 11)],
 )
 def test_int4_weights_equal_dequantised_ones(
-    dtype: str, with_int8: bool, piece_bytes: int, saved: Path, monkeypatch
+    dtype: str, quantised: str | None, piece_bytes: int, saved: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
     models = [open_model(str(saved / name)) for name in ("packed", "plain")]
     assert models[0].arch == models[1].arch
-    packed, plain = (loaded_leaves(model, (LAST, FINAL_NORM), dtype, with_int8=with_int8) for model in models)
+    packed, plain = (loaded_leaves(model, (LAST, FINAL_NORM), dtype, quantised=quantised) for model in models)
     assert_same_leaves(packed, plain)
     for model in models:
         model.generation.check_head()
@@ -109,7 +112,7 @@ def of_weights(**changes: object) -> dict:
 REFUSED = {
     "another format": (PUBLISHED | {"format": "float-quantized"}, "format is 'float-quantized'.*Use the checkpoint"),
     "eight bits": (of_weights(num_bits=8), "num_bits is 8"),
-    "zero points": (of_weights(symmetric=False), "symmetric is False"),
+    "zero points that are not there": (of_weights(symmetric=False), "weight is missing"),
     "another order of columns": (of_weights(actorder="group"), "actorder is 'group'"),
     "one scale": (of_weights(strategy="tensor"), "strategy is 'tensor'"),
     "rounded activations": (
@@ -149,3 +152,108 @@ def test_tensors_that_do_not_fit_are_reported(damage: str, packed: Path) -> None
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
     with pytest.raises(CheckpointError, match=message):
         open_model(str(packed))
+
+
+def along(numbers: np.ndarray, axis: int, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """Words of eight 4-bit numbers along an axis: bits 4 * i are number order[i]."""
+    parts = np.moveaxis(numbers, axis, -1).astype(np.uint32).reshape(*np.moveaxis(numbers, axis, -1).shape[:-1], -1, 8)
+    bits = parts[..., list(order)] << np.arange(0, 32, 4, dtype=np.uint32)
+    return np.moveaxis(np.bitwise_or.reduce(bits, axis=-1), -1, axis).view(np.int32)
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # `order_map` of AutoAWQ's WQLinear_GEMM
+GPTQ_CONFIG = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": False}
+LLAMAS = {
+    "gptq": GPTQ_CONFIG,
+    "gptq_v2": GPTQ_CONFIG | {"checkpoint_format": "gptq_v2", "pack_dtype": "int32", "meta": {"uri": "x"}},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True},
+    "compressed-tensors": of_weights(symmetric=False),
+}
+
+
+def stored(name: str, method: str, q: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray) -> dict:
+    """The parts of a matrix of numbers q [M, D] from 0 to 15, zeros and scales [M, groups], and the inputs' groups."""
+    module = name.removesuffix(".weight")
+    if method == "compressed-tensors":
+        parts = {"packed": along(q, 1), "scale": scales, "shape": np.array(q.shape), "zero_point": along(zeros, 0)}
+        return {f"{name}_{part}": values for part, values in parts.items()}
+    if method == "awq":
+        parts = {"qweight": along(q.T, 1, AWQ_ORDER), "qzeros": along(zeros.T, 1, AWQ_ORDER), "scales": scales.T}
+    else:
+        offset = method == "gptq"  # which stores zeros minus 1
+        parts = {"qweight": along(q.T, 0), "qzeros": along((zeros.T - offset) & 15, 1), "scales": scales.T}
+        parts["g_idx"] = groups.astype(np.int32)
+    return {f"{module}.{part}": np.ascontiguousarray(values) for part, values in parts.items()}
+
+
+def save_llama(method: str, path: Path, change: Callable[[dict], dict] = lambda tensors: tensors) -> None:
+    """Two checkpoints of the same values: `packed` and `plain`."""
+    save_random("llama", path / "plain")
+    shutil.copytree(path / "plain", path / "packed")
+    plain, packed, rng = load_file(path / "plain" / "model.safetensors"), {}, np.random.default_rng(0)
+    for name, tensor in plain.items():
+        if "_proj" not in name:
+            packed[name] = tensor
+            continue
+        groups = np.repeat(np.arange(tensor.shape[1] // GROUP), GROUP)
+        groups = rng.permutation(groups) if "gptq" in method else groups
+        q, zeros = rng.integers(0, 16, tensor.shape), rng.integers(0, 16, (len(tensor), groups.max() + 1))
+        scales = rng.uniform(0.01, 0.1, zeros.shape).astype(np.float16)
+        plain[name] = (q - zeros[:, groups]).astype(np.float32) * scales[:, groups].astype(np.float32)
+        packed |= stored(name, method, q, zeros, scales, groups)
+    save_file(plain, path / "plain" / "model.safetensors")
+    save_file(change(packed), path / "packed" / "model.safetensors")
+    file = path / "packed" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": LLAMAS[method]}))
+
+
+@pytest.mark.parametrize("method", LLAMAS)
+@pytest.mark.parametrize("piece_bytes", [1 << 8, 1 << 24])  # two rows, and all
+def test_released_formats_are_read_as_the_values_they_stand_for(
+    method: str, piece_bytes: int, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(leaf_reading, "_PIECE_BYTES", piece_bytes)
+    save_llama(method, tmp_path)
+    packed, plain = (loaded_leaves(open_model(str(tmp_path / name)), (LAST,)) for name in ("packed", "plain"))
+    assert_same_leaves(packed, plain)
+
+
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+DAMAGED_LLAMAS = {
+    "a group that does not exist": ("gptq", {f"{Q_PROJ}.g_idx": np.full(32, 2, np.int32)}, "g_idx has numbers from 2"),
+    "zeros of other outputs": (
+        "awq",
+        {f"{Q_PROJ}.qzeros": np.ones((2, 5), np.int32)},
+        r"\[32, 4\] with I32 \[2, 5",
+    ),
+    "no zeros": ("awq", {f"{Q_PROJ}.qzeros": None}, "q_proj.weight is missing.*q_proj.qweight is unexpected"),
+    "zeros per row": (
+        *("compressed-tensors", {f"{Q_PROJ}.weight_zero_point": np.ones((32, 2), np.int32)}),
+        r"zeros I32 \[32, 2\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_LLAMAS)
+def test_damaged_parts_are_reported(damage: str, tmp_path) -> None:
+    method, changes, message = DAMAGED_LLAMAS[damage]
+    save_llama(method, tmp_path, lambda tensors: {k: v for k, v in (tensors | changes).items() if v is not None})
+    with pytest.raises(CheckpointError, match=message):
+        loaded_leaves(open_model(str(tmp_path / "packed")), (LAST,))
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "message"),
+    [
+        ("gptq", {"bits": 8}, "bits is 8"),
+        ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ("gptq", {"dynamic": {"-:.*": {}}}, "dynamic is"),
+        ("awq", {"version": "gemv"}, "version is 'gemv'"),
+        ("awq", {"zero_point": False}, "zero_point is False"),
+    ],
+)
+def test_other_variants_are_refused(method: str, change: dict, message: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(LLAMAS, method, LLAMAS[method] | change)
+    save_llama(method, tmp_path)
+    with pytest.raises(CheckpointError, match=message):
+        open_model(str(tmp_path / "packed"))

@@ -29,13 +29,14 @@ from pipeline.core.sites import ActivationKey, Site
 def memory_mib(name):
     return int(Path("/proc/self/status").read_text().partition(name + ":")[2].split()[0]) / 1024
 
-path, layer, dtype, with_int8 = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4] == "int8"
+path, layer, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+quantised = None if sys.argv[4] == "same" else sys.argv[4]
 model = open_model(path)
 jax.block_until_ready(jax.numpy.zeros(3))
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 before = memory_mib("VmRSS")
 keys = (ActivationKey(layer, Site.resid_post),)
-params = model.load(keys, dtype, SingleDeviceSharding(jax.devices()[0]), with_int8=with_int8)
+params = model.load(keys, dtype, SingleDeviceSharding(jax.devices()[0]), quantised=quantised)
 devices = sum(array.nbytes for array in jax.tree.leaves(params)) / 2**20
 print(json.dumps({"devices": devices, "peak": memory_mib("VmHWM") - before}))
 """
@@ -88,6 +89,7 @@ def test_loading_takes_the_weights_and_one_tensor(num_layers: int, tmp_path: Pat
         ("bfloat16", "same"): whole_mib,
         ("float32", "same"): 2 * whole_mib,
         ("bfloat16", "int8"): num_layers * LAYER_MIB / 2 + EMBED_MIB,
+        ("bfloat16", "int4"): num_layers * LAYER_MIB * 8.25 / 16 + EMBED_MIB,  # a byte per value on CPUs
     }
     for (dtype, weights_dtype), expected_mib in cases.items():
         used = load(tmp_path, num_layers - 1, dtype, weights_dtype)

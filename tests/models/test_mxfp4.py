@@ -54,10 +54,10 @@ def packed(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved / "packed", tmp_path / "packed"))
 
 
-@pytest.mark.parametrize(("dtype", "with_int8"), [("float32", False), ("bfloat16", False), ("float32", True)])
-def test_experts_are_unpacked_as_by_transformers(dtype: str, with_int8: bool, saved: Path) -> None:
+@pytest.mark.parametrize(("dtype", "quantised"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+def test_experts_are_unpacked_as_by_transformers(dtype: str, quantised: str | None, saved: Path) -> None:
     packed, plain = (
-        loaded_leaves(open_model(str(saved / name)), (LAST,), dtype, with_int8=with_int8)
+        loaded_leaves(open_model(str(saved / name)), (LAST,), dtype, quantised=quantised)
         for name in ("packed", "plain")
     )
     assert_same_leaves(packed, plain)

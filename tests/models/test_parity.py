@@ -33,7 +33,8 @@ SCALED_QUERIES = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings
 DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 MSCALE_ROPE = YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3}
 YARN_ROPES = {"full_attention": YARN_ROPE | {"attention_factor": 1.5}, "sliding_attention": {"rope_type": "default"}}
-LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 96}
+# Some documents of the packings are longer than the original context.
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 20}
 LONG_ROPE |= {"short_factor": [1.0, 1.5, 2.0, 7.5], "long_factor": [9.0] * 4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 ALTERNATING = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
@@ -157,7 +158,7 @@ CASES = {
     "phi3 window, tied, one kv head, longrope, partly rotating": (
         "phi3",
         {"sliding_window": 7, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "num_key_value_heads": 1}
-        | {"original_max_position_embeddings": 96}
+        | {"original_max_position_embeddings": 20}
         | {"rope_parameters": LONG_ROPE | {"short_factor": [1.0, 1.5, 7.5], "long_factor": [9.0] * 3}},
     ),
     "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),

@@ -1,4 +1,4 @@
-"""The errors of storing activations, and of int8 weights, for real models on real text, as in docs/performance.md.
+"""The errors of storing activations, and of quantised weights, for real models on real text, as in docs/performance.md.
 
 `pytest -m slow -s tests/models/test_real_errors.py` prints them.
 """
@@ -15,7 +15,7 @@ import pytest
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
 from pipeline.models.token_outputs import token_outputs
-from pipeline.step.int8_errors import Rounding, int8_errors
+from pipeline.step.rounding_errors import Rounding, rounding_errors
 from pipeline.step.storage_dtypes import numbers, to_stored
 from tests.jobs import ROOT
 from tests.models.real_weights import convert, gguf_file
@@ -84,12 +84,12 @@ def test_errors_of_storing(name: str, tmp_path_factory) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("inputs", [False, True], ids=["weights", "weights and inputs"])
-def test_errors_of_int8_weights(name: str, inputs: bool, tmp_path_factory) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_errors_of_quantised_weights(name: str, dtype: str, tmp_path_factory) -> None:
     model, tokens = opened(name, tmp_path_factory.getbasetemp())
     keys = activation_keys(layers(model), (Site.attn_out, Site.mlp_out, Site.resid_post))
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (len(tokens), 1))
     rows = {"tokens": tokens, "segments": np.ones_like(tokens), "positions": positions}
-    errors = int8_errors(model, keys, rows, "float32", Rounding(weights=True, inputs=inputs))
-    print(f"\n{name}, int8 weights{' and inputs' if inputs else ''}: { ({key.name: e for key, e in errors.items()}) }")
+    errors = rounding_errors(model, keys, rows, "float32", Rounding(dtype))
+    print(f"\n{name}, {dtype} weights: { ({key.name: e for key, e in errors.items()}) }")
     assert errors[keys[-1]]

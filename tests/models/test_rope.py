@@ -86,7 +86,7 @@ def test_rotations_equal_transformers_at_near_and_far_positions(case: str) -> No
     rope, parameters = CASES[case]
     positions = np.array([[0, 1, 2, 77, 4095], [31, 8191, 0, 32767, 131071]], np.int32)
     x = np.random.default_rng(0).normal(size=(2, 5, 2, HEAD_DIM)).astype(np.float32)
-    got = apply_rope(jnp.array(x), rope_table(rope, HEAD_DIM, jnp.array(positions)))
+    got = apply_rope(jnp.array(x), rope_table(rope, HEAD_DIM, jnp.array(positions), jnp.ones((2, 5), jnp.int32)))
     per_head = torch.from_numpy(x).transpose(1, 2)
     cos, sin = reference(parameters)(per_head, torch.from_numpy(positions.astype(np.int64)))
     expected = llama.apply_rotary_pos_emb(per_head, per_head, cos, sin)[0].transpose(1, 2).numpy()
@@ -95,12 +95,30 @@ def test_rotations_equal_transformers_at_near_and_far_positions(case: str) -> No
     np.testing.assert_array_equal(np.asarray(got)[positions == 0], unrotated)
 
 
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_longrope_has_long_factors_in_windows_longer_than_the_original_context(in_chunks: bool) -> None:
+    """As transformers for each window alone. in_chunks: as mesh.context arranges a row's positions."""
+    original, lengths = 24, (24, 25, 3, 60, 40, 30, 1)
+    parameters = LONG | {"original_max_position_embeddings": original, "factor": 32.0}
+    rope = parse_rope(HfConfig(parameters, "longrope"), 1e4, MAX_POSITIONS)
+    positions = np.concatenate([*map(np.arange, lengths), np.zeros(9, int)]).astype(np.int32)
+    segments = np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, 9]).astype(np.int32)
+    order = np.arange(192).reshape(8, 24)[[0, 7, 1, 6, 2, 5, 3, 4]].ravel() if in_chunks else np.arange(192)
+    table = rope_table(rope, HEAD_DIM, *jnp.array([positions, segments])[:, None, order])
+    for segment, length in enumerate(lengths, 1):
+        cos, sin = reference(parameters)(torch.zeros(1), torch.arange(length)[None])
+        for got, expected in zip(table, (cos, sin), strict=True):
+            found = np.empty((192, HEAD_DIM // 2), np.float32)
+            found[order] = got[0, :, 0]
+            np.testing.assert_allclose(found[segments == segment], expected[0, :, : HEAD_DIM // 2], atol=3e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rotating", [HEAD_DIM, 16])
 def test_the_product_for_tpus_is_exact(rotating: int, dtype: str) -> None:
     """Not compiled, since a compiler may fuse either product with the sum and round once."""
     positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
-    table = rope_table(CASES["default"][0], rotating, positions)
+    table = rope_table(CASES["default"][0], rotating, positions, jnp.ones_like(positions))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
     np.testing.assert_array_equal(_rotate_by_product(x, table), apply_rope(x, table))
 
@@ -109,14 +127,14 @@ def test_the_product_for_tpus_is_exact(rotating: int, dtype: str) -> None:
 @pytest.mark.parametrize("pairs", [RotaryPairs.adjacent, RotaryPairs.to_halves])
 def test_the_product_of_neighbours_for_tpus_is_exact(pairs: RotaryPairs, dtype: str) -> None:
     positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
-    table = rope_table(CASES["linear"][0], HEAD_DIM, positions)
+    table = rope_table(CASES["linear"][0], HEAD_DIM, positions, jnp.ones_like(positions))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
     np.testing.assert_array_equal(_rotate_neighbours_by_product(x, table, pairs), rotate_pairs(x, table, pairs))
 
 
 def test_only_tpus_rotate_by_a_product() -> None:
     """The bits of stores made on CPUs depend on this."""
-    table = rope_table(CASES["default"][0], HEAD_DIM, jnp.zeros((1, 5), jnp.int32))
+    table = rope_table(CASES["default"][0], HEAD_DIM, *jnp.ones((2, 1, 5), jnp.int32))
     traced = jax.jit(apply_rope).trace(jnp.zeros((1, 5, 2, HEAD_DIM)), table)
     multiplies = {
         platform: "dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()

@@ -6,9 +6,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
+from pipeline.models import quantised_weights
 from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.checkpoints.leaf_reading import read_leaf
-from pipeline.models.leaves import needed_leaves, num_params
+from pipeline.models.leaves import needed_leaves, num_params, quantised_leaves
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import NUM_LAYERS, save_random
 from tests.models.loaded_leaves import DEVICE, assert_same_leaves, loaded_leaves
@@ -82,16 +83,17 @@ def test_a_part_of_a_leaf_equals_that_part_of_the_whole(index: tuple[slice, ...]
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, 3])
-@pytest.mark.parametrize("with_int8", [False, True])
-def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("quantised", [None, "int8", "int4"])
+def test_rows_of_several_parts_are_read_once(axis: int, quantised: str | None, tmp_path, monkeypatch) -> None:
     """Four devices of a process need the parts, divided along any axis."""
     save_random("llama", tmp_path, num_hidden_layers=4)
     model = open_model(str(tmp_path))
     o = needed_leaves(model.arch, model.table, (key("blocks.3.resid_post"),))["runs"][0]["attention"]["o"]
+    monkeypatch.setattr(quantised_weights, "_GROUP", 2)
+    o = quantised_leaves(o, quantised)
     size = o.shape[axis] // 4
-    parts = [
-        (*np.s_[:, :, :, :][:axis], slice(i * size, (i + 1) * size), *np.s_[:, :, :, :][axis + 1 :]) for i in range(4)
-    ]
+    whole = [slice(None)] * len(o.shape)
+    parts = [(*whole[:axis], slice(i * size, (i + 1) * size), *whole[axis + 1 :]) for i in range(4)]
     rows, read = [], model.checkpoint.rows
 
     def counted(name: str, start: int, stop: int) -> np.ndarray:
@@ -99,11 +101,10 @@ def test_rows_of_several_parts_are_read_once(axis: int, with_int8: bool, tmp_pat
         return read(name, start, stop)
 
     monkeypatch.setattr(model.checkpoint, "rows", counted)
-    if with_int8:
-        values, scales = read_leaf(model.checkpoint, o, None, parts)
-        assert [scale.shape for scale in scales] == [part.shape[:2] for part in values]
-    else:
-        (values,) = read_leaf(model.checkpoint, o, np.dtype(np.float32), parts)
+    values, *scales = read_leaf(model.checkpoint, o, o.dtype("float32"), parts)
+    for of_parts in scales:
+        num_axes = 2 if quantised == "int8" else 4
+        assert [scale.shape for scale in of_parts] == [part.shape[:num_axes] for part in values]
     assert np.concatenate(values, axis=axis).shape == o.shape
     assert len(set(rows)) == len(rows)
     assert sum(stop - start for _, start, stop in rows) == 4 * 32  # four tensors' rows

@@ -46,14 +46,33 @@ def test_each_process_has_consecutive_rows():
 
 
 @pytest.mark.parametrize(
+    ("context", "tensor", "process_devices", "message"),
+    [
+        (4, 1, 4, None),
+        (2, 2, 4, None),
+        (8, 1, 4, r"mesh.context \* mesh.tensor = 8 \* 1 does not divide the 4 devices of a process \(8 devices / 2"),
+        (4, 2, 4, r"mesh.context \* mesh.tensor = 4 \* 2 .* rows must stay within their process"),
+    ],
+)
+def test_the_positions_of_a_row_stay_within_a_process(context, tensor, process_devices, message):
+    topology = Topology(devices=8, processes=8 // process_devices, process=1)
+    given = MeshConfig(tensor=tensor, context=context), 4, topology, TENSOR_DIMS
+    if message is None:
+        assert plan_mesh(*given) == MeshPlan(2, tensor, 2, process_rows=2, first_row=2, context=context)
+        return
+    with pytest.raises(ConfigError, match=message):
+        plan_mesh(*given)
+
+
+@pytest.mark.parametrize(
     ("wanted", "tensor", "device_mib", "weights", "weights_mib", "noted"),
     [
         ("auto", 1, None, "replicated", 4200, False),
         ("auto", 1, 8000, "replicated", 4200, False),
-        ("auto", 1, 6000, "fsdp", 1200, True),
-        ("fsdp", 1, None, "fsdp", 1200, False),
+        ("auto", 1, 6000, "fsdp", 1065, True),
+        ("fsdp", 1, None, "fsdp", 1065, False),
         ("auto", 2, 6000, "tensor", 2110, False),
-        ("auto", 2, 3000, "fsdp", 1110, True),
+        ("auto", 2, 3000, "fsdp", 1065, True),
     ],
 )
 def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, weights, weights_mib, noted):
@@ -67,9 +86,9 @@ def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, w
 @pytest.mark.parametrize(
     ("data", "mib", "why"),
     [
-        (4, 1200, "weights are divided over the 4 devices along data: .*"),
-        (6, 2200, r".*; fsdp divides mlp.gate \[4096, 1024\] among 2 of the 6 devices along data, which .* none of .*"),
-        (3, 4200, r".*; fsdp divides mlp.gate \[4096, 1024\] among 1 of the 3 devices along data, which .* none of .*"),
+        (4, 1065, "weights are divided over the 4 devices along data: .*"),
+        (6, 2050, r".*; fsdp divides mlp.gate \[4096, 1024\] among 2 of the 6 devices along data, which .* none of .*"),
+        (3, 4080, r".*; fsdp divides mlp.gate \[4096, 1024\] among 1 of the 3 devices along data, which .* none of .*"),
     ],
 )
 def test_weights_that_do_not_fit_however_divided_are_refused(data: int, mib: int, why: str):

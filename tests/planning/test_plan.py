@@ -10,10 +10,12 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from pipeline.cluster.topology import Topology, unreserved
-from pipeline.config.choices import Compression, Positions, StorageDtype, Weights, When
+from pipeline.config.choices import Compression, Packing, Positions, StorageDtype, Weights, When
 from pipeline.config.schema import (
     BatchConfig,
     CaptureConfig,
+    GenerateData,
+    MeshConfig,
     ModelConfig,
     ParquetData,
     RunConfig,
@@ -21,6 +23,7 @@ from pipeline.config.schema import (
     StoreConfig,
 )
 from pipeline.core.errors import ConfigError
+from pipeline.core.messages import counted
 from pipeline.job.writing.block_writer import BlockBuffers
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
@@ -36,6 +39,7 @@ ENCODERS = {
         **{"layer_norm_eps": 1e-12, "hidden_act": "gelu"},
     }
 }
+GIB = 1 << 30
 SMALL = "Qwen2.5-0.5B"  # 24 layers of width 896
 
 
@@ -169,6 +173,25 @@ def test_a_store_keeps_its_rows_per_block():
         planned(config, stored=StoredGeometry(1, 20))
 
 
+@pytest.mark.parametrize(
+    ("rows", "length", "shard_mib", "stored", "shard_bytes", "shards"),
+    [
+        (8, 256, 16.0, None, None, 1),
+        (1, 32768, 16.0, None, None, 1),  # 56 MiB
+        (8, 32768, 16.0, None, 256 * MIB, 2),  # 448 MiB
+        (8, 32768, 512.0, None, None, 1),
+        (16, 32768, 512.0, None, 512 * MIB, 2),
+        (8, 32768, 16.0, StoredGeometry(1, 8), None, 1),  # a store that was made with undivided blocks
+        (8, 32768, 512.0, StoredGeometry(1, 8, 128 * MIB), 128 * MIB, 4),
+    ],
+)
+def test_large_blocks_are_divided_into_shards(rows, length, shard_mib, stored, shard_bytes, shards):
+    batch, run = BatchConfig(rows=rows, length=length), RunOptions(max_inflight_mib=1e5)
+    plan = planned(replace(BASE, batch=batch, run=run, store=StoreConfig("/nowhere", shard_mib)), stored=stored)
+    assert plan.shard_bytes == shard_bytes
+    assert f" in {counted(shards, 'store shard')}\n" in plan.describe()
+
+
 def test_given_rows_per_block_must_fit_steps_and_store():
     config = replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=24))
     assert planned(config).rows_per_block == planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
@@ -219,8 +242,51 @@ def test_a_job_that_exceeds_the_hosts_memory_is_refused():
     config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1e6), run=RunOptions(max_inflight_mib=1e6))
     needed = planned(config).memory.host_bytes
     assert planned(config, topology=Topology(devices=1, host_memory=needed)).memory.host_bytes == needed
-    with pytest.raises(ConfigError, match=r"on this host, which has .* MiB: 4 steps of .* Lower store.shard_mib"):
-        planned(config, topology=Topology(devices=1, host_memory=needed - 1))
+    fewer = planned(config, topology=Topology(devices=1, host_memory=needed - 1))
+    assert fewer.memory.inflight_steps == 3
+    assert f"4 steps in flight would take {needed / MIB:.0f} MiB on this host" in fewer.notes[-1]
+    least = needed - 3 * (fewer.memory.step_bytes + fewer.memory.step_statistics_bytes)
+    assert planned(config, topology=Topology(devices=1, host_memory=least)).memory.inflight_steps == 1
+    with pytest.raises(
+        ConfigError, match=r"on this host, which has .* MiB: a step of .* Lower store.shard_mib, or low"
+    ):
+        planned(config, topology=Topology(devices=1, host_memory=least - 1))
+
+
+REMEDIES = {  # rows, devices, processes, mesh.context, weights -> what a job that does not fit is told
+    "many rows": (8, 4, 1, 1, "fsdp", "Lower batch.rows (by half, until it fits), lower batch.length, or use more or"),
+    "one row per device": (
+        4,
+        4,
+        1,
+        1,
+        "fsdp",
+        "Set mesh.context=2 and batch.rows=2, so that 2 devices divide each row",
+    ),
+    "three devices": (6, 6, 1, 2, "fsdp", "Lower batch.rows"),
+    "divided rows": (2, 8, 1, 4, "fsdp", "Set mesh.context=8 and batch.rows=1, so that 8 devices divide each row"),
+    "devices of two hosts": (4, 8, 2, 2, "fsdp", "Set mesh.context=4 and batch.rows=2, so that 4 devices divide"),
+    "all devices of a host": (2, 8, 2, 4, "fsdp", "Lower batch.length, or use larger devices."),
+    "whole weights": (1, 4, 1, 4, "replicated", "Lower batch.length, divide the weights (model.weights=fsdp), or use"),
+}
+
+
+@pytest.mark.parametrize("case", REMEDIES)
+def test_a_job_that_does_not_fit_is_told_what_it_can_change(case):
+    rows, devices, processes, context, weights, remedy = REMEDIES[case]
+    config = replace(
+        BASE,
+        batch=BatchConfig(rows=rows, length=256),
+        mesh=MeshConfig(context=context),
+        model=ModelConfig(weights=Weights(weights)),
+    )
+    plan = planned(config, topology=Topology(devices=devices, processes=processes))
+    with pytest.raises(ConfigError) as refused:
+        plan.fitted(DeviceMemory(GIB, GIB, GIB, GIB), GIB // 2)
+    assert f"which has 0.50 GiB. {remedy}" in str(refused.value)
+    if wider := plan.wider_context:  # which works
+        told = replace(config, mesh=MeshConfig(context=wider), batch=BatchConfig(rows=devices // wider, length=256))
+        assert planned(told, topology=Topology(devices=devices, processes=processes)).mesh.context == wider
 
 
 @pytest.mark.parametrize(
@@ -295,8 +361,26 @@ REFUSED = {
         dict(capture=CaptureConfig(layers=[1], sites=["attn_pattern"])),
         "capture.sites contains attn_pattern with capture.positions=all.*capture.positions",
     ),
+    "chunks of different sizes": (dict(mesh=MeshConfig(context=3)), "batch.length is 256, but .* of 6, at least 48"),
+    "attention patterns with divided positions": (
+        dict(mesh=MeshConfig(context=2), capture=CaptureConfig([1], ["attn_pattern"], positions=Positions.last)),
+        "mesh.context is 2 and capture.sites contains attn_pattern",
+    ),
+    "generating with divided positions": (
+        dict(mesh=MeshConfig(context=2), data=GenerateData()),
+        "mesh.context is 2 with data=generate",
+    ),
     "unknown site": (dict(capture=CaptureConfig(layers=[1], sites=["resid_past"])), "resid_past.*resid_post"),
     "no sites": (dict(capture=CaptureConfig(layers=[1], sites=[])), "capture.sites contains nothing"),
+    "overlap": (dict(batch=BatchConfig(length=64, overlap=64)), r"batch.overlap is 64. Set it to 0..63"),
+    "overlap while decoding": (
+        dict(batch=BatchConfig(overlap=1), capture=CaptureConfig(layers=[1], when=When.decode)),
+        "batch.overlap=1 with capture.when=decode",
+    ),
+    "overlap of joined rows": (
+        dict(batch=BatchConfig(overlap=1, packing=Packing.concat)),
+        "batch.overlap=1 with batch.packing=concat",
+    ),
     "row longer than the model's positions": (dict(batch=BatchConfig(length=40_000)), "batch.length is 40000"),
     "less memory in flight than a step": (dict(run=RunOptions(max_inflight_mib=0.5)), "run.max_inflight_mib"),
     "more streams than source shards": (dict(data=ParquetData(num_streams=9)), "data.num_streams is 9.*8 source"),
@@ -317,7 +401,7 @@ def test_invalid_settings_are_refused_with_a_remedy(changes, message):
 def test_a_plan_has_the_notes_of_its_parts():
     config = replace(BASE, run=RunOptions(max_inflight_mib=4), model=ModelConfig(weights=Weights.auto))
     plan = planned(config, 100, Topology(devices=4, device_bytes=1000 * MIB))
-    assert (plan.weights.sharding, plan.weights.device_bytes // MIB) == (Weights.fsdp, 352)
+    assert (plan.weights.sharding, plan.weights.device_bytes // MIB) == (Weights.fsdp, 157)
     assert plan.notes == (*plan.weights.notes, *plan.streams.notes, *plan.memory.notes)
     assert [bool(part.notes) for part in (plan.weights, plan.streams, plan.memory)] == [True, True, True]
     assert plan.describe_notes().splitlines() == [f"note      {note}" for note in plan.notes]
@@ -332,7 +416,6 @@ def test_reserved_device_memory_is_not_used():
     assert "reserved  3000 MiB on each device, for other uses" in plan.describe()
 
 
-GIB = 1 << 30
 FITTED = {  # arguments, outputs, temporaries, peak and the device's memory in GiB -> steps in flight of four
     "all": ((4, 1, 2, 6), 10, 4),
     "unknown memory": ((4, 1, 2, 6), None, 4),
@@ -349,8 +432,8 @@ def test_as_many_steps_are_in_flight_as_fit_into_a_device(parts, device, steps):
     plan = replace(planned(), reserved_bytes=GIB // 2)
     program = DeviceMemory(*(part * GIB for part in parts))
     device_bytes = device and int(device * GIB)
-    need = r"a step needs 7.00 GiB of each device \(arguments 4.00, outputs 1.00, temporaries 2.00\), which has "
-    need += r"\d\.\d0 GiB besides the 0.50 of run.reserved_mib"
+    need = r"a step needs 7.00 GiB of each device \(arguments 4.00, outputs 1.00, temporaries 2.00; "
+    need += r"0.38 for each row\), which has \d\.\d0 GiB besides the 0.50 of run.reserved_mib"
     if steps is None:
         with pytest.raises(ConfigError, match=rf"{need}\. Lower batch.rows"):
             plan.fitted(program, device_bytes)

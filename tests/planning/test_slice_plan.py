@@ -13,6 +13,7 @@ from pipeline.models.architecture import Architecture, Experts, LocalAttention
 from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.models.leaves import flops_per_token, make_leaf
 from pipeline.models.registry import open_model
+from pipeline.planning.mesh import WeightsPlan
 from pipeline.planning.slice.chips import CHIPS, parse_slice
 from pipeline.planning.slice.compile_check import Program
 from pipeline.planning.slice.roofline import Cost, decoding_step_s, forward_mfu, received_bytes, throughput_limits
@@ -29,6 +30,9 @@ SLICES = {
     "v4-16": ("v4:2x2x2", 8, 2),
     "v5p-64": ("v5p:2x4x4", 32, 8),
     "v5p:4x4x12": ("v5p:4x4x12", 192, 48),
+    "tpu7x-128": ("tpu7x:4x4x4", 64, 16),
+    "h100-8": ("h100-8", 8, 1),
+    "rtx4090-1": ("rtx4090-1", 1, 1),
 }
 
 
@@ -39,7 +43,9 @@ def test_names_of_slices_give_their_chips_and_hosts(name: str, expected: tuple[s
 
 
 REFUSED = {
-    "v7x-64": "Set it to a TPU slice.*v4, v5e, v5p, v6e",
+    "v7x-64": "Set it to a TPU slice.*v4, v5e, v5p, v6e, tpu7x, h100, rtx4090",
+    "h100-16": "for one machine, of at most 8",
+    "rtx4090-2": "of at most 1",
     "v5e": "Set it to a TPU slice",
     "v5e-0": "Give the shape, e.g. v5e:4x4",
     "v5e-12": "Give the shape",
@@ -79,10 +85,12 @@ def test_every_limit_follows_from_cost_and_slice() -> None:
 def test_interconnect_bytes_follow_the_topology_and_the_division() -> None:
     """At peak, with fsdp on 8x8 v5e chips, computing takes as long as gathering from 1,970 tokens per chip on."""
     rates = {"v5e:8x8": 2 * 50e9, "v5e:16x16": 4 * 50e9, "v5p:4x4x4": 6 * 100e9, "v4:2x2x1": 2 * 50e9}
+    rates |= {"tpu7x:4x4x4": 3 * 100e9, "h100-8": 450e9, "h100-1": 0}  # two devices share the links of a TPU7x
     assert {name: parse_slice(name).interconnect_bytes_per_s for name in rates} == rates
     weights = WeightBytes({"q": make_leaf(LLAMA, "attention.q", "q")}, "bfloat16")
-    assert received_bytes(weights, Weights.fsdp, data=8, tensor=2, summed=600) == 512 * 512 * 7 // 8 + 600
-    assert received_bytes(weights, Weights.replicated, data=8, tensor=1, summed=600) == 0
+    fsdp, replicated = WeightsPlan(Weights.fsdp, 0), WeightsPlan(Weights.replicated, 0)
+    assert received_bytes(weights, fsdp, 8, tensor=2, summed=600, num_pair_bytes=0) == 512 * 512 * 7 // 8 + 600
+    assert received_bytes(weights, replicated, 8, tensor=1, summed=600, num_pair_bytes=0) == 0
     matrices, tokens = 2 * 10**9, 64 * 1970  # bytes, of 10^9 numbers
     cost = Cost(2 * 10**9, 1.0, fill=1.0, received_bytes=matrices / tokens)
     limits = throughput_limits(cost, V5E_64, mfu=1.0, store_bytes_per_s=1e30)
@@ -135,15 +143,43 @@ NOTED = {  # settings, and the note on them; none: no advice
     "small shards": (["batch.rows=64", "batch.length=512"], "store shards of 1. MiB.*raise store.shard_mib to 64-512"),
     "few tokens": (
         ["batch.rows=4", "batch.length=128", "plan.mfu=0.4"],
-        "128 tokens per chip.*75%.*40% of the peak .plan.mfu.*batch.rows to reach at least about 770 tokens",
+        "128 tokens per device.*75%.*40% of the peak .plan.mfu.*batch.rows to reach at least about 770 tokens",
     ),
-    "bound by the store": (MANY_TOKENS, "limits this job to .*fewer layers or sites.* or set capture.dtype=int8.*53%"),
+    "bound by the feed": (MANY_TOKENS, "tokenising and packing limits this job to .*distributed.num_processes"),
+    "bound by the store": (
+        (*MANY_TOKENS[:2], "store.shard_mib=1", "capture.layers=all", "capture.sites=[q,k,v,mlp_post]"),
+        "limits this job to .*fewer layers or sites.* or set capture.dtype=int8.*53%",
+    ),
 }
 
 
 @pytest.mark.parametrize(("overrides", "message"), NOTED.values(), ids=NOTED.keys())
 def test_poor_settings_are_noted_with_what_to_change(overrides, message) -> None:
     assert re.search(message, "\n".join(planned(*overrides)["notes"]))
+
+
+def test_each_process_of_a_machine_feeds_its_gpus() -> None:
+    feeds = {}
+    for processes in (1, 2, 8):
+        plan = planned("topology=h100-8", *MANY_TOKENS, f"distributed.num_processes={processes}")
+        feeds[processes] = plan["limits"]["feed"]
+        assert (plan["num_hosts"], plan["mesh"]["data"]) == (1, 8)
+    # A process has 192, 96 or 24 cores, and one of them does 16 % of the work.
+    cores = {1: 192, 2: 96, 8: 24}
+    assert feeds == pytest.approx({n: n * 316_000 / (0.16 + 0.84 / cores[n]) for n in cores})
+    with pytest.raises(ConfigError, match="num_processes=3 does not divide the 8 GPUs of h100-8"):
+        planned("topology=h100-8", *MANY_TOKENS, "distributed.num_processes=3")
+
+
+def test_reading_the_weights_limits_steps_with_few_tokens() -> None:
+    """Twice the tokens per step are computed with the same reads of the weights."""
+    few, many = (planned("topology=v5e-4", f"batch.rows={rows}", "batch.length=128") for rows in (4, 8))
+    assert few["limits"]["hbm"] < many["limits"]["hbm"] < 2 * few["limits"]["hbm"]
+    divided = planned("topology=v5e-4", "batch.rows=4", "batch.length=128", "mesh.tensor=2")
+    # Bytes of weights that each chip reads per step; without the embedding.
+    whole, half = (4 * 128 * 0.95 * 819e9 / p["limits"]["hbm"] - 2 * p["output_bytes"] for p in (few, divided))
+    assert 0 < whole < few["weight_bytes"]
+    assert half == pytest.approx(whole / 2, rel=0.05)
 
 
 def test_good_settings_are_not_noted() -> None:
@@ -164,4 +200,10 @@ def test_a_plan_is_explained_with_its_price_and_what_the_compiler_did() -> None:
     width = open_model(str(composing.PACKAGE / "assets" / "tiny-qwen2")).width(ActivationKey(0, Site.resid_post))
     assert plan["activation_bytes_per_slot"] == 2 * width / 512
     assert "bytes per slot" in text
-    assert "the compiler recomputes 3 results to save memory; lower batch.rows" in text
+    assert "the compiler recomputes 3 results to save memory, which takes time. L" in text
+
+
+def test_a_chip_with_two_devices_divides_its_rows() -> None:
+    plan = planned("topology=tpu7x-8", *MANY_TOKENS, "run.max_tokens=1000000000")
+    assert (plan["num_chips"], plan["num_hosts"], plan["mesh"]["data"], plan["rows_per_device"]) == (4, 1, 8, 8)
+    assert "(set plan.usd_per_chip_hour)" in described(plan)  # there is no published price

@@ -4,10 +4,12 @@ import json
 import math
 import os
 import re
+import shutil
 
 import numpy as np
 import pytest
 
+from pipeline.config.composing import PACKAGE
 from pipeline.store.read.reader import ActivationStore
 from tests.jobs import assert_same_store, run_here, run_processes, run_program, write_text
 from tests.models.test_sae_encoding import CASES
@@ -20,13 +22,13 @@ CONFIG = {
     "num_attention_heads": 4,
     "num_hidden_layers": 6,
     "num_key_value_heads": 2,
-    "vocab_size": 101,
+    "vocab_size": 104,
 }
 
 EXPERTS = CONFIG | {
     "model_type": "qwen2_moe",
     "mlp_only_layers": [1],
-    "num_experts": 6,
+    "num_experts": 8,
     "moe_intermediate_size": 16,
     "num_experts_per_tok": 3,
     "shared_expert_intermediate_size": 24,
@@ -36,7 +38,7 @@ GPT_OSS = CONFIG | {
     "model_type": "gpt_oss",
     "head_dim": 8,
     "sliding_window": 8,
-    "num_local_experts": 6,
+    "num_local_experts": 8,
     "num_experts_per_tok": 3,
 }
 
@@ -44,7 +46,7 @@ DEEPSEEK = CONFIG | {
     "model_type": "deepseek_v3",
     "num_key_value_heads": 4,
     **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
-    **{"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "moe_intermediate_size": 16},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 16},
     "first_k_dense_replace": 1,
 }
 
@@ -62,13 +64,13 @@ GEMMA4 = CONFIG | {
         "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
-    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 101},
-    **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 16},
+    **{"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 104},
+    **{"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 16},
 }
 LLAMA4 = CONFIG | {
     "model_type": "llama4_text",
     **{"head_dim": 8, "intermediate_size": 16, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
-    **{"num_local_experts": 6, "num_experts_per_tok": 3, "attention_chunk_size": 5, "floor_scale": 4},
+    **{"num_local_experts": 8, "num_experts_per_tok": 3, "attention_chunk_size": 5, "floor_scale": 4},
 }
 CONV = CONFIG | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"] * 3, "conv_bias": True}
 MAMBA = CONFIG | {
@@ -90,30 +92,33 @@ CONFIGS = {
 }
 
 SHARES = {(1, False): 1, (1, True): 1 / 8, (2, False): 1 / 2, (2, True): 1 / 8}  # by tensor and fsdp
-DIVISIONS = {  # by model, and whether its weights are int8. EXPERTS also has attention and a dense MLP as in CONFIG
-    ("dense", False): [(1, False), (1, True), (2, False)],
-    ("experts", False): [(2, False)],
-    ("experts", True): [(2, True)],
-    ("gpt_oss", False): [(2, True)],
-    ("deepseek", True): [(2, True)],
-    ("delta", False): [(2, False), (2, True)],
-    ("conv", False): [(2, True)],
-    ("mamba", False): [(2, True)],
-    ("gemma4", False): [(2, True)],
-    ("llama4", False): [(2, True)],
-}
+DIVISIONS = {  # by model, and its weights' dtype: tensor, fsdp, and the devices that exchange tokens
+    ("dense", "int4"): [(1, True, 1), (2, False, 1)],
+    ("dense", None): [(1, False, 1), (1, True, 1), (2, False, 1)],
+    ("experts", None): [(2, False, 1), (1, True, 8)],
+    ("experts", "int8"): [(2, True, 1)],
+    ("gpt_oss", None): [(2, True, 2)],
+    ("deepseek", "int8"): [(2, True, 4)],
+    ("delta", None): [(2, False, 1), (2, True, 1)],
+    ("conv", None): [(2, True, 1)],
+    ("mamba", None): [(2, True, 1)],
+    ("gemma4", None): [(2, True, 2)],
+    ("llama4", None): [(2, True, 4)],
+}  # EXPERTS also has attention and a dense MLP as in CONFIG
 
 PROGRAM = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np
-from pipeline.cluster.sharding import make_mesh, put_rows, row_sharding
+from pipeline.cluster.sharding import make_mesh, put_rows
 from pipeline.step.compiled_step import compile_step
 from tests.specs import step_spec
 from pipeline.models import token_outputs
+from pipeline.models.exchange import tables, tokens
 from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.head import Head
 from pipeline.models.sae import encoding
 from pipeline.models.sae.params import load_params, params_bytes
+from pipeline.models.leaves import quantised_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
@@ -142,52 +147,54 @@ batch = {
 
 loaded = {}
 
-def outputs(name, tensor, fsdp, devices=None, with_int8=False):
+def outputs(name, tensor, fsdp, group, devices=None, quantised=None):
     model, keys = MODELS[name], KEYS[name]
-    partition = Partition(make_mesh(tensor, devices), fsdp)
+    partition = Partition(make_mesh(tensor, devices), fsdp, group)
     if name == "dense" or devices:
-        params = model.load(keys, "float32", partition.leaf_sharding, with_int8=with_int8)
-        loaded[name, with_int8] = params
+        params = model.load(keys, "float32", partition.leaf_sharding, quantised=quantised)
+        loaded[name, quantised] = params
     else:  # divide the leaves loaded for one device: the same values in less time
-        shapes = abstract_params(model.leaves(keys), "float32", partition.leaf_sharding, with_int8)
-        params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), loaded[name, with_int8], shapes)
+        shapes = abstract_params(quantised_leaves(model.leaves(keys), quantised), "float32", partition.leaf_sharding)
+        params = jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), loaded[name, quantised], shapes)
     # without statistics where their sums along a tensor axis would be fused with those of the layers
     spec = step_spec(model, keys, rows=8, length=24, dtype="float32", statistics=tensor == 1)
     step = compile_step(model, spec, params, partition)
-    activations, _, counts = step(params, **put_rows(row_sharding(partition.mesh), batch))
+    activations, _, counts = step(params, **put_rows(partition.mesh, batch))
     assert int(counts[0]) == 8 * 21
     whole = [np.full(array.shape, np.nan, np.float32) for array in activations]
     for copy in start_copies(activations, first_row=0):  # as the writer does
         place = whole[copy.output][copy.rows, *copy.rest]
         assert np.isnan(place).all()  # each element once
         place[...] = copy.wait()
-    on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params["runs"]))
+    divided = [params["runs"], *(params[name] for name in ("embed", "layer_embed") if name in params)]
+    on_first = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(divided))
     return whole, step.executable.as_text(), on_first
 
+tokens._MIN_CAPACITY, tables._PART_BYTES = 2, 4096  # several rounds, and parts
 report = {}
-for name, with_int8, divisions in json.loads(sys.argv[2]):
-    expected, _, all_bytes = outputs(name, 1, False, jax.devices()[:1], with_int8)
-    for tensor, fsdp in divisions:
-        got, text, first_bytes = outputs(name, tensor, fsdp, with_int8=with_int8)
+for name, quantised, divisions in json.loads(sys.argv[2]):
+    expected, _, all_bytes = outputs(name, 1, False, 1, jax.devices()[:1], quantised)
+    for tensor, fsdp, group in divisions:
+        got, text, first_bytes = outputs(name, tensor, fsdp, group, quantised=quantised)
         errors = [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in zip(got, expected)]
-        report[f"{name} {tensor} {fsdp} {with_int8}"] = {
-            "error": max(errors), "share": first_bytes / all_bytes, "hlo": text if not with_int8 else ""
+        report[f"{name} {tensor} {fsdp} {group} {quantised}"] = {
+            "error": max(errors), "share": first_bytes / all_bytes, "hlo": text if not quantised else ""
         }
 
 token_outputs.CHUNK = 24  # of 96 tokens per device, or 48: several chunks
 x, *head_arrays = (jnp.asarray(rng.integers(-2, 3, shape), "float32") for shape in ((8, 24, 8), (96, 8), (96,)))
 head_params = dict(zip(("head", "head_bias"), head_arrays))  # many values are equal
 heads = {}
-for tensor in (0, 1, 2, 4):
-    mesh = make_mesh(tensor) if tensor else None
+for tensor, fsdp in ((0, False), (1, False), (2, False), (4, False), (2, True)):
+    partition = Partition(make_mesh(tensor) if tensor else None, fsdp)
     head = Head("lm_head.weight", softcap=None, bias="lm_head.bias")
-    compute = jax.jit(lambda x, n, params: token_outputs.token_outputs(head, params, x, n, 8, mesh))
+    compute = jax.jit(lambda x, n, params: token_outputs.token_outputs(head, params, x, n, 8, partition))
     if tensor:
-        head_params = jax.device_put(head_params, jax.NamedSharding(mesh, jax.P("tensor")))
+        head_params = jax.device_put(head_params, jax.NamedSharding(partition.mesh, jax.P("tensor")))
     compiled = compute.lower(x, batch["tokens"] % 96, head_params).compile()
-    heads[tensor] = [np.asarray(values) for values in compiled(x, batch["tokens"] % 96, head_params)]
-    report[f"head {tensor}"] = {
-        "errors": [float(np.abs(a - b).max()) for a, b in zip(heads[tensor], heads[0])],
+    heads[tensor, fsdp] = [np.asarray(values) for values in compiled(x, batch["tokens"] % 96, head_params)]
+    report[f"head {tensor} {fsdp}"] = {
+        "errors": [float(np.abs(a - b).max()) for a, b in zip(heads[tensor, fsdp], heads[0, False])],
         "hlo": compiled.as_text(),
     }
 
@@ -237,21 +244,25 @@ def test_features_do_not_depend_on_the_mesh(report, name, tensor):
 
 
 @pytest.mark.parametrize(
-    ("model", "with_int8", "tensor", "fsdp"),
+    ("model", "quantised", "tensor", "fsdp", "group"),
     [(*model, *division) for model, divisions in DIVISIONS.items() for division in divisions],
 )
-def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(report, model, with_int8, tensor, fsdp):
+def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(
+    report, model, quantised, tensor, fsdp, group
+):
     share = SHARES[tensor, fsdp]
-    found = report[f"{model} {tensor} {fsdp} {with_int8}"]
+    found = report[f"{model} {tensor} {fsdp} {group} {quantised}"]
     assert found["error"] < 1e-5
-    assert share <= found["share"] < share + 0.2  # norms, biases, routers and int8's scales are whole
+    assert share <= found["share"] < share + 0.2  # norms, biases, routers and scales are whole
 
 
-@pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_a_divided_vocabulary_gives_the_same_outputs(report, tensor):
-    """Devices exchange only a few numbers per token."""
-    found = report[f"head {tensor}"]
+@pytest.mark.parametrize(("tensor", "fsdp"), [(1, False), (2, False), (4, False), (2, True)])
+def test_a_divided_vocabulary_gives_the_same_outputs(report, tensor, fsdp):
+    """Without fsdp, devices exchange only a few numbers per token."""
+    found = report[f"head {tensor} {fsdp}"]
     assert max(found["errors"]) < 1e-5
+    if fsdp:
+        return
     shapes = [shape for line in collectives(found["hlo"]) for shape in re.findall(r"\[([\d,]+)\]", line)]
     exchanged = [math.prod(map(int, shape.split(","))) for shape in shapes]
     num_tokens, num_candidates = 24 * tensor, 8 * tensor  # per device
@@ -268,7 +279,7 @@ def collectives(hlo: str) -> list[str]:
 def test_divided_experts_exchange_sums_and_no_tokens(report):
     """Every layer sums over its experts; the captured layer also sums the output of each of a token's experts."""
     rows, layers = 2, 6  # per device
-    found = collectives(report["experts 2 False False"]["hlo"])
+    found = collectives(report["experts 2 False 1 None"]["hlo"])
     assert {kind.split()[0] for kind in found} == {"all-reduce"}
     exchanged = [list(map(int, shape.split(","))) for kind in found for shape in re.findall(r"f32\[([\d,]+)\]", kind)]
     widths = [math.prod(shape) // (rows * 24) for shape in exchanged]
@@ -278,12 +289,12 @@ def test_divided_experts_exchange_sums_and_no_tokens(report):
 
 
 def test_the_replicated_step_has_no_collective_but_the_sum_of_the_counts(report):
-    (only,) = collectives(report["dense 1 False False"]["hlo"])
+    (only,) = collectives(report["dense 1 False 1 None"]["hlo"])
     assert only.startswith("all-reduce (s32[], s32[]")
 
 
 def test_the_fsdp_step_gathers_weights_and_nothing_else(report):
-    found = collectives(report["dense 1 True False"]["hlo"])
+    found = collectives(report["dense 1 True 1 None"]["hlo"])
     gathers = [each for each in found if each.startswith("all-gather f32[")]
     assert len(found) == len(gathers) + 1, found
     sizes = {32 * 32, 2 * 8 * 32, 48 * 32}  # q and o; k and v; gate, up and down
@@ -293,10 +304,12 @@ def test_the_fsdp_step_gathers_weights_and_nothing_else(report):
 
 
 def test_divided_delta_nets_sum_as_often_as_attention(report):
-    found = collectives(report["delta 2 False False"]["hlo"])
+    found = collectives(report["delta 2 False 1 None"]["hlo"])
     assert {each.split(" ")[0] for each in found} == {"all-reduce"}
     sums = [each for each in found if each.startswith("all-reduce f32[2,24,32]")]
-    assert len(sums) == 2 * 4  # layers 0 and 1, and the two of a period in the scan over layers 2 to 5
+    assert (
+        len(sums) == 1 + 2 * 4
+    )  # the embedding, layers 0 and 1, and the two of a period in the scan over layers 2 to 5
 
 
 def test_a_job_with_divided_weights_makes_the_same_store(tmp_path):
@@ -320,10 +333,34 @@ def test_a_job_with_divided_weights_makes_the_same_store(tmp_path):
         assert np.linalg.norm(a - b) <= 0.01 * np.linalg.norm(a)
 
 
+def test_processes_that_exchange_tokens_store_the_same_activations(tmp_path):
+    """Two processes divide the experts; each token's outputs return to its own device, so even sums are the same."""
+    shutil.copytree(PACKAGE / "assets" / "tiny-qwen2", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    sparse = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_hidden_layers": 3}
+    sparse |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | sparse))
+    job = [
+        *(f"model.path={tmp_path / 'model'}", "model.init=random", "data.num_streams=2"),
+        f"data.path={write_text(tmp_path / 'text', files=2, documents=15)}",
+        *("batch.rows=4", "batch.length=64", "capture.layers=[1]", "capture.sites=[resid_post,expert_out]"),
+        *("run.progress=false", "store.rows_per_block=8", "run.max_tokens=2000", "capture.outputs=[loss]"),
+    ]
+    run_here(*job, f"store.path={tmp_path / 'one'}")
+    result = run_processes(2, 2, *job, "model.weights=fsdp", f"store.path={tmp_path / 'divided'}")
+    assert result.returncode == 0, result.stdout
+    assert "4 neighbouring devices exchange tokens" in result.stdout
+    one, divided = (ActivationStore.open(tmp_path / name) for name in ("one", "divided"))
+    assert np.array_equal(one.rows, divided.rows)
+    for name in ("blocks.1.resid_post", "blocks.1.expert_out"):
+        a, b = (store.read(name, one.rows, np.float32) for store in (one, divided))
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(a)
+
+
 def test_the_tensor_step_sums_twice_a_layer_and_gathers_no_activations(report):
-    """Once after attention, once after the MLP (Shoeybi et al., arXiv 1909.08053)."""
-    found = collectives(report["dense 2 False False"]["hlo"])
+    """Once after attention, once after the MLP (Shoeybi et al., arXiv 1909.08053), and once for the embedding."""
+    found = collectives(report["dense 2 False 1 None"]["hlo"])
     sums = [each for each in found if each.startswith("all-reduce f32[2,24,32]")]
     of_counts = [each for each in found if each.startswith("all-reduce") and "f32[" not in each]
-    assert len(sums) == 2 * 2  # layer 0, and the body of the scan over layers 1 to 5
+    assert len(sums) == 1 + 2 * 2  # layer 0, and the body of the scan over layers 1 to 5
     assert len(found) == len(sums) + len(of_counts), found

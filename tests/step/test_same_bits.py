@@ -13,7 +13,7 @@ MODELS = ("dense", "experts")
 PROGRAM = """
 import json, sys
 import jax, numpy as np
-from pipeline.cluster.sharding import make_mesh, put_rows, row_sharding
+from pipeline.cluster.sharding import make_mesh, put_rows
 from pipeline.core.sites import Site, activation_keys
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
@@ -35,7 +35,7 @@ for name in sys.argv[2:]:
         params = model.load(keys, "float32", partition.leaf_sharding)
         spec = step_spec(model, keys, rows=rows, length=length, dtype="float32", statistics=False)
         step = compile_step(model, spec, params, partition)
-        arrays, _, _ = step(params, **put_rows(row_sharding(partition.mesh), batch))
+        arrays, _, _ = step(params, **put_rows(partition.mesh, batch))
         content = [np.asarray(array).tobytes() for array in arrays]
         expected = expected or content
         different = [key.name for key, got, want in zip(keys, content, expected) if got != want]

@@ -15,9 +15,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from pipeline.config import composing
 from pipeline.core.errors import EXIT_INTERRUPTED
+from pipeline.planning import host_memory
 from pipeline.store.format.keys import Kind, parse_key
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.io.storage import Storage
@@ -40,6 +42,7 @@ OVERRIDES = {
     "float32": ("capture.dtype=float32", "store.shard_mib=0.14"),
     "int8": ("capture.dtype=int8", "capture.scale_group=32", "store.shard_mib=0.035"),
     "int8_weights": ("model.weights_dtype=int8",),
+    "divided": ("store.shard_mib=0.005",),  # a block of two rows is four store shards
     "selected": ("capture.positions=every", "capture.every=5", "store.shard_mib=0.013"),
     "zeros": ("capture.sites=[mlp_out,resid_post]",),  # the model's layer 1 has an MLP that outputs zeros
     "features": ("capture.encode_top=8", "capture.layers=[1]", "store.shard_mib=0.02"),  # no activations
@@ -93,7 +96,10 @@ def make_specimen(kind: str, folder: Path, is_resumable: bool = True) -> Specime
         before = (read_image(str(path)),)
     if not is_resumable and kind in _UNFINISHED:
         return Specimen(kind, before[0])
-    _run(*command, f"store.path={path}")
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "divided":
+            patch.setattr(host_memory, "LARGEST_SHARD_BYTES", 0)
+        _run(*command, f"store.path={path}")
     if kind in ("extended", "int8"):
         index_ids(Storage.open(path))
     finished = read_image(str(path))

@@ -37,6 +37,9 @@ LENGTH = 8
 WIDTHS = {"blocks.1.resid_post": 6, "blocks.3.resid_post": 6, "embed": 4}
 CAPTURE = {"arrays": list(WIDTHS), "dtype": "bfloat16", "statistics": False}
 
+PART_BYTES = 24
+"""`shard_bytes` with which a store shard is half a row of activations or of `documents`, or a row of `tokens`."""
+
 Image = Mapping[str, bytes]
 """The objects of a store, by key."""
 
@@ -53,11 +56,11 @@ class Block:
     record: CommitRecord
 
 
-def layout(compression: str = "none", dtype: str = "bfloat16") -> StoreLayout:
+def layout(compression: str = "none", dtype: str = "bfloat16", shard_bytes: int | None = None) -> StoreLayout:
     keys = map(ActivationKey.parse, WIDTHS)
     specs = tuple(activation_spec(key, key.hook_name(), WIDTHS[key.name], dtype, TOKENS.slots) for key in keys)
     scales = tuple(scale_spec(spec, 1) for spec in specs) if dtype in LARGEST else ()
-    return StoreLayout(NUM_STREAMS, ROWS, LENGTH, specs, compression, scales=scales)
+    return StoreLayout(NUM_STREAMS, ROWS, LENGTH, specs, compression, scales=scales, shard_bytes=shard_bytes)
 
 
 def metadata(**changes) -> StoreMetadata:
@@ -112,11 +115,10 @@ def write_store(
     max_blocks: int | None = None,
     compression: str = "none",
     dtype: str = "bfloat16",
+    shard_bytes: int | None = None,
 ) -> StoreWriter:
-    capture = CAPTURE | {"dtype": dtype}
-    writer = StoreWriter.open(
-        place, metadata(store={"compression": compression}, capture=capture), layout(compression, dtype)
-    )
+    made = metadata(store=store_settings(compression, shard_bytes), capture=CAPTURE | {"dtype": dtype})
+    writer = StoreWriter.open(place, made, layout(compression, dtype, shard_bytes))
     if writer.complete:
         writer.reopen()
     for stream in range(NUM_STREAMS):
@@ -124,6 +126,10 @@ def write_store(
     if finish:
         writer.finish()
     return writer
+
+
+def store_settings(compression: str, shard_bytes: int | None) -> dict[str, str | int]:
+    return {"compression": compression} | ({} if shard_bytes is None else {"shard_bytes": shard_bytes})
 
 
 def copy_store(
@@ -142,12 +148,14 @@ def _image(finish: bool, max_blocks: int | None, compression: str, dtype: str) -
 
 @cache
 def full_image(kind: str = "int8") -> Image:
-    """The objects of the finished store with statistics and an index of ids. kind: int8, or zstd for compressed
-    bfloat16."""
-    dtype, compression = ("int8", "none") if kind == "int8" else ("bfloat16", "zstd")
-    made = metadata(store={"compression": compression}, capture={**CAPTURE, "dtype": dtype, "statistics": True})
+    """The objects of the finished store with statistics and an index of ids. kind: int8; zstd for compressed bfloat16;
+    or parts for int8 with several store shards per block."""
+    dtype, compression = ("bfloat16", "zstd") if kind == "zstd" else ("int8", "none")
+    shard_bytes = PART_BYTES if kind == "parts" else None
+    capture = {**CAPTURE, "dtype": dtype, "statistics": True}
+    made = metadata(store=store_settings(compression, shard_bytes), capture=capture)
     with in_memory() as path:
-        writer = StoreWriter.open(path, made, layout(compression, dtype))
+        writer = StoreWriter.open(path, made, layout(compression, dtype, shard_bytes))
         complete_full_store(writer)
         index_ids(writer.storage)
         return read_image(path)
@@ -234,7 +242,7 @@ def tokens_of(batches: Iterable[Batch]) -> list[tuple[int, int]]:
 def all_tokens() -> list[tuple[int, int]]:
     """(document, token id) of every stored token, in the order of their rows."""
     found = []
-    order = {layout().shard_index(s, b.record.block): b for s in range(NUM_STREAMS) for b in blocks(s)}
+    order = {layout().first_row(s, b.record.block): b for s in range(NUM_STREAMS) for b in blocks(s)}
     for shard in sorted(order):
         arrays = order[shard].arrays
         valid = arrays["segments"] > 0

@@ -23,7 +23,9 @@ from tests.store.damage_stores import SAMPLED_KINDS, sampled_specimen
 from tests.store.example_store import (
     CAPTURE,
     NUM_STREAMS,
+    PART_BYTES,
     VOCAB_SIZE,
+    Image,
     blocks,
     commit_block,
     copy_store,
@@ -52,8 +54,9 @@ def found(path: str, **scope) -> set[tuple[str, str]]:
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("max_blocks", [None, 0, 2])
 @pytest.mark.parametrize("finish", [False, True])
-def test_a_sound_store_has_no_problems(store_path, compression, max_blocks, finish):
-    write_store(store_path, finish=finish, max_blocks=max_blocks, compression=compression)
+@pytest.mark.parametrize("shard_bytes", [None, PART_BYTES])
+def test_a_sound_store_has_no_problems(store_path, compression, max_blocks, finish, shard_bytes):
+    write_store(store_path, finish=finish, max_blocks=max_blocks, compression=compression, shard_bytes=shard_bytes)
     assert found(store_path) == set()
 
 
@@ -161,13 +164,39 @@ DAMAGE = {
     "merged statistics": (edit(STATISTICS), STATISTICS, Level.checksums, "sha256"),
     "ids": (edit(IDS), IDS, Level.checksums, "sha256"),
     "deleted ids": (delete(IDS), IDS, Level.checksums, ""),
+    # Of a store with several shards per block:
+    "part: deleted": (delete(f"{RESID}/c.5.1.0"), f"{RESID}/c.5.1.0", Level.objects, "is missing"),
+    "part: last deleted": (delete("tokens/c.7.0"), "tokens/c.7.0", Level.objects, "is missing"),
+    "part: of no block": (
+        copy(f"{RESID}/c.4.0.0", f"{RESID}/c.44.1.0"),
+        f"{RESID}/c.44.1.0",
+        Level.objects,
+        "no committed",
+    ),
+    "part: too far right": (
+        copy(f"{RESID}/c.4.0.0", f"{RESID}/c.4.2.0"),
+        f"{RESID}/c.4.2.0",
+        Level.objects,
+        "no committed",
+    ),
+    "part: edited": (edit(f"{RESID}/c.6.1.0", 2), f"{RESID}/c.6.1.0", Level.checksums, "does not match its checksum"),
+    "part: exchanged": (
+        copy(f"{RESID}/c.4.0.0", f"{RESID}/c.4.1.0"),
+        f"{RESID}/c.4.1.0",
+        Level.checksums,
+        "digest of the block's values",
+    ),
 }
+
+
+def image_for(damage: str) -> Image:
+    return full_image("parts" if damage.startswith("part:") else "int8")
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_each_level_finds_its_damage(name):
     damage, where, first, what = DAMAGE[name]
-    with in_memory(full_image()) as path:
+    with in_memory(image_for(name)) as path:
         damage(Storage.open(path))
         for level in Level:
             texts = [text for place, text in found(path, level=level) if place == where]

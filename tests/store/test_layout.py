@@ -1,3 +1,6 @@
+import math
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +38,31 @@ def test_shards_and_chunks_have_the_specified_shapes(rows, length, dtype, width,
     layout = StoreLayout(1, rows, length, (spec,))
     assert layout.shard_shape(spec) == shard
     assert layout.chunk_shape(spec) == chunk
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "width", "shard", "keys"),
+    [
+        (1, 131072, 4096, (1, 32768, 4096), ["x/c.17.0.0", "x/c.17.1.0", "x/c.17.2.0", "x/c.17.3.0"]),
+        (2, 65536, 4096, (1, 32768, 4096), ["x/c.34.0.0", "x/c.34.1.0", "x/c.35.0.0", "x/c.35.1.0"]),
+        (8, 8192, 4096, (4, 8192, 4096), ["x/c.34.0.0", "x/c.35.0.0"]),  # whole rows
+        (4, 8192, 4096, (4, 8192, 4096), ["x/c.17.0.0"]),  # 256 MiB
+        (1, 131071, 2048, (1, 131071, 2048), ["x/c.17.0.0"]),  # no better divisor
+    ],
+)
+def test_large_blocks_are_divided_into_shards(rows, length, width, shard, keys):
+    spec = ArraySpec("x", "bfloat16", width)
+    layout = StoreLayout(3, rows, length, (spec,), shard_bytes=256 * MIB)
+    assert layout.shard_shape(spec) == shard
+    assert [layout.shard_key(spec, 2, 5, part) for part in range(layout.num_parts(spec))] == keys
+    places = [layout.shard_place(spec, *map(int, key.split(".")[1:3])) for key in keys]
+    assert places == [(2, 5, part) for part in range(len(keys))]
+    block = np.zeros((rows, length), np.int8)
+    for part in range(len(keys)):
+        block[layout.part_place(spec, part)] += part + 1
+    assert (np.diff(block.ravel()) >= 0).all(), "parts in order are the block's slots in order"
+    assert np.unique(block, return_counts=True)[1].tolist() == [rows * length // len(keys)] * len(keys)
+    assert math.prod(shard[:2]) % math.prod(layout.chunk_shape(spec)[:2]) == 0
 
 
 @given(st.integers(1, 512), st.sampled_from([64, 128, 512, 1024, 2048]), st.sampled_from([128, 768, 896, 4096]))

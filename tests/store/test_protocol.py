@@ -29,11 +29,13 @@ from pipeline.store.format.statistics import (
 from pipeline.store.format.tables import table_key
 from pipeline.store.format.target import is_reached
 from pipeline.store.io.parquet import encode_table, table_digest
-from pipeline.store.io.shards import decode_shard
+from pipeline.store.io.shards import decode_shard, values_digest
 from pipeline.store.write import block_protocol
 from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, write_block
 
-LAYOUT = StoreLayout(1, 1, 2, (ArraySpec("embed", "float32", 1), ArraySpec("final_norm", "float32", 1)))
+ARRAYS = ArraySpec("embed", "float32", 16), ArraySpec("final_norm", "float32", 1)
+LAYOUT = StoreLayout(1, 1, 2, ARRAYS)
+DIVIDED = replace(LAYOUT, shard_bytes=64)  # a block of `embed` is two store shards
 CURSORS = [{"shard": 0, "document": number, "token": 0, "ordinal": number} for number in range(3)]
 TOKENS = 2  # per block
 
@@ -48,7 +50,7 @@ class Writer:
 
     def block(self, number: int) -> NewBlock:
         arrays = {
-            spec.name: np.full(LAYOUT.shard_shape(spec), self.text + number, spec.dtype) for spec in LAYOUT.all_arrays
+            spec.name: np.full(LAYOUT.block_shape(spec), self.text + number, spec.dtype) for spec in LAYOUT.all_arrays
         }
         for name in self.rounded:
             arrays[name] += np.float32(self.rounding / 16)
@@ -252,8 +254,12 @@ def finisher_moves(store: Store, finisher: tuple, may_extend: bool) -> Iterator[
         yield store, ("read",), may_extend
 
 
+def parts() -> list[tuple[ArraySpec, int]]:
+    return [(spec, part) for spec in LAYOUT.all_arrays for part in range(LAYOUT.num_parts(spec))]
+
+
 def block_keys(number: int) -> list[str]:
-    shards = [LAYOUT.shard_key(spec, 0, number) for spec in LAYOUT.all_arrays]
+    shards = [LAYOUT.shard_key(spec, 0, number, part) for spec, part in parts()]
     return [commit_key(0, number), table_key(0, number), statistics_key(0, number), *shards]
 
 
@@ -264,10 +270,13 @@ def check_block(number: int, contents: tuple[bytes | None, ...]) -> None:
     record = CommitRecord.from_json(record_json, "record")
     assert record.documents_sha256 == table_digest(documents), "the table is not the record's"
     assert record.statistics_sha256 == table_digest(statistics), "the statistics are not the record's"
-    arrays = {}
-    for spec, shard in zip(LAYOUT.all_arrays, shards, strict=True):
-        arrays[spec.name], digest = decode_shard(shard, LAYOUT.shard_format(spec))
-        assert digest == record.digests[spec.name], "the values are not the record's"
+    arrays = {spec.name: np.empty(LAYOUT.block_shape(spec), spec.dtype) for spec in LAYOUT.all_arrays}
+    checksums = {name: [] for name in arrays}
+    for (spec, part), shard in zip(parts(), shards, strict=True):
+        arrays[spec.name][LAYOUT.part_place(spec, part)], of_part = decode_shard(shard, LAYOUT.shard_format(spec))
+        checksums[spec.name].append(of_part)
+    digests = {name: values_digest(of_parts) for name, of_parts in checksums.items()}
+    assert digests == record.digests, "the values are not the record's"
     text = int(arrays["tokens"][0, 0]) - number
     assert documents == encode_table(table(text, number)), "the documents of one text, the tokens of another"
     assert all((arrays[name] == text + number).all() for name in ("segments", "positions", "documents")), "mixed texts"
@@ -296,6 +305,11 @@ def test_no_interleaving_breaks_a_store(name: str) -> None:
     world = explore()
     print(f"{name}: {len(world.seen):,} states, {len(world.ends)} ends")
     assert len(world.seen) > least
+
+
+def test_no_interleaving_breaks_a_store_with_divided_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.LAYOUT", DIVIDED)
+    assert len(World([Writer(0), Writer(1)], 1, faults=0).seen) > 1_000
 
 
 @pytest.mark.slow

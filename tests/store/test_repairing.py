@@ -27,7 +27,7 @@ from tests.store.example_store import (
     read_image,
     write_image,
 )
-from tests.store.test_damage import DAMAGE, copy, delete, edit
+from tests.store.test_damage import DAMAGE, copy, delete, edit, image_for
 
 RESID = "blocks.1.resid_post"
 
@@ -45,7 +45,7 @@ def values(path: str) -> list:
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_repaired_store_is_completed_by_its_job(name):
-    with in_memory(full_image()) as path:
+    with in_memory(image_for(name)) as path:
         expected = values(path)
         DAMAGE[name][0](Storage.open(path))
         verify_and_print(path, repairs=True)

@@ -27,19 +27,23 @@ def storage(request, tmp_path) -> Storage:
     return Storage.open(str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4().hex}")
 
 
-def write(storage: Storage, chunk_bytes: int, compression: str) -> tuple[ShardReads, np.ndarray]:
+def write(
+    storage: Storage, chunk_bytes: int, compression: str, shard_bytes: int | None = None
+) -> tuple[ShardReads, np.ndarray]:
     """Two streams of two blocks, with some chunks of zeros. Returns reads of them and the values of all rows."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layouts, "CHUNK_BYTES", chunk_bytes)
-        layout = StoreLayout(STREAMS, ROWS, LENGTH, (ArraySpec(NAME, "bfloat16", 4),), compression)
+        array = ArraySpec(NAME, "bfloat16", 4)
+        layout = StoreLayout(STREAMS, ROWS, LENGTH, (array,), compression, shard_bytes=shard_bytes)
         spec = layout.arrays[0]
         reads = ShardReads(storage, layout, "store")
         values = np.random.default_rng(0).integers(1, 9, (STREAMS * BLOCKS * ROWS, LENGTH, 4)).astype(spec.dtype)
         values[3 * ROWS :] = 0
         values[2:4] = 0
-        for shard, part in enumerate(np.split(values, STREAMS * BLOCKS)):
-            parts, _ = encode_shard(part, layout.shard_format(spec))
-            storage.put(layout.shard_key(spec, shard % STREAMS, shard // STREAMS), *parts)
+        for shard, block in enumerate(np.split(values, STREAMS * BLOCKS)):
+            for part in range(layout.num_parts(spec)):
+                content, _ = encode_shard(block[layout.part_place(spec, part)], layout.shard_format(spec))
+                storage.put(layout.shard_key(spec, shard % STREAMS, shard // STREAMS, part), *content)
         return reads, values
 
 
@@ -53,9 +57,10 @@ def read(reads: ShardReads, first_row: int, num_rows: int) -> np.ndarray:
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 @pytest.mark.parametrize("chunk_bytes", [8, 16, LENGTH * 8, 4 * LENGTH * 8, 1 << 20])  # parts of a row to whole shards
 @pytest.mark.parametrize("piece_bytes", [1, 200, 1 << 20])
-def test_all_reads_give_the_written_values(storage, monkeypatch, compression, chunk_bytes, piece_bytes):
+@pytest.mark.parametrize("shard_bytes", [None, 16, 2 * LENGTH * 8])  # whole blocks, a third of a row, two rows
+def test_all_reads_give_the_written_values(storage, monkeypatch, compression, chunk_bytes, piece_bytes, shard_bytes):
     monkeypatch.setattr(shard_reads, "PIECE_BYTES", piece_bytes)
-    reads, values = write(storage, chunk_bytes, compression)
+    reads, values = write(storage, chunk_bytes, compression, shard_bytes)
     for first, last in ((0, len(values)), (0, ROWS), (5, 6), (3, 2 * ROWS + 1), (ROWS, 2 * ROWS), (7, 7)):
         for _ in range(2):  # the second time with a known index
             np.testing.assert_array_equal(read(reads, first, last - first), values[first:last])

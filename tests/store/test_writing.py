@@ -26,6 +26,7 @@ from tests.store.example_store import (
     CAPTURE,
     LENGTH,
     NUM_STREAMS,
+    PART_BYTES,
     WIDTHS,
     Block,
     blocks,
@@ -70,8 +71,9 @@ def test_a_new_store_is_empty_and_not_complete(store_path):
     assert verify_store(store_path) == []
 
 
-def test_stored_arrays_equal_the_written_ones(store_path):
-    write_store(store_path)
+@pytest.mark.parametrize("shard_bytes", [None, PART_BYTES, 2 * LENGTH * 12])
+def test_stored_arrays_equal_the_written_ones(store_path, shard_bytes):
+    write_store(store_path, shard_bytes=shard_bytes)
     stored_arrays = ActivationStore.open(store_path).arrays
     for stream in range(NUM_STREAMS):
         for block in blocks(stream):
@@ -309,16 +311,17 @@ def test_two_writers_share_a_store(store_path):
     assert ActivationStore.open(store_path).num_tokens == stored_tokens()
 
 
-def test_zarr_python_and_tensorstore_read_the_store_without_the_package(tmp_path):
+@pytest.mark.parametrize("shard_bytes", [None, PART_BYTES])
+def test_zarr_python_and_tensorstore_read_the_store_without_the_package(tmp_path, shard_bytes):
     path = str(tmp_path / "store")
-    write_store(path)
+    write_store(path, shard_bytes=shard_bytes)
     group = zarr.open_group(path, mode="r")
     ours = ActivationStore.open(path)
     for spec in layout().all_arrays:
         stored = ours.arrays[spec.name][...].read().result()
         other = group[spec.name]
         assert other.metadata.dimension_names == spec.dimension_names
-        assert other.shards == layout().shard_shape(spec)
+        assert other.shards == layout(shard_bytes=shard_bytes).shard_shape(spec)
         np.testing.assert_array_equal(other[...], stored[: other.shape[0]])
         storage = {"driver": "file", "path": f"{path}/{spec.name}/"}
         alone = ts.open({"driver": "zarr3", "kvstore": storage}).result()

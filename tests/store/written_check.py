@@ -47,10 +47,10 @@ def assert_block_agrees(store: ActivationStore, record: CommitRecord, rows: list
     first = layout.first_row(record.stream, record.block)
     arrays = {spec.name: store.arrays[spec.name] for spec in layout.all_arrays}
     block = {name: array[first : first + record.rows].read().result() for name, array in arrays.items()}
-    valid = block["segments"] > 0
+    valid = block["documents"] >= 0
     assert valid.any(axis=1).all()
     assert record.tokens == valid.sum()
-    assert_windows(block)
+    assert_windows(block, store.metadata.batch.get("overlap", 0))
     numbers, counts = np.unique(block["documents"][valid], return_counts=True)
     assert [row["document"] for row in rows] == numbers.tolist()
     assert [row["last_token"] - row["first_token"] for row in rows] == counts.tolist()
@@ -70,19 +70,21 @@ def assert_block_agrees(store: ActivationStore, record: CommitRecord, rows: list
         assert_features(*(block[f"{sae['features']}.{part}"] for part in FEATURE_PARTS), sae["width"])
 
 
-def assert_windows(block: Mapping[str, np.ndarray]) -> None:
-    """Each row has the windows 1, 2, ... of documents, with positions from 0, then padding."""
+def assert_windows(block: Mapping[str, np.ndarray], overlap: int) -> None:
+    """Each row has the windows 1, 2, ... of documents, with positions from 0, then padding. A window may begin with
+    context."""
     for tokens, segments, positions, documents in zip(
         *(block[name] for name in ("tokens", "segments", "positions", "documents")), strict=True
     ):
         size = np.count_nonzero(segments)
         assert (np.diff(segments[:size], prepend=0) == (positions[:size] == 0)).all()
-        assert (documents[:size] >= 0).all()
         assert not any(map(np.any, (segments[size:], positions[size:], tokens[size:], documents[size:] + 1)))
         for window in np.unique(segments[:size]):
             [slots] = np.nonzero(segments == window)
             assert (positions[slots] == np.arange(len(slots))).all()
-            assert len(np.unique(documents[slots])) == 1
+            context = np.count_nonzero(documents[slots] < 0)
+            assert context in (0, overlap)
+            assert len(np.unique(documents[slots][context:])) == 1
 
 
 def assert_features(index: np.ndarray, value: np.ndarray, n_active: np.ndarray, width: int) -> None:

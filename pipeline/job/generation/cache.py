@@ -1,23 +1,27 @@
 """The cache on the devices: keys and values of earlier positions, and attention to them; inputs of
 convolutions and states of DeltaNets.
 
-A row's position p is always in slot p, so that its activations and tokens do not depend on other rows. Slots after a
-row's position are masked, so attention never sees padding or an earlier completion.
+Position p of a row is in slot p, or p modulo the number of slots in a local layer, which has only as many slots as its
+window needs. So the row's activations and tokens do not depend on other rows. Slots without a position that a query may
+attend to are masked, so attention never sees padding or an earlier completion. Latent attention caches latents.
 
-Letters: B rows, T = 1 position, S slots, P prompt slots, N heads, K key-value heads, G = N / K, H head dim, W head dim
-of values; for others, see `recurrent/recur.py`.
+Letters: B rows, T positions of a step, S slots, P prompt slots, N heads, K key-value heads, G = N / K, Q = G * T,
+H head dim, W head dim of values; for others, see `recurrent/recur.py`.
 """
 
+from functools import partial, reduce
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
-from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
-from pipeline.models.attention.xla import attend_visible, attend_xla
-from pipeline.models.int8_weights import quantise
+from pipeline.models.architecture import LocalAttention
+from pipeline.models.attention.latent import Latent, LatentAttend
+from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
+from pipeline.models.attention.xla import SoftmaxSums, attend_xla, products, softmax_sums, sums_of_sinks
 from pipeline.models.partition import Partition
+from pipeline.models.quantised_weights import quantise
 from pipeline.models.recurrent.recur import Heads, Rule, convolution
 
 
@@ -35,50 +39,169 @@ class Int8Slots(NamedTuple):
 Slots = Float[Array, "B K S H"] | Int8Slots
 
 
-def attend_rounded(inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
-    """`Attend` with keys and values rounded like in an int8 cache."""
-    rounded = [Int8Slots.of(x) for x in (inputs.k, inputs.v)]
-    k, v = ((slots.values * slots.scale[..., None]).astype(inputs.q.dtype) for slots in rounded)
-    return attend_xla(inputs._replace(k=k, v=v), spec)
+class _RoundedAttention(LatentAttend):
+    """`Attend` with keys and values, or latents, rounded like in an int8 cache."""
+
+    def __call__(
+        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
+    ) -> Float[Array, "B T N W"]:
+        def rounded(x: Array) -> Array:
+            slots = Int8Slots.of(x)
+            return (slots.values * slots.scale[..., None]).astype(x.dtype)
+
+        if latent is not None:
+            latent = latent._replace(values=rounded(latent.values), rotary=rounded(latent.rotary))
+            return attend_xla(latent.expanded(inputs), spec)
+        return attend_xla(inputs._replace(k=rounded(inputs.k), v=rounded(inputs.v)), spec)
 
 
-class CachedLayer:
-    """One layer's `Attend` during one step. It writes the step's keys and values into `cache` at each row's position,
-    and attends to all positions up to it."""
+attend_rounded = _RoundedAttention()
 
-    def __init__(self, keys: Slots, values: Slots, positions: Int32[Array, " B"]) -> None:
-        self.cache, self._positions = (keys, values), positions
+
+def _to_cache(
+    inputs: AttentionInputs, latent: Latent | None
+) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T W"]]:
+    """What the cache keeps of these positions: keys and values, or latents and rotary keys as of a single head."""
+    if latent is not None:
+        return latent.values[:, None], latent.rotary[:, None]
+    return jnp.einsum("BTKH->BKTH", inputs.k), jnp.einsum("BTKH->BKTH", inputs.v)
+
+
+def _slot_positions(slots: Int32[Array, " s"], last: Int32[Array, " B"], num_slots: int) -> Int32[Array, "B s"]:
+    """The position in each of these slots if a row has the positions up to `last`; negative if there is none."""
+    offset = (last % num_slots)[:, None]
+    return last[:, None] - offset + slots - jnp.where(slots > offset, num_slots, 0)
+
+
+class PromptLayer(LatentAttend):
+    """One layer's `Attend` for prompts. It keeps what the cache needs."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    def __call__(
+        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
+    ) -> Float[Array, "B P N W"]:
+        self._prompt = _to_cache(inputs, latent)
+        return self._attend(inputs, spec)
+
+    def cache(self, lengths: Int32[Array, " B"], num_slots: int, is_int8: bool) -> tuple[Slots, Slots]:
+        """The cache after prompts of `lengths`. Slots after the prompt are 0: a NaN from the row's previous completion
+        would make sums NaN, even though it is masked."""
+
+        def slots(x: Float[Array, "B K P H"]) -> Slots:
+            unfilled = num_slots - x.shape[2]
+            if unfilled >= 0:
+                x = jnp.pad(x, ((0, 0), (0, 0), (0, unfilled), (0, 0)))
+            else:
+                positions = _slot_positions(jnp.arange(num_slots), lengths - 1, num_slots)[:, None, :, None]
+                x = jnp.where(positions >= 0, jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=2), 0)
+            return Int8Slots.of(x) if is_int8 else x
+
+        return tuple(map(slots, self._prompt))
+
+
+class StepSlots(NamedTuple):
+    """Which slots a decoding step writes and reads."""
+
+    positions: Int32[Array, "B T"]
+    num_filled: Int32[Array, ""]  # in the active row with most positions
+    length: int  # of a row: later positions are not written
+    block: int  # attention reads blocks of at least as many slots
+
+
+class CachedLayer(LatentAttend):
+    """One layer's `Attend` during one step. It writes the step's keys and values into `cache` at each row's positions,
+    and attends to all positions up to each query's, or those in its window or chunk."""
+
+    def __init__(self, cache: tuple[Slots, Slots], step: StepSlots, local: LocalAttention | None) -> None:
+        """local: None for a global layer."""
+        self.cache, self._step, self._local = cache, step, local
+        self._num_slots = jax.tree.leaves(cache)[0].shape[2]
 
     @jax.named_scope("cached")
-    def __call__(self, inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
-        """`Attend` for one position per row, after updating the cache."""
-        self.cache = tuple(
-            self._put(cache, jnp.einsum("BTKH->BKTH", new))
-            for cache, new in zip(self.cache, (inputs.k, inputs.v), strict=True)
+    def __call__(
+        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
+    ) -> Float[Array, "B T N W"]:
+        """`Attend` for the step's positions, after updating the cache."""
+        new, positions = _to_cache(inputs, latent), self._step.positions
+        # Out of range: not written.
+        slots = jnp.where(positions < self._step.length, positions % self._num_slots, self._num_slots + positions)
+        self.cache = jax.tree.map(
+            lambda old, x: put_at(old, x, slots, axis=1),
+            self.cache,
+            tuple(map(Int8Slots.of, new)) if isinstance(self.cache[0], Int8Slots) else new,
         )
-        return self.attend_again(inputs, spec)
+        return self.attend_again(inputs, spec, latent)
 
-    def attend_again(self, inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
+    def attend_again(
+        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
+    ) -> Float[Array, "B T N W"]:
         """`Attend` for a later layer that uses this layer's keys and values."""
-        keys, values = self.cache
-        scales = None
-        if isinstance(keys, Int8Slots):
-            (keys, values), scales = zip(keys, values, strict=True)
-        distances = self._positions[:, None] - jnp.arange(keys.shape[2])
-        visible = distances >= 0
-        if spec.window is not None:
-            visible &= distances < spec.window
-        if spec.chunk is not None:
-            visible &= distances <= self._positions[:, None] % spec.chunk
-        rows, _, num_heads, head_dim = inputs.q.shape
-        groups = inputs.q.reshape(rows, inputs.k.shape[2], -1, 1, head_dim)
-        z = attend_visible(groups, keys, values, visible[:, None], spec, inputs.sinks, scales)
-        return z.reshape(rows, 1, num_heads, -1)
+        rows, length, num_heads, _ = inputs.q.shape
+        num_kv_heads = jax.tree.leaves(self.cache)[0].shape[1]
 
-    def _put(self, slots: Slots, new: Float[Array, "B K T H"]) -> Slots:
-        if not isinstance(slots, Int8Slots):
-            return put_at(slots, new, self._positions, axis=1)
-        return Int8Slots(*(put_at(old, x, self._positions, 1) for old, x in zip(slots, Int8Slots.of(new), strict=True)))
+        def by_kv_head(q: Float[Array, "B T N H"]) -> Float[Array, "B K Q H"]:
+            groups = q.reshape(rows, length, num_kv_heads, -1, q.shape[-1])
+            return jnp.einsum("BTKGH->BKGTH", groups).reshape(rows, num_kv_heads, -1, q.shape[-1])
+
+        before = None if inputs.sinks is None else sums_of_sinks(inputs.sinks, num_kv_heads, length)
+        if latent is None:
+            queries, cached = (by_kv_head(inputs.q),), self.cache
+        else:
+            queries, cached = tuple(map(by_kv_head, latent.absorb(inputs.q))), (*self.cache, self.cache[0])
+        z = self._mean(queries, cached, spec, before)
+        z = jnp.einsum("BKGTH->BTKGH", z.reshape(rows, num_kv_heads, -1, length, z.shape[-1]))
+        z = z.reshape(rows, length, num_heads, -1)
+        return z if latent is None else latent.outputs(z, inputs.v.shape[-1])
+
+    def _mean(
+        self,
+        queries: tuple[Float[Array, "B K Q H"], ...],
+        cached: tuple[Slots, ...],
+        spec: AttentionSpec,
+        before: SoftmaxSums | None,
+    ) -> Float[Array, "B K Q W"]:
+        """The mean of the values, which are `cached` last, weighted by the queries' products with the other arrays.
+
+        It reads blocks of slots up to the last one that a row has filled. Masked slots add exactly 0, so the number of
+        blocks, which depends on all rows, does not change a row's result.
+        """
+        size, dtype = self._num_slots, queries[0].dtype
+        block = -(-size // max(1, size // self._step.block))
+
+        def sums(number: Int32[Array, ""] | int, before: SoftmaxSums | None) -> SoftmaxSums:
+            start = jnp.minimum(number * block, size - block)
+            slots = start + jnp.arange(block)
+            read = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=block, axis=2)
+            *keys, values = jax.tree.map(read, cached)
+            values, value_scale = values if isinstance(values, Int8Slots) else (values, None)
+            scores = reduce(jnp.add, map(_products, queries, keys))
+            visible = self._visible(slots) & (slots >= number * block)
+            return softmax_sums(scores, values.astype(dtype), visible, spec, value_scale, before)
+
+        if block == size:
+            return sums(0, before).mean().astype(dtype)
+        first = sums(0, before)
+        num_blocks = (jnp.minimum(self._step.num_filled, size) + block - 1) // block
+        return jax.lax.fori_loop(1, num_blocks, sums, first).mean().astype(dtype)
+
+    def _visible(self, slots: Int32[Array, " s"]) -> Bool[Array, "B T s"]:
+        """Whether the slots contain positions that each query attends to."""
+        queries = self._step.positions[:, :, None]
+        last = jnp.minimum(self._step.positions[:, -1], self._step.length - 1)
+        positions = _slot_positions(slots, last, self._num_slots)[:, None]
+        visible, distances = positions >= 0, queries - positions
+        if self._local is None:
+            return visible & (distances >= 0)
+        limits = queries % self._local.window if self._local.chunked else self._local.window - 1
+        return visible & (distances >= 0) & (distances <= limits)
+
+
+def _products(q: Float[Array, "B K Q H"], slots: Slots) -> Float32[Array, "B K Q S"]:
+    if isinstance(slots, Int8Slots):
+        return products(q, slots.values) * slots.scale[:, :, None]
+    return products(q, slots)
 
 
 History = dict[str, Array]
@@ -135,10 +258,12 @@ class CachedHistory:
         return jnp.where(self._is_active.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
-def put_at(slots: Array, new: Array, positions: Int32[Array, " B"], axis: int) -> Array:
-    """Writes each row of `new` [B, ..., 1, ...] into `slots` [B, ..., S, ...] at its position along S, which is axis
-    `axis` of a row. A row whose position is out of range is not written."""
+def put_at(slots: Array, new: Array, positions: Int32[Array, "B T"], axis: int) -> Array:
+    """Writes each row of `new` [B, ..., T, ...] into `slots` [B, ..., S, ...] at its positions along S, which is axis
+    `axis` of a row. Positions differ, and those out of range are not written."""
     outer = slots.shape[: axis + 1]
-    index = (*jnp.indices(outer, sparse=True), positions.reshape(-1, *[1] * axis))
-    options = {"unique_indices": True, "indices_are_sorted": True, "mode": "drop"}
-    return slots.at[index].set(jnp.squeeze(new, axis + 1), **options)
+    index = (
+        *(each[..., None] for each in jnp.indices(outer, sparse=True)),
+        jnp.expand_dims(positions, tuple(range(1, axis + 1))),
+    )
+    return slots.at[index].set(new, unique_indices=True, mode="drop")

@@ -3,12 +3,14 @@
 Both are compiled once, and update caches in place. Prompts are left-aligned, with position p in slot p and padding
 after them, so that a row's values do not depend on the lengths of other rows.
 
+With `speculate`, a step also computes proposed next tokens, and keeps those that it would have sampled itself.
+
 Letters: B rows, R prompts of one prefill, M samples of each, P prompt slots, C completion slots, S = P + C, D width of
-a site, K key-value heads, H head dim, W head dim of values.
+a site, T = 1 + `speculate` positions of a step.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -16,19 +18,22 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Int32, PyTree, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int32, PyTree, UInt32
 
 from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
-from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
+from pipeline.core.sites import FINAL_NORM, ActivationKey
+from pipeline.job.generation.beams import Beams, first_beams, next_beams, reordered, search
 from pipeline.job.generation.cache import (
     CachedHistory,
     CachedLayer,
     History,
-    Int8Slots,
     PromptHistory,
+    PromptLayer,
     Slots,
+    StepSlots,
     put_at,
 )
+from pipeline.job.generation.proposals import propose
 from pipeline.job.generation.sampling import sample, sample_keys
 from pipeline.models.architecture import Part
 from pipeline.models.attention.choosing import Attention, choose_attention
@@ -47,8 +52,8 @@ log = logging.getLogger("pipeline")
 class State(NamedTuple):
     """The state of all rows, on the devices. Rows are divided along `data`, key-value heads along `tensor`."""
 
-    # Per layer: keys and values, or the history of what is in place of attention; None for a layer that uses another
-    # layer's keys.
+    # Per layer: keys and values, or latents and rotary keys, or the history of what is in place of attention; None for
+    # a layer that uses another layer's keys.
     caches: tuple[tuple[Slots, Slots] | History | None, ...]
     activations: tuple[Float[Array, "B S D"], ...]  # in the order of the captured keys
     tokens: Int32[Array, " B"]  # each row's last token, which the layers have not processed yet
@@ -57,7 +62,9 @@ class State(NamedTuple):
     has_ended: Bool[Array, " B"]  # whether the completion is complete
     is_active: Bool[Array, " B"]  # whether the row needs more steps
     keys: UInt32[Array, "B 2"]  # PRNG key of each row's document
-    completions: Int32[Array, "B C"]
+    steps: Int32[Array, " B"]  # decoding steps that added to the completion
+    text: Int32[Array, "B S"]  # the tokens of prompt and completion
+    beams: Beams | None = None  # of beam search, in which completions and `counts` are the best complete ones
 
 
 class NewRows(NamedTuple):
@@ -85,35 +92,25 @@ class Decoding:
         arch, spec = self.model.arch, self.spec
         order = jnp.broadcast_to(jnp.arange(spec.max_prompt, dtype=jnp.int32), new.prompts.shape)
         segments = (order < new.lengths[:, None]).astype(jnp.int32)
-        layers = [
-            self.attend if self._has_attention(layer) else PromptHistory(new.lengths)
-            for layer in range(arch.num_layers)
-        ]
+        layers = [self._prompt_layer(layer, new.lengths) for layer in range(arch.num_layers)]
         captured = self._apply(params, new.prompts, segments, order, layers)
 
-        def cached(layer: int, site: Site) -> Slots:
-            """Slots after the prompt are 0: a NaN from the row's previous completion would make sums NaN, even though
-            it is masked."""
-            num_kv_heads = arch.with_sizes_of(layer).num_kv_heads
-            heads = captured[ActivationKey(layer, site)].reshape(*order.shape, num_kv_heads, -1)
-            slots = jnp.pad(jnp.einsum("RPKH->RKPH", heads), ((0, 0), (0, 0), (0, spec.max_new_tokens), (0, 0)))
-            return Int8Slots.of(slots) if spec.cache_is_int8 else slots
-
         def cache(layer: int) -> tuple[Slots, Slots] | History | None:
-            if arch.keys_of(layer) is not None:
-                return None
-            if not self._has_attention(layer):
-                return layers[layer].cache
-            return cached(layer, Site.k), cached(layer, Site.v)
+            computed = layers[layer]
+            if isinstance(computed, PromptLayer):
+                return computed.cache(new.lengths, spec.slots(arch, layer), spec.cache_is_int8)
+            return computed.cache if isinstance(computed, PromptHistory) else None
 
         last = jnp.take_along_axis(captured[FINAL_NORM], jnp.maximum(new.lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        scores = logits(self.model.head, params, last)
+        scores = self._logits(params, last)
         random = sample_keys(spec.sampling.seed, new.numbers[:, 0], new.numbers[:, 1], spec.samples)
-        first = partial(sample, scores, numbers=jnp.zeros_like(new.lengths), sampling=spec.sampling)
+        first = partial(self._sample, scores, numbers=jnp.zeros_like(new.lengths))
         tokens = jax.vmap(first, in_axes=1, out_axes=1)(random)
         counts = jnp.ones_like(tokens)
         has_ended = self._is_last(tokens, counts)
-        return State(
+        prompts = jnp.pad(new.prompts, ((0, 0), (0, spec.max_new_tokens)))[:, None]
+        is_first = jnp.arange(spec.length) == new.lengths[:, None, None]
+        state = State(
             caches=tuple(map(cache, range(arch.num_layers))),
             activations=tuple(captured[key].astype(spec.dtype) for key in spec.keys),
             tokens=tokens,
@@ -122,8 +119,15 @@ class Decoding:
             has_ended=has_ended,
             is_active=jnp.ones_like(has_ended) if spec.keys else ~has_ended,
             keys=random,
-            completions=jnp.pad(tokens[..., None], ((0, 0), (0, 0), (0, spec.max_new_tokens - 1))),
+            steps=jnp.zeros_like(counts),
+            text=jnp.where(is_first, tokens[..., None], prompts),
         )
+        if not spec.is_beam_search:
+            return state
+        scores = jnp.repeat(scores[:, None], spec.samples, axis=1)
+        found = self._by_rows(partial(search, spec=spec), scores, first_beams(len(new.lengths), spec))
+        is_active = jnp.broadcast_to(found.is_active[:, None], tokens.shape)
+        return _searched(state, found.beams, found.tokens, is_active)
 
     def segment(self, params: Params, state: State) -> tuple[State, Int32[Array, ""]]:
         """Runs up to `segment_steps` decoding steps, fewer if no row on any device is active. Returns their number,
@@ -139,44 +143,91 @@ class Decoding:
         return state, steps
 
     def step(self, params: Params, state: State) -> State:
-        """Runs each row's last token through the model and samples the next.
+        """Runs each row's last token and the proposed next ones through the model, and samples a token after each.
 
-        In an inactive row, the last position is computed again. Without attention the results are dropped, since
-        the layer's history already includes the position.
+        Those after a token that was not sampled are dropped. In an inactive row, the last position is computed again.
+        Without attention the results are dropped, since the layer's history already includes the position.
         """
-        spec = self.spec
-        layers = [self._cached(cache, state) for cache in state.caches]
+        spec, order = self.spec, jnp.arange(1 + self.spec.speculate)
+        proposed = propose(state.text, state.positions, spec.speculate)
+        tokens, positions = jnp.column_stack([state.tokens, proposed]), state.positions[:, None] + order
+        num_filled = jnp.max(jnp.where(state.is_active, state.positions, 0)) + 1 + spec.speculate
+        step = StepSlots(positions, num_filled, spec.length, spec.block)
+        layers = [self._cached(layer, state, step) for layer in range(self.model.num_layers)]
         keys_of = [self.model.arch.keys_of(layer) for layer in range(self.model.num_layers)]
         attend = [
             layer if source is None else layers[source].attend_again
             for layer, source in zip(layers, keys_of, strict=True)
         ]
-        tokens = state.tokens[:, None]
-        captured = self._apply(params, tokens, jnp.ones_like(tokens), state.positions[:, None], attend)
-        sampled = sample(
-            logits(self.model.head, params, captured[FINAL_NORM][:, 0]), state.keys, state.counts, spec.sampling
-        )
+        captured = self._apply(params, tokens, jnp.ones_like(tokens), positions, attend)
+        if state.beams is not None:
+            scores = self._logits(params, captured[FINAL_NORM][:, 0])
+            found = self._by_rows(partial(next_beams, spec=spec), scores, state.beams, state.is_active)
+            caches = self._reordered(tuple(layer and layer.cache for layer in layers), found.parents, state)
+            after = {"positions": state.positions + state.is_active, "steps": state.steps + state.is_active}
+            return _searched(state._replace(caches=caches, **after), found.beams, found.tokens, found.is_active)
+        sampled = self._sample_after(params, captured[FINAL_NORM], state)
         is_continued = state.is_active & ~state.has_ended
-        counts = state.counts + is_continued
-        sampled = jnp.where(is_continued, sampled, state.tokens)
-        has_ended = state.has_ended | self._is_last(sampled, counts)
-        active_positions = jnp.where(state.is_active, state.positions, spec.length)  # out of range: not written
-        is_new = jnp.arange(spec.max_new_tokens) == state.counts[:, None]
+        is_last = self._is_last(sampled, state.counts[:, None] + 1 + order)
+        goes_on = (sampled[:, :-1] == proposed) & ~is_last[:, :-1]
+        is_new = jnp.cumprod(jnp.column_stack([is_continued, goes_on]), axis=1) > 0
+        num_new = is_new.sum(axis=1, dtype=jnp.int32)
+        last = jnp.take_along_axis(sampled, jnp.maximum(num_new - 1, 0)[:, None], axis=1)[:, 0]
+        has_ended = state.has_ended | (is_new & is_last).any(axis=1)
+        # Positions out of range are not written. Those after the last token are written again later, or not read.
+        kept_positions = jnp.where(state.is_active[:, None], positions, spec.length + order)
         return State(
             caches=tuple(layer and layer.cache for layer in layers),
             activations=tuple(
-                put_at(kept, captured[key].astype(spec.dtype), active_positions, axis=0)
+                put_at(kept, captured[key].astype(spec.dtype), kept_positions, axis=0)
                 for kept, key in zip(state.activations, spec.keys, strict=True)
             ),
-            tokens=sampled,
-            positions=state.positions + is_continued,
-            counts=counts,
+            tokens=jnp.where(is_continued, last, state.tokens),
+            positions=state.positions + num_new,
+            counts=state.counts + num_new,
             has_ended=has_ended,
             # The activations of the last token need one more step.
             is_active=is_continued if spec.keys else is_continued & ~has_ended,
             keys=state.keys,
-            completions=jnp.where(is_new & is_continued[:, None], sampled[:, None], state.completions),
+            steps=state.steps + is_continued,
+            text=put_at(state.text, sampled, jnp.where(is_new, positions + 1, spec.length + order), axis=0),
         )
+
+    def _sample_after(self, params: Params, final: Float[Array, "B T D"], state: State) -> Int32[Array, "B T"]:
+        """The token after each position, with the random numbers of its place in the completion: those that the row
+        would use without proposals."""
+
+        def sample_after(final: Array, number: Array) -> Array:
+            return self._sample(self._logits(params, final), state.keys, state.counts + number)
+
+        return jax.vmap(sample_after, in_axes=(1, 0), out_axes=1)(final, jnp.arange(final.shape[1]))
+
+    def _sample(
+        self, scores: Float32[Array, "B V"], keys: UInt32[Array, "B 2"], numbers: Int32[Array, " B"]
+    ) -> Int32[Array, " B"]:
+        compute = partial(sample, sampling=self.spec.sampling)
+        if self.spec.sampling.ranks_tokens:
+            compute = partial(self._by_rows, compute)
+        return compute(scores, keys, numbers)
+
+    def _logits(self, params: Params, final: Float[Array, "B D"]) -> Float32[Array, "B V"]:
+        """Divided by vocabulary like the head. Otherwise XLA would gather the head for `top_k`."""
+        scores, mesh = logits(self.model.head, params, final), self.partition.mesh
+        vocabulary = "tensor" if scores.shape[-1] % mesh.shape["tensor"] == 0 else None
+        return jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, PartitionSpec("data", vocabulary)))
+
+    def _by_rows(self, compute: Callable[..., PyTree], *inputs: PyTree) -> PyTree:
+        """`compute` on each device's rows. For `top_k`, for which XLA would gather all devices' rows."""
+        rows = PartitionSpec("data")
+        return jax.shard_map(compute, mesh=self.partition.mesh, in_specs=rows, out_specs=rows, check_vma=False)(*inputs)
+
+    def _reordered(self, caches: PyTree, parents: Int32[Array, " B"], state: State) -> PyTree:
+        """The caches of the beams that rows continue. Those of a prompt are on one device."""
+        specs = self._state_specs(state).caches
+        reorder = partial(reordered, num_beams=self.spec.samples)
+        return jax.shard_map(
+            reorder, mesh=self.partition.mesh, in_specs=(specs, PartitionSpec("data")), out_specs=specs
+        )(caches, parents)
 
     def state_shapes(self, new: State) -> State:
         """The global shapes and shardings of the state. `new`: the shapes of new rows, from `start`."""
@@ -201,24 +252,28 @@ class Decoding:
         def cache_specs(cache: tuple[Slots, Slots] | History | None) -> PyTree:
             if isinstance(cache, dict):
                 return {name: heads if name == "state" else inputs for name in cache}
-            return jax.tree.map(lambda _: heads, cache)
+            return jax.tree.map(lambda _: rows if self.model.arch.latent else heads, cache)
 
         mesh, widths = self.partition.mesh, (kept.shape[-1] for kept in state.activations)
         return State(
             caches=tuple(map(cache_specs, state.caches)),
             activations=tuple(activation_sharding(mesh, width).spec for width in widths),
-            **dict.fromkeys(State._fields[2:], rows),
+            **{name: jax.tree.map(lambda _: rows, getattr(state, name)) for name in State._fields[2:]},
         )
 
-    def _cached(self, cache: tuple[Slots, Slots] | History | None, state: State) -> CachedLayer | CachedHistory | None:
+    def _prompt_layer(self, layer: int, lengths: Int32[Array, " R"]) -> Attend | PromptHistory:
+        kind = self.model.arch.kind(layer)
+        if Part.attention not in kind.parts:
+            return PromptHistory(lengths)
+        return PromptLayer(self.attend) if kind.keys_of is None else self.attend
+
+    def _cached(self, layer: int, state: State, step: StepSlots) -> CachedLayer | CachedHistory | None:
+        cache, arch = state.caches[layer], self.model.arch
         if cache is None:
             return None
         if isinstance(cache, dict):
             return CachedHistory(cache, state.is_active)
-        return CachedLayer(*cache, state.positions)
-
-    def _has_attention(self, layer: int) -> bool:
-        return Part.attention in self.model.arch.kind(layer).parts
+        return CachedLayer(cache, step, arch.local if arch.is_local(layer) else None)
 
     def new_row_shapes(self) -> NewRows:
         """The global shapes and shardings of a prefill's inputs."""
@@ -260,7 +315,24 @@ class Decoding:
 
 def _of_sample(new: State, number: int) -> State:
     """The state of one sample of each prompt, from that of all."""
-    return new._replace(**{name: getattr(new, name)[:, number] for name in State._fields[2:]})
+    arrays = {name: getattr(new, name) for name in State._fields[2:]}
+    return new._replace(**jax.tree.map(lambda array: array[:, number], arrays))
+
+
+def _searched(state: State, beams: Beams, tokens: Array, is_active: Array) -> State:
+    """The state after a step of beam search, with the best complete sequences after the prompts."""
+    first = state.positions + 1 - beams.steps  # position of a completion
+    slots = jnp.arange(state.text.shape[-1]) - first[..., None]
+    length = beams.completions.shape[-1]
+    completions = jnp.take_along_axis(beams.completions, jnp.clip(slots, 0, length - 1), axis=-1)
+    return state._replace(
+        beams=beams,
+        tokens=tokens,
+        counts=beams.counts,
+        text=jnp.where((slots >= 0) & (slots < length), completions, state.text),
+        is_active=is_active,
+        has_ended=~is_active,
+    )
 
 
 @dataclass(frozen=True)

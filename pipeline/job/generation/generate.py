@@ -93,13 +93,14 @@ def _compile(job: Job) -> Generator:
     """Loads all layers and the head onto the devices, and compiles prefill and decoding."""
     config, generation = job.config, job.plan.generation
     spec = replace(generation.spec, end_tokens=end_tokens(job.model, job.tokenizer, config.data.end_tokens))
-    partition = make_partition(generation.tensor, generation.weights.sharding)
+    weights = generation.weights
+    partition = make_partition(generation.tensor, weights.sharding, expert_group=weights.expert_group)
     params = job.model.load_leaves(
         job.model.generation.leaves(spec.keys),
         str(config.model.dtype),
         partition.leaf_sharding,
         progress=config.run.progress and processes.is_first(),
-        with_int8=config.model.has_int8_weights,
+        quantised=config.model.quantised,
     )
     programs = compile_programs(job.model, params, partition, spec)
     return Generator(programs, params, partial(_stop_at, job.tokenizer, tuple(config.data.stop)))
@@ -137,7 +138,7 @@ def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks
         number=lambda cursor: _number(cursor, stream, job.plan.streams.count),
         describe=_describer(job),
         before_write=store.create,
-        samples=job.config.data.samples,
+        samples=job.config.data.completions,
     )
     return None if groups.is_done else groups
 
@@ -165,6 +166,8 @@ def _describer(job: Job) -> Callable[[TokenisedDocument, Completion], dict[str, 
             "finish_reason": completion.finish_reason,
             "sampling_seed": data.seed,
         }
+        if completion.score is not None:
+            columns["score"] = completion.score
         if encoder is None:
             return columns
         text = tokenizer.decode(completion.tokens, skip_special_tokens=True)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from pipeline.cluster.processes import largest_of_all
-from pipeline.cluster.sharding import put_rows, row_sharding
+from pipeline.cluster.sharding import put_rows
 from pipeline.core.messages import counted
 from pipeline.core.sites import ActivationKey
 from pipeline.job.generation.decode import NewRows, Programs, State
@@ -43,6 +43,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     activations: Mapping[ActivationKey, Float[np.ndarray, "P+C D"]]  # of the prompt's and the completion's tokens
     sample: int = 0
+    score: float | None = None  # of beam search
 
 
 class _Tenant(NamedTuple):
@@ -65,6 +66,7 @@ class Counts:
     prompt_tokens: int = 0
     segments: int = 0
     row_steps: int = 0  # decoding steps, summed over rows, idle ones included
+    busy_steps: int = 0  # of these, those with new tokens, of ended completions
 
     def __post_init__(self) -> None:
         self.last_step = self._started = time.monotonic()
@@ -72,22 +74,29 @@ class Counts:
 
     @property
     def padding(self) -> float:
-        """The share of row steps without a new token. A completion's first token comes from the prefill."""
-        return 1 - (self.tokens - self.completions) / self.row_steps if self.row_steps else 0.0
+        """The share of row steps without a new token."""
+        return 1 - self.busy_steps / self.row_steps if self.row_steps else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens per busy step: above 1 with accepted proposals. A completion's first token comes from the
+        prefill."""
+        return (self.tokens - self.completions) / self.busy_steps if self.busy_steps else 1.0
 
     @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._started
 
     def to_json(self) -> dict[str, float]:
-        return {"elapsed_s": round(self.elapsed_s, 3), **asdict(self), "padding": round(self.padding, 4)}
+        shares = {name: round(getattr(self, name), 4) for name in ("padding", "tokens_per_step")}
+        return {"elapsed_s": round(self.elapsed_s, 3), **asdict(self), **shares}
 
     def __str__(self) -> str:
+        filled = self.prompt_tokens / max(self.prefill_slots, 1)
         return (
             f"{counted(self.completions, 'completion')} with {self.tokens:,} tokens in {self.elapsed_s:.1f} s: "
-            f"{self.tokens / max(self.elapsed_s, 1e-9):,.0f} tokens/s; rows were idle in {self.padding:.0%} of "
-            f"their decoding steps; {self.prompt_tokens / max(self.prefill_slots, 1):.0%} of the prefills' slots had "
-            "tokens"
+            f"{self.tokens / max(self.elapsed_s, 1e-9):,.0f} tokens/s, {self.tokens_per_step:.2f} per row and step; "
+            f"rows were idle in {self.padding:.0%} of their decoding steps; {filled:.0%} of prefill slots had tokens"
         )
 
 
@@ -126,7 +135,7 @@ class Generator:
                 return
             for _ in range(num_prefills):
                 new = self._next_prefill(waiting, tenants)
-                inputs = put_rows(row_sharding(self.programs.mesh), new._asdict())
+                inputs = put_rows(self.programs.mesh, new._asdict())
                 state = self.programs.prefill(self.params, state, NewRows(**inputs))
             state, steps = self.programs.segment(self.params, state)
             self._read_ahead(prompts, waiting, self._num_devices * self._device_prompts)  # while devices compute
@@ -141,22 +150,23 @@ class Generator:
         """Frees the rows whose completions have ended. Returns these, and the state, in which those that a stop text
         ends are not continued."""
         ends = {name: _local_rows(getattr(state, name)) for name in ("is_active", "has_ended")}
-        counts, completions = _local_rows(state.counts), _local_rows(state.completions)
+        counts, steps, texts = (_local_rows(getattr(state, name)) for name in ("counts", "steps", "text"))
         was_active, is_changed, ended = ends["is_active"].copy(), False, []
         for row, tenant in enumerate(tenants):
             if tenant is None:
                 continue
-            tokens = completions[row, : counts[row]]
+            tokens = texts[row, tenant.prompt.tokens.size :][: counts[row]]
             stop = self.stop_at(tokens, tenant.checked)
             if stop == tokens.size and self.spec.keys and was_active[row]:
                 ends["has_ended"][row] = is_changed = True  # its last token has no activations yet
             elif stop is not None or not was_active[row]:
                 is_changed |= bool(was_active[row])
                 ends["is_active"][row], tenants[row] = False, None
+                self.counts.busy_steps += int(steps[row])
                 ended.append(self._completion(tenant, row, tokens[:stop], stop is not None, state))
             else:
                 tenants[row] = tenant._replace(checked=tokens.size)
-        return ended, state._replace(**put_rows(row_sharding(self.programs.mesh), ends)) if is_changed else state
+        return ended, state._replace(**put_rows(self.programs.mesh, ends)) if is_changed else state
 
     def _wanted_prefills(self, prompts: Iterator[Prompt], waiting: deque[Prompt], tenants: list[_Tenant | None]) -> int:
         """How many prefills are worth their time: those that are nearly full, or that start the last prompts."""
@@ -217,8 +227,9 @@ class Generator:
         activations = {
             key: _local_row(kept, row)[:length] for key, kept in zip(self.spec.keys, state.activations, strict=True)
         }
+        score = None if state.beams is None else float(_local_rows(state.beams.scores)[row])
         reason = "stop" if is_stopped or tokens[-1] in self.spec.end_tokens else "length"
-        return Completion(tenant.prompt.number, tokens.copy(), reason, activations, tenant.sample)
+        return Completion(tenant.prompt.number, tokens.copy(), reason, activations, tenant.sample, score)
 
 
 @jax.jit

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from pipeline.cluster.sharding import put_rows, row_sharding
+from pipeline.cluster.sharding import put_rows
 from pipeline.core.sites import ActivationKey
 from pipeline.data.documents import TokenBlock
 from pipeline.job.job import Job
@@ -43,7 +43,7 @@ class KeptRows:
             if block is not None:
                 values = self._values[key][rows]
                 local[key][: len(values)] = values
-        return put_rows(row_sharding(self.mesh), local)
+        return put_rows(self.mesh, local)
 
     def _read(self, block: TokenBlock) -> dict[ActivationKey, Float[np.ndarray, "R T D"]]:
         plan, size = self.job.plan, self.job.config.data.group_size

@@ -37,10 +37,9 @@ def sample(
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     logits = logits / sampling.temperature
     ids = None
-    has_top_p = sampling.top_p is not None and sampling.top_p < 1
-    if sampling.top_k is not None or has_top_p:
+    if sampling.ranks_tokens:
         logits, ids = jax.lax.top_k(logits, min(sampling.top_k or logits.shape[-1], logits.shape[-1]))
-    if has_top_p:
+    if sampling.has_top_p:
         probabilities = jax.nn.softmax(logits, axis=-1)
         preceding = jnp.cumsum(probabilities, axis=-1) - probabilities  # total probability of likelier tokens
         logits = jnp.where(preceding < sampling.top_p, logits, -jnp.inf)

@@ -56,7 +56,7 @@ class SlotChecks:
         plan, spec = self._plan, self._plan.step
         if block.num_rows < plan.mesh.process_rows:
             return
-        filled = block.num_tokens / (block.num_rows * spec.length)
+        filled = np.count_nonzero(block.segments) / (block.num_rows * spec.length)
         slots_filled = np.count_nonzero(block.stored) / (block.num_rows * spec.selected)
         if filled < 0.5 < slots_filled:
             self._has_warned_of_empty_rows = True

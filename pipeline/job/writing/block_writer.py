@@ -64,7 +64,7 @@ class BlockBuffers(NamedTuple):
 
 
 class BlockWriter:
-    """Owns the writer thread. `dispatch`, `submit` and `close` re-raise its error, with the traceback.
+    """Owns the writer thread. `dispatch`, `submit`, `raise_error` and `close` re-raise its error, with the traceback.
 
     Before that, the thread finishes its blocks. If a block could not be stored, it commits every block that was
     submitted whole, except later blocks of the failed stream. After an error of its own, such as activations that are
@@ -115,9 +115,13 @@ class BlockWriter:
 
     def submit(self, step: StepInFlight) -> None:
         """Queues a dispatched step. Submit the steps of a block in order, and blocks one after the other."""
+        self.raise_error()
+        self._steps.put(step)
+
+    def raise_error(self) -> None:
+        """Raises the thread's error, if it has one."""
         if self._error is not None:
             self._raise()
-        self._steps.put(step)
 
     def close(self) -> None:
         """Waits until all submitted steps are copied and every complete block is committed.
@@ -188,7 +192,7 @@ class BlockWriter:
             with self._metrics.stage(Stage.WRITER_RESULTS):
                 valid, *not_finite = np.asarray(step.counts).tolist()  # over all processes
             check_finite(self._plan, step.block, not_finite)
-            self._metrics.drained(step.num_tokens, valid)
+            self._metrics.drained(step.num_tokens, step.num_tokens_of_job(valid))
         self._may_dispatch.release()
 
     def _begin(self, block: TokenBlock) -> None:

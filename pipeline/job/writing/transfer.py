@@ -12,9 +12,11 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from pipeline.core.host import num_cores
 from pipeline.data.documents import TokenBlock
+from pipeline.models.exchange.context import device_chunks
 from pipeline.planning.host_memory import MAX_COPY_THREADS
 from pipeline.planning.plan import Plan
 from pipeline.step.compiled_step import StepOutputs
@@ -27,12 +29,13 @@ _PIECE_BYTES = 4 << 20  # copied per task; large enough to hide the cost of a ta
 
 @dataclass(frozen=True)
 class HostBlock:
-    """One device's part of one output, while it is copied to the host."""
+    """One device's part of one output, or one chunk of its rows, while it is copied to the host."""
 
     output: int  # index among the leaves of `StepOutputs.stored`, as in BlockBuffers
     rows: slice  # relative to the first row of this process
     rest: tuple[slice, ...]  # along the other axes
     data: jax.Array
+    part: tuple[slice, ...] = ()  # of the data
 
     def place(self, first_row: int) -> tuple[slice, ...]:
         """The index of this part in a host array in which the step begins at row `first_row`."""
@@ -40,7 +43,7 @@ class HostBlock:
 
     def wait(self) -> np.ndarray:
         """Waits for the values, without holding the GIL, and returns them. On CPU they are a view, not a copy."""
-        return np.asarray(self.data)
+        return np.asarray(self.data)[self.part]
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,16 @@ class StepInFlight:
     def num_tokens(self) -> int:
         if self.block is None:
             return 0
-        return int(np.count_nonzero(self.block.segments[self.first_row : self.first_row + self.num_rows]))
+        return int(np.count_nonzero(self.block.documents[self._rows] >= 0))
+
+    def num_tokens_of_job(self, num_valid: int) -> int:
+        """Of the `num_valid` tokens of all processes, those that are not context: in proportion to this process's."""
+        own_valid = 0 if self.block is None else int(np.count_nonzero(self.block.segments[self._rows]))
+        return num_valid * self.num_tokens // own_valid if own_valid else num_valid
+
+    @property
+    def _rows(self) -> slice:
+        return slice(self.first_row, self.first_row + self.num_rows)
 
 
 def start_transfer(outputs: StepOutputs, block: TokenBlock | None, first_row: int, plan: Plan) -> StepInFlight:
@@ -87,8 +99,25 @@ def start_copies(outputs: Sequence[jax.Array], first_row: int) -> list[HostBlock
             shard.data.copy_to_host_async()
             start, stop, _ = shard.index[0].indices(output.shape[0])
             rows = slice(start - first_row, stop - first_row)
-            blocks.append(HostBlock(number, rows, shard.index[1:], shard.data))
+            for rest, part in _chunks(output, shard.index[1:]):
+                blocks.append(HostBlock(number, rows, rest, shard.data, part))
     return blocks
+
+
+def _chunks(output: jax.Array, rest: tuple[slice, ...]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """The places of a device's part in the output, along the axes after the rows, and the pieces of the part that
+    belong there. `rest` is the place of the part; chunks of rows may be in another order (`exchange/context.py`)."""
+    spec = output.sharding.spec if isinstance(output.sharding, NamedSharding) else ()
+    if "context" not in spec:
+        yield rest, ()
+        return
+    axis = spec.index("context")
+    length, context = output.shape[axis], output.sharding.mesh.shape["context"]
+    size, start = length // (2 * context), rest[axis - 1].start or 0
+    for half, chunk in enumerate(device_chunks(context, length)[start // size :][:2]):
+        place, part = list(rest), [slice(None)] * output.ndim
+        place[axis - 1], part[axis] = chunk, slice(half * size, (half + 1) * size)
+        yield tuple(place), tuple(part)
 
 
 def in_flight(steps: Iterable[T], limit: int) -> Iterator[T]:

@@ -18,22 +18,28 @@ def scaled(x: Float[Array, "*D"], factor: float) -> Float[Array, "*D"]:
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
 
 
-def map_parts(compute: Callable[[PyTree], PyTree], inputs: PyTree, size: int, axis: int = 1) -> PyTree:
+def map_parts(
+    compute: Callable[[PyTree], PyTree], inputs: PyTree, size: int, axis: int = 1, devices: int = 1
+) -> PyTree:
     """`compute(inputs)` for arrays of the same length along `axis`, called on parts of `size` in sequence. The last
-    part is padded with zeros."""
-    length = jax.tree.leaves(inputs)[0].shape[axis]
+    part is padded with zeros. If several `devices` divide the axis, each part contains `size` of each device."""
+    length = jax.tree.leaves(inputs)[0].shape[axis] // devices
     if length <= size:
         return compute(inputs)
     padding = -length % size
 
     def split(x: Array) -> Array:
-        x = jnp.pad(x, [(0, padding if number == axis else 0) for number in range(x.ndim)])
-        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+        x = x.reshape(*x.shape[:axis], devices, length, *x.shape[axis + 1 :])
+        x = jnp.pad(x, [(0, padding if number == axis + 1 else 0) for number in range(x.ndim)])
+        x = jnp.moveaxis(x.reshape(*x.shape[: axis + 1], -1, size, *x.shape[axis + 2 :]), axis + 1, 0)
+        return x.reshape(*x.shape[: axis + 1], devices * size, *x.shape[axis + 3 :])
 
     def join(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, axis)
-        x = x.reshape(*x.shape[:axis], length + padding, *x.shape[axis + 2 :])
-        return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+        x = x.reshape(*x.shape[: axis + 1], devices, size, *x.shape[axis + 2 :])
+        x = jnp.moveaxis(x, 0, axis + 1)
+        x = x.reshape(*x.shape[: axis + 1], length + padding, *x.shape[axis + 3 :])
+        x = jax.lax.slice_in_dim(x, 0, length, axis=axis + 1)
+        return x.reshape(*x.shape[:axis], devices * length, *x.shape[axis + 2 :])
 
     return jax.tree.map(join, jax.lax.map(compute, jax.tree.map(split, inputs)))
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from jax.sharding import Mesh
 
 from pipeline.core.errors import ConfigError
 from pipeline.models.architecture import Architecture
-from pipeline.models.attention import cudnn, splash
+from pipeline.models.attention import flash, splash
 from pipeline.models.attention.spec import Attend
 from pipeline.models.attention.xla import attend_xla
 
@@ -29,8 +28,8 @@ XLA = Attention("xla", attend_xla)
 
 _Obstacle = Callable[[Architecture, Mesh, int, int, str], str | None]
 _KERNELS: dict[str, tuple[str, _Obstacle, Callable[[Mesh], Attend]]] = {
-    "splash": ("tpu", splash.obstacle, lambda mesh: partial(splash.attend_splash, mesh=mesh)),
-    "cudnn": ("gpu", cudnn.obstacle, lambda mesh: cudnn.attend_cudnn),
+    "splash": ("tpu", splash.obstacle, splash.for_mesh),
+    "flash": ("gpu", flash.obstacle, flash.for_mesh),
 }
 """A kernel's platform, the function that says why a model cannot use the kernel, and the kernel for a mesh."""
 

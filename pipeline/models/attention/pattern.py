@@ -16,7 +16,7 @@ _BLOCK = 128  # queries at a time, so that [T, S] scores are never in memory
 @jax.named_scope("attention_entropy")
 def attention_entropy(inputs: AttentionInputs, spec: AttentionSpec) -> Float32[Array, "B T N"]:
     """The entropy, in nats, of each query's attention over the visible keys of its segment and its head's sink."""
-    queries = inputs.q, inputs.segments, jnp.arange(inputs.q.shape[1])[None]
+    queries = inputs.q, inputs.segments, inputs.start + jnp.arange(inputs.q.shape[1])[None]
     return map_parts(lambda block: _entropy(_shifted_scores(*block, inputs, spec)), queries, _BLOCK)
 
 
@@ -63,7 +63,7 @@ def _shifted_scores(
     groups = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", groups, k, preferred_element_type=jnp.float32) * spec.scale
     scores = spec.capped(scores)
-    visible = segments[:, :, None] == inputs.segments[:, None, :]
+    visible = segments[:, :, None] == inputs.segments_of_keys[:, None, :]
     visible = spec.masked(visible, order[:, :, None] - jnp.arange(k.shape[1]))
     scores = jnp.where(visible[:, None, None], scores, jnp.finfo(jnp.float32).min)
     if sinks is not None:

@@ -5,11 +5,18 @@ W head dim of values.
 """
 
 import math
+from functools import partial
+from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
+from pipeline.models.attention.arithmetic import map_parts
 from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
+
+_PART = 128  # queries
+_MOST_SCORE_BYTES = 1 << 28  # of a row's block of queries; a larger block is computed in parts, one after the other
 
 
 def attend_xla(inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
@@ -18,24 +25,48 @@ def attend_xla(inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B 
 
     Rows and heads are the first axes, with which matrix products are fastest (measured in docs/performance.md).
     """
-    q, k, v, segments, sinks = inputs
+    q, k, v, segments, sinks = inputs[:5]
+    key_segments, offset = inputs.segments_of_keys, inputs.start
     num_rows, length, num_heads, head_dim = q.shape
+    if not isinstance(offset, int) and length > _PART:  # each block gets all keys, so one at a time is in memory
+
+        def attend_some(part: tuple[Array, Array, Array]) -> Array:
+            q, segments, order = part
+            queries = {"q": q, "segments": segments, "key_segments": key_segments, "offset": order[0, 0]}
+            return attend_xla(inputs._replace(**queries), spec)
+
+        return map_parts(attend_some, (q, segments, offset + jnp.arange(length)[None]), _PART)
     groups = q.reshape(num_rows, length, k.shape[2], num_heads // k.shape[2], head_dim)
     q, k, v = jnp.einsum("BTKGH->BKGTH", groups), jnp.einsum("BSKH->BKSH", k), jnp.einsum("BSKH->BKSH", v)
-    order = jnp.arange(length)
+    order, key_order = offset + jnp.arange(length), jnp.arange(k.shape[2])
+
+    def attend(keys: slice, q: Array, segments: Array, order: Array) -> Float[Array, "B K G T W"]:
+        visible = segments[:, :, None] == key_segments[:, None, keys]
+        visible = spec.masked(visible, order[:, None] - key_order[keys])
+        return attend_visible(q, k[:, :, keys], v[:, :, keys], visible, spec, sinks)
+
+    def attend_part(keys: slice, start: Array) -> Float[Array, "B K G T W"]:
+        queries = ((q, 3), (segments, 1), (order, 0))
+        return attend(keys, *(lax.dynamic_slice_in_dim(x, start, _PART, axis) for x, axis in queries))
+
     blocks = []
     for start, stop in _query_blocks(length):
-        keys = slice(max(0, start + 1 - (spec.window or length)), stop if spec.causal else length)
-        visible = segments[:, start:stop, None] == segments[:, None, keys]
-        visible = spec.masked(visible, order[start:stop, None] - order[keys])
-        blocks.append(attend_visible(q[:, :, :, start:stop], k[:, :, keys], v[:, :, keys], visible, spec, sinks))
+        keys = slice(None)
+        if isinstance(offset, int) and spec.causal:  # else the keys that the mask allows are not known here
+            keys = slice(max(0, offset + start + 1 - (spec.window or offset + length)), offset + stop)
+        score_bytes = 4 * num_heads * (stop - start) * len(range(k.shape[2])[keys])
+        if score_bytes < _MOST_SCORE_BYTES or (stop - start) % _PART:
+            blocks.append(attend(keys, q[:, :, :, start:stop], segments[:, start:stop], order[start:stop]))
+        else:
+            parts = jnp.moveaxis(lax.map(partial(attend_part, keys), jnp.arange(start, stop, _PART)), 0, 3)
+            blocks.append(parts.reshape(*parts.shape[:3], stop - start, -1))
     z = jnp.concatenate(blocks, axis=3)
     return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, -1)
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:
-    """At most 16 blocks of a multiple of 128 queries, so that the program's size does not grow with the length."""
-    size = 128 * math.ceil(length / (128 * 16))
+    """At most 16 blocks of a multiple of _PART queries, so that the program's size does not grow with the length."""
+    size = _PART * math.ceil(length / (_PART * 16))
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -46,33 +77,61 @@ def attend_visible(
     visible: Bool[Array, "B T S"],
     spec: AttentionSpec,
     sinks: Float[Array, " N"] | None = None,
-    scales: tuple[Float32[Array, "B K S"], Float32[Array, "B K S"]] | None = None,
 ) -> Float[Array, "B K G T W"]:
-    """Attention of each query to the keys that are `visible` to it, at least one. `scales` multiply int8 keys and
-    values.
+    """Attention of each query to the keys that are `visible` to it, at least one."""
+    queries = q.reshape(*q.shape[:2], -1, q.shape[-1])
+    before = None if sinks is None else sums_of_sinks(sinks, k.shape[1], q.shape[3])
+    z = softmax_sums(products(queries, k), v, visible, spec, before=before).mean().astype(v.dtype)
+    return z.reshape(*q.shape[:-1], -1)
+
+
+class SoftmaxSums(NamedTuple):
+    """Of a softmax over some keys, relative to the highest score. Q = G * T."""
+
+    highest: Float32[Array, "B K Q 1"]
+    total: Float32[Array, "B K Q 1"]  # of exp(score - highest)
+    z: Float32[Array, "B K Q W"] | float  # of exp(score - highest) * value
+
+    def mean(self) -> Float32[Array, "B K Q W"]:
+        return self.z / self.total
+
+
+def sums_of_sinks(sinks: Float[Array, " N"], num_kv_heads: int, length: int) -> SoftmaxSums:
+    """Those of the sinks alone, for `length` queries per row; their shapes broadcast over rows."""
+    highest = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, -1), length, axis=1)[..., None]
+    return SoftmaxSums(highest, jnp.ones_like(highest), 0.0)
+
+
+def products(q: Float[Array, "B K Q H"], k: Float[Array, "B K S H"]) -> Float32[Array, "B K Q S"]:
+    """Queries times keys, which may be int8: these values are exact in every float dtype."""
+    return jnp.einsum("BKQH,BKSH->BKQS", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+
+
+def softmax_sums(
+    products: Float32[Array, "B K Q S"],
+    v: Float[Array, "B K S W"],
+    visible: Bool[Array, "B T S"],
+    spec: AttentionSpec,
+    value_scale: Float32[Array, "B K S"] | None = None,
+    before: SoftmaxSums | None = None,
+) -> SoftmaxSums:
+    """The sums over the keys that are `visible`, added to those `before`. `value_scale` multiplies the values.
 
     With products of four axes, an added mask and a division at the end, XLA's CPU backend fuses everything into one
     loop: 28 -> 11 ms for 8 rows of 256 and 12 heads of 64, float32, on two cores. The mask does not hide a non-finite
-    score or value: the query's z is then non-finite.
+    score or value: the query's z is then non-finite. Keys that are not visible add exactly 0 if any before were.
     """
-    num_groups, length = q.shape[2:4]
-    q = q.reshape(*q.shape[:2], -1, q.shape[-1])
-    k, v = k.astype(q.dtype), v.astype(q.dtype)  # int8 values are exact in every float dtype
-    scores = jnp.einsum("BKQH,BKSH->BKQS", q, k, preferred_element_type=jnp.float32) * spec.scale
-    if scales is not None:
-        scores *= scales[0][:, :, None]
-    scores = spec.capped(scores)
+    scores = spec.capped(products * spec.scale)
     bias = jnp.where(visible, 0, jnp.finfo(jnp.float32).min / 2)  # half, so that the sum is finite
-    scores += jnp.tile(bias, (1, num_groups, 1))[:, None]
+    scores += jnp.tile(bias, (1, products.shape[2] // visible.shape[1], 1))[:, None]
     highest = jnp.max(scores, axis=-1, keepdims=True)
-    if sinks is not None:
-        sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(k.shape[1], -1), length, axis=1)[..., None]
-        highest = jnp.maximum(highest, sinks)
+    if before is not None:
+        highest = jnp.maximum(highest, before.highest)
     weights = jnp.exp(scores - highest)
-    scaled_weights = weights if scales is None else weights * scales[1][:, :, None]
+    scaled_weights = weights if value_scale is None else weights * value_scale[:, :, None]
     z = jnp.einsum("BKQS,BKSH->BKQH", scaled_weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    if sinks is not None:
-        total += jnp.exp(sinks - highest)
-    z = (z / total).astype(v.dtype)
-    return z.reshape(*z.shape[:2], num_groups, length, -1)
+    if before is not None:
+        shrunk = jnp.exp(before.highest - highest)
+        total, z = total + before.total * shrunk, z + before.z * shrunk
+    return SoftmaxSums(highest, total, z)

@@ -4,14 +4,16 @@ import hashlib
 import json
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
+from threading import Lock
 
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
-from pipeline.models.checkpoints import fp8, int4, mxfp4
 from pipeline.models.checkpoints.checkpoint_files import Files, read_json
+from pipeline.models.checkpoints.packed import fp8, int4, int4_columns, mxfp4
+from pipeline.models.checkpoints.packed.int4_columns import ColumnFormat
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile, TensorInfo
 from pipeline.models.checkpoints.torch_file import TorchFile
 
@@ -78,6 +80,8 @@ class Checkpoint:
         self.is_remote = files.is_remote
         self._files = files
         self._opened: dict[str, TensorFile] = {}
+        self._whole_parts = lru_cache(maxsize=4)(self._read_whole_parts)  # four leaves are loaded at a time
+        self._whole_lock = Lock()  # each is read once
 
     @property
     def commits(self) -> dict[str, str]:
@@ -143,7 +147,7 @@ class Checkpoint:
         return in_language_model if in_language_model in self.file_of else name
 
     def info(self, name: str) -> TensorInfo | None:
-        """A tensor's dtype and shape, after unpacking (MXFP4, FP8, INT4); None if the checkpoint lacks the tensor."""
+        """A tensor's dtype and shape, after unpacking (MXFP4, FP8, 4 bits); None if the checkpoint lacks the tensor."""
         name = self._stored_names.get(name, name)
         if name not in self._packed:
             return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
@@ -152,20 +156,46 @@ class Checkpoint:
             return None
         if name in self._in_fp8:
             return fp8.unpacked_info(*parts, self._fp8_block)
-        return (int4 if name in self._in_int4 else mxfp4).unpacked_info(*parts[:2])
+        if name in self._in_columns:
+            return self._columns.unpacked_info(*parts)
+        if name not in self._in_int4:
+            return mxfp4.unpacked_info(*parts)
+        packed, scales, _, *zeros = parts
+        return int4.unpacked_info(packed, scales, *zeros)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop-1 of a tensor's first axis, in the file's dtype; packed ones are unpacked to float32."""
         name = self._stored_names.get(name, name)
         if name not in self._packed:
             return self._stored_rows(name, start, stop)
+        if name in self._in_columns:
+            with self._whole_lock:
+                parts = self._whole_parts(self._packed[name])
+            return self._columns.unpacked(parts, start, stop)
         first, second, *_ = self._packed[name]
         numbers = self._stored_rows(first, start, stop)
-        if name not in self._in_fp8:
-            return (int4 if name in self._in_int4 else mxfp4).unpacked(numbers, self._stored_rows(second, start, stop))
-        rows = self._fp8_block[0]
-        scales = self._stored_rows(second, start // rows, -(-stop // rows))
-        return fp8.unpacked(numbers, scales, start, self._fp8_block)
+        if name in self._in_fp8:
+            rows = self._fp8_block[0]
+            scales = self._stored_rows(second, start // rows, -(-stop // rows))
+            return fp8.unpacked(numbers, scales, start, self._fp8_block)
+        scales = self._stored_rows(second, start, stop)
+        if name not in self._in_int4:
+            return mxfp4.unpacked(numbers, scales)
+        if not self._has_zeros:
+            return int4.unpacked(numbers, scales)
+        words = self._stored_rows(name + int4.ZEROS, start // int4.PER_WORD, -(-stop // int4.PER_WORD))
+        return int4.unpacked(numbers, scales, int4.unpacked_zeros(words, start, stop))
+
+    def _read_whole_parts(self, names: tuple[str, ...]) -> list[np.ndarray]:
+        files = {name: self._open_indexed(name) for name in names}
+        parts = [file.rows(name, 0, file.tensors[name].shape[0]) for name, file in files.items()]
+        _, _, scales, *groups = parts
+        if groups and not 0 <= groups[0].min() <= groups[0].max() < len(scales):
+            raise CheckpointError(
+                f"{self.where}: {names[-1]} has numbers from {groups[0].min()} to {groups[0].max()}, expected groups "
+                f"from 0 to {len(scales) - 1}. Download the checkpoint again."
+            )
+        return parts
 
     def _stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         return self._open_indexed(name).rows(name, start, stop)
@@ -178,8 +208,8 @@ class Checkpoint:
 
     @cached_property
     def _packed(self) -> Mapping[str, tuple[str, ...]]:
-        """Tensor in MXFP4, FP8 or INT4 -> the names of its parts."""
-        return self._parts(mxfp4.SUFFIXES) | self._in_fp8 | self._in_int4
+        """Tensor in MXFP4, FP8 or with 4 bits -> the names of its parts."""
+        return self._parts(mxfp4.SUFFIXES) | self._in_fp8 | self._in_int4 | self._in_columns
 
     @cached_property
     def _in_fp8(self) -> Mapping[str, tuple[str, ...]]:
@@ -188,7 +218,25 @@ class Checkpoint:
 
     @cached_property
     def _in_int4(self) -> Mapping[str, tuple[str, ...]]:
-        return self._parts(int4.SUFFIXES)
+        return self._parts((*int4.SUFFIXES, int4.ZEROS) if self._has_zeros else int4.SUFFIXES)
+
+    @cached_property
+    def _has_zeros(self) -> bool:
+        return bool(self._parts(int4.SUFFIXES)) and int4.has_zeros(self.config)
+
+    @cached_property
+    def _in_columns(self) -> Mapping[str, tuple[str, ...]]:
+        modules = self._parts(int4_columns.SUFFIXES)
+        if not modules or self._columns is None:
+            return {}
+        return {
+            f"{module}.weight": (*parts, *[name for name in [module + int4_columns.GROUPS] if name in self.file_of])
+            for module, parts in modules.items()
+        }
+
+    @cached_property
+    def _columns(self) -> ColumnFormat | None:
+        return ColumnFormat.of(self.config)
 
     def _parts(self, suffixes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
         """Name without suffix -> the names of its parts, if the files contain all."""

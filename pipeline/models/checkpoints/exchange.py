@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
+from pipeline.models.checkpoints.leaf_reading import divides_scales
 from pipeline.models.leaves import Leaf
 
 
@@ -28,18 +29,20 @@ class Exchange:
     split: int  # the axis that fsdp divides, after the leaf's item axis was moved to the front
 
     @classmethod
-    def of(cls, leaf: Leaf, sharding: Sharding, with_int8: bool) -> Self | None:
+    def of(cls, leaf: Leaf, sharding: Sharding) -> Self | None:
         """None if each process can read just what its devices hold: with one process per group, or if the items
-        themselves are divided. Also for int8 whose channels are longer than an item."""
+        themselves are divided. Also if an item has only some of the inputs that share a scale, and for experts of
+        devices that exchange tokens: those that divide one expert are not neighbours."""
         if not isinstance(sharding, NamedSharding) or "data" not in tuple(sharding.spec):
+            return None
+        if sharding.mesh.axis_names[-2:] != ("data", "tensor"):
             return None
         devices = sharding.mesh.devices
         group, tensor = devices.shape[-2:]
         local = sum(device.process_index == devices.flat[0].process_index for device in devices.flat) // tensor
         axis = tuple(sharding.spec).index("data") - len(leaf.stack_shape)
         item_axis = leaf.order.index(0)
-        is_long = with_int8 and item_axis >= len(leaf.order) - leaf.num_inputs
-        if group % local or group == local or axis < 0 or axis == item_axis or is_long:
+        if group % local or group == local or axis < 0 or axis == item_axis or divides_scales(leaf):
             return None
         mesh = Mesh(devices.reshape(-1, group // local, local, tensor), ("copies", "process", "data", "tensor"))
         return cls(leaf, mesh, axis + (axis < item_axis))

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.dtypes import itemsize_bits  # int4 takes 4 bits on devices, and a byte on the host
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 from tqdm import tqdm
@@ -21,9 +22,10 @@ from pipeline.models.checkpoints.exchange import Exchange
 from pipeline.models.checkpoints.leaf_reading import Index, read_items, read_leaf
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
 from pipeline.models.decoder import Params
-from pipeline.models.int8_weights import Int8Weight
+from pipeline.models.exchange.context import MESH_AXES
 from pipeline.models.leaves import Leaf, LeafTree
 from pipeline.models.partition import Partition
+from pipeline.models.quantised_weights import QuantisedWeight, stored_dtype
 from pipeline.models.weight_specs import weight_spec
 
 _LOADING_THREADS = 4  # leaves loaded at a time; each is in host memory until it is on the devices
@@ -110,53 +112,49 @@ def unused_tensors(arch: Architecture, table: KeyTable) -> Callable[[str], bool]
     }.__contains__
 
 
-def load_params(
-    checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool, with_int8: bool = False
-) -> Params:
-    """Loads the parameters onto the devices, in `dtype` (see `Leaf.dtype`); with `with_int8`, the layers' matrices are
-    int8. Every process reads the parts that its devices hold, or as many items (see `exchange.py`).
+def load_params(checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool) -> Params:
+    """Loads the parameters onto the devices, in `dtype` (see `Leaf.dtype`). Every process reads the parts that its
+    devices hold, or as many items (see `exchange.py`).
 
     Host memory holds at most a few leaves at a time, and a piece of a tensor for each.
     """
 
-    def load(leaf: Leaf) -> Callable[[], Array | Int8Weight]:
+    def load(leaf: Leaf) -> Callable[[], Array | QuantisedWeight]:
         sharding = place(leaf)
-        kept_dtype = None if with_int8 and leaf.is_matrix else np.dtype(leaf.dtype(dtype))
-        shapes = [leaf.shape] if kept_dtype else [leaf.shape, leaf.shape[: -leaf.num_inputs]]  # of values and scales
-        shardings = [without_inputs(sharding, len(shape)) for shape in shapes]
-        exchange = Exchange.of(leaf, sharding, kept_dtype is None)
+        kept_dtype = stored_dtype(leaf.dtype(dtype), [*sharding.addressable_devices])
+        shapes = [leaf.shape, leaf.scale_shape] if leaf.quantised else [leaf.shape]
+        shardings = [of_scales(sharding, len(shape)) for shape in shapes]
+        exchange = Exchange.of(leaf, sharding)
         if exchange is not None:
             items = read_items(checkpoint, leaf, kept_dtype, exchange.items(jax.process_index()))
             divided = jax.block_until_ready([exchange.on_devices(values) for values in items])
-            return lambda: _weight(map(exchange.exchanged, divided, shardings))
+            return lambda: _weight(leaf, map(exchange.exchanged, divided, shardings))
         indices = sharding.addressable_devices_indices_map(leaf.shape).values()
         parts = {_bounds(index, leaf.shape): index for index in indices}
         read = read_leaf(checkpoint, leaf, kept_dtype, [*parts.values()])
-        weight = _weight(map(partial(_on_devices, parts), shapes, shardings, read))
+        weight = _weight(leaf, map(partial(_on_devices, parts), shapes, shardings, read))
         return lambda: weight
 
     # All processes must exchange leaves in the same order, so on one thread.
     return build_params(load, leaves, "loading weights", progress, _LOADING_THREADS, finish=lambda weight: weight())
 
 
-def _weight(arrays: Iterable[Array]) -> Array | Int8Weight:
-    """The weight, or from values and scales an int8 weight, once it is on the devices, which frees the host's copy."""
+def _weight(leaf: Leaf, arrays: Iterable[Array]) -> Array | QuantisedWeight:
+    """The weight, from values and perhaps scales, once it is on the devices, which frees the host's copy."""
     values, *scales = jax.block_until_ready(list(arrays))
-    return Int8Weight(values, *scales) if scales else values
+    return QuantisedWeight(values, *scales, leaf.is_grouped) if scales else values
 
 
-def abstract_params(leaves: LeafTree, dtype: str, place: Placement, with_int8: bool = False) -> Params:
+def abstract_params(leaves: LeafTree, dtype: str, place: Placement) -> Params:
     """The shapes and shardings of the result of `load_params`. Reads nothing, and needs no device."""
 
-    def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | Int8Weight:
-        sharding = place(leaf)
-        if not (with_int8 and leaf.is_matrix):
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype), sharding=sharding)
-        scale_shape = leaf.shape[: -leaf.num_inputs]
-        return Int8Weight(
-            jax.ShapeDtypeStruct(leaf.shape, np.int8, sharding=sharding),
-            jax.ShapeDtypeStruct(scale_shape, np.float32, sharding=without_inputs(sharding, len(scale_shape))),
-        )
+    def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | QuantisedWeight:
+        sharding, shape = place(leaf), leaf.scale_shape
+        values = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype), sharding=sharding)
+        if not leaf.quantised:
+            return values
+        scales = jax.ShapeDtypeStruct(shape, np.float32, sharding=of_scales(sharding, len(shape)))
+        return QuantisedWeight(values, scales, leaf.is_grouped)
 
     return jax.tree.map(abstract, leaves)
 
@@ -167,26 +165,25 @@ class WeightBytes:
 
     leaves: LeafTree
     dtype: str
-    with_int8: bool = False
     others: int = 0  # bytes of other arrays on each device
 
-    def on_device(self, tensor: int = 1, fsdp: int = 1) -> int:
-        """`tensor` and `fsdp` are the numbers of devices along those axes."""
-        place = self._partition(tensor, fsdp).leaf_sharding
-        arrays = jax.tree.leaves(abstract_params(self.leaves, self.dtype, place, self.with_int8))
-        shards = ((array.sharding.shard_shape(array.shape), array.dtype.itemsize) for array in arrays)
-        return self.others + sum(math.prod(shape) * itemsize for shape, itemsize in shards)
+    def on_device(self, tensor: int = 1, data: int = 1, expert_group: int = 1, context: int = 1) -> int:
+        """`tensor`, `data` and `context` are the numbers of devices along those axes; see `Partition`."""
+        place = self._partition(tensor, data, expert_group, context).leaf_sharding
+        arrays = jax.tree.leaves(abstract_params(self.leaves, self.dtype, place))
+        shards = ((array.sharding.shard_shape(array.shape), itemsize_bits(array.dtype)) for array in arrays)
+        return self.others + sum(-(-math.prod(shape) * bits // 8) for shape, bits in shards)
 
-    def least_divided(self, tensor: int, fsdp: int) -> tuple[Leaf, int] | None:
+    def least_divided(self, tensor: int, data: int, expert_group: int = 1) -> tuple[Leaf, int] | None:
         """The largest matrix of those that fsdp divides among the fewest devices, and the number of devices. None if
         there is no matrix, as where only the embedding is captured."""
-        partition = self._partition(tensor, fsdp)
+        partition = self._partition(tensor, data, expert_group, context=1)
         matrices = (leaf for leaf in jax.tree.leaves(self.leaves) if leaf.is_matrix)
         groups = ((leaf, partition.fsdp_group(leaf)) for leaf in matrices)
         return min(groups, key=lambda divided: (divided[1], -divided[0].size), default=None)
 
-    def _partition(self, tensor: int, fsdp: int) -> Partition:
-        return Partition(AbstractMesh((fsdp, tensor), ("data", "tensor")), fsdp > 1)
+    def _partition(self, tensor: int, data: int, expert_group: int, context: int) -> Partition:
+        return Partition(AbstractMesh((data, context, tensor), MESH_AXES), data * context > 1, expert_group)
 
 
 def _on_devices(
@@ -201,8 +198,8 @@ def _bounds(index: Index, shape: tuple[int, ...]) -> _Bounds:
     return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
 
-def without_inputs(sharding: Sharding, num_axes: int) -> Sharding:
-    """The sharding of an array with only the first `num_axes` axes."""
+def of_scales(sharding: Sharding, num_axes: int) -> Sharding:
+    """The sharding of an array with only the first `num_axes` axes of a weight, as scales."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:num_axes]))
     return sharding
@@ -214,7 +211,7 @@ def build_params(
     label: str,
     progress: bool,
     threads: int,
-    finish: Callable[[T], Array | Int8Weight] = lambda array: array,
+    finish: Callable[[T], Array | QuantisedWeight] = lambda array: array,
 ) -> Params:
     """Calls `make` for every leaf, up to `threads` at a time, and `finish` with its results, in order."""
     flat, structure = jax.tree.flatten(leaves)

@@ -139,7 +139,6 @@ def yarn_growth(factor: float) -> float:
 
 def _parse_long(values: HfConfig, theta: float, max_positions: int) -> Rope:
     """LongRoPE. If the file has no `attention_factor`, it is derived as in transformers."""
-    values.positive_floats("long_factor")
     original = values.positive_int("original_max_position_embeddings", max_positions)
     factor = values.optional_float("factor", None) or max_positions / original
     growth = math.log(max(factor, 1.0))
@@ -155,6 +154,7 @@ def _parse_long(values: HfConfig, theta: float, max_positions: int) -> Rope:
         original_max_positions=original,
         attention_factor=attention_factor or (math.sqrt(1 + growth / math.log(original)) if growth else 1.0),
         short_factors=values.positive_floats("short_factor"),
+        long_factors=values.positive_floats("long_factor"),
     )
 
 
@@ -173,11 +173,12 @@ def check_long_ropes(config: HfConfig, arch: Architecture) -> None:
     """Raises CheckpointError if a LongRoPE does not fit the model's head size."""
     num_pairs = (arch.rotary_dim or arch.head_dim) // 2
     for rope in arch.long_ropes:
-        if len(rope.short_factors) != num_pairs:
-            raise CheckpointError(
-                f"{config.where}: short_factor has {len(rope.short_factors)} numbers, expected {num_pairs}: one "
-                f"for each pair of rotary dimensions of a head. Is the file damaged?"
-            )
+        for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+            if len(factors) != num_pairs:
+                raise CheckpointError(
+                    f"{config.where}: {name} has {len(factors)} numbers, expected {num_pairs}: one for each pair of "
+                    f"rotary dimensions of a head. Is the file damaged?"
+                )
 
 
 def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:

@@ -173,23 +173,22 @@ def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:
 
 
 def _check_quantization(config: HfConfig) -> None:
-    """Raises CheckpointError for a quantisation other than MXFP4, FP8 in blocks and INT4 in groups."""
+    """Raises CheckpointError for a quantisation other than MXFP4, FP8 in blocks and 4 bits in groups."""
     quantization = config.nested("quantization_config")
     method = quantization.values.get("quant_method")
-    if "quantization_config" in config and method not in ("mxfp4", "fp8", "compressed-tensors"):
+    checks = {"fp8": _check_fp8, "compressed-tensors": _check_int4, "gptq": _check_gptq, "awq": _check_awq}
+    if "quantization_config" in config and method not in ("mxfp4", *checks):
         raise CheckpointError(
-            f"{config.where} has a quantization_config: expected float32, float16, bfloat16, mxfp4, fp8 or "
+            f"{config.where} has a quantization_config: expected float32, float16, bfloat16, mxfp4, fp8, gptq, awq or "
             f"compressed-tensors weights, got {shown(method)}. {_UNQUANTISED}"
         )
-    if method == "fp8":
-        _check_fp8(quantization)
-    elif method == "compressed-tensors":
-        _check_int4(quantization)
+    if method in checks:
+        checks[method](quantization)
 
 
 def _check_int4(config: HfConfig) -> None:
-    """Raises CheckpointError unless this is packed symmetric INT4 with a scale per group of a row, or per row, and
-    unquantised activations."""
+    """Raises CheckpointError unless this is packed INT4 with a scale per group of a row, or per row, and unquantised
+    activations."""
     config.choice("format", ("pack-quantized",), remedy=_UNQUANTISED)
     config.require({"sparsity_config": {}, "transform_config": {}})
     config.ignore("quant_method", "ignore", "quantization_status", "global_compression_ratio", "version")
@@ -199,12 +198,39 @@ def _check_int4(config: HfConfig) -> None:
         group.ignore("targets")
         group.choice("format", ("pack-quantized",), "pack-quantized", remedy=_UNQUANTISED)
         weights = group.nested("weights")
-        weights.require({"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False})
+        weights.require({"num_bits": 4, "type": "int", "dynamic": False})
         weights.choice("strategy", ("group", "channel"), remedy=_UNQUANTISED)
         weights.choice("actorder", ("static", "weight"), "static", remedy=_UNQUANTISED)  # columns keep their order
+        weights.flag("symmetric", True)
         weights.ignore("group_size", "observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype")
         weights.finish()
         group.finish()
+    config.finish()
+
+
+_OF_KERNELS = ("backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse", "use_exllama")
+_OF_CALIBRATION = (
+    *("block_name_to_quantize", "damp_percent", "damp_auto_increment", "dataset", "desc_act", "max_input_length"),
+    *("model_seqlen", "module_name_preceding_first_block", "static_groups", "sym", "tokenizer", "true_sequential"),
+)
+
+
+def _check_gptq(config: HfConfig) -> None:
+    """Raises CheckpointError unless this is GPTQ's own format with 4 bits. Groups of columns in any order
+    (`desc_act`) are in the weights."""
+    config.require({"bits": 4, "pack_dtype": "int32", "is_marlin_format": False, "lm_head": False, "dynamic": {}})
+    config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq", remedy=_UNQUANTISED)
+    config.ignore("quant_method", "group_size", "batch_size", "cache_block_outputs", "disable_exllama", "meta")
+    config.ignore("model_file_base_name", "model_name_or_path", "modules_in_block_to_quantize", "pad_token_id")
+    config.ignore("use_cuda_fp16", *_OF_KERNELS, *_OF_CALIBRATION)
+    config.finish()
+
+
+def _check_awq(config: HfConfig) -> None:
+    """Raises CheckpointError unless this is the layout of AutoAWQ's `gemm` with 4 bits and zeros."""
+    config.require({"bits": 4, "zero_point": True})
+    config.choice("version", ("gemm", "GEMM"), "gemm", remedy=_UNQUANTISED)
+    config.ignore("quant_method", "group_size", "modules_to_not_convert", *_OF_KERNELS)
     config.finish()
 
 

@@ -7,6 +7,7 @@ c convolution taps.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -52,14 +53,17 @@ class Recur(Protocol):
         """The outputs of the value heads."""
 
 
+@dataclass(frozen=True)
 class WholeRows:
     """`Recur` for rows of whole documents: no history precedes the row."""
 
+    partition: Partition
+
     def convolve(self, name: str, x: Array, taps: Array, segments: Array) -> Array:
-        return convolution(x, taps, segments)
+        return self.partition.with_earlier(convolution, taps.shape[-1] - 1, x, taps, segments)
 
     def outputs(self, rule: Rule, segments: Array, heads: Heads, partition: Partition) -> Array:
-        return partition.by_rows_and_heads(rule.rows, segments, heads)[0]
+        return partition.by_rows_and_heads(lambda *inputs: rule.rows(*inputs)[0], segments, heads)
 
 
 def convolution(

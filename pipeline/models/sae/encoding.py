@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.models.attention.arithmetic import map_parts
+from pipeline.models.exchange.context import context_axis
 from pipeline.models.sae.decoding import Reconstruction, decode, measure_reconstruction
 from pipeline.models.sae.params import SAEParams, params_partition, tensor_axis
 from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
@@ -46,13 +47,13 @@ def encode(
     """For each token, the `slots` largest values above `threshold`, and how many there are. With `decodes`, also how
     well all features above the threshold reconstruct x. A threshold below the smallest normal float32 is raised to it.
 
-    The rows of x are divided along the mesh's `data` axis. If features are divided along `tensor`, each device computes
-    its part, and the devices exchange their largest values.
+    The rows of x are divided along the mesh's `data` axis, and slots along `context` if they are divisible. If features
+    are divided along `tensor`, each device computes its part, and the devices exchange their largest values.
     """
     compute = partial(_on_device, sae=sae, slots=slots, threshold=threshold, decodes=decodes)
     if mesh is None:
         return compute(x, params)
-    rows, axis = PartitionSpec("data"), tensor_axis(sae, mesh)
+    rows, axis = PartitionSpec("data", context_axis(mesh, x.shape[1])), tensor_axis(sae, mesh)
     # check_vma=False: JAX does not infer that results computed from gathered candidates are equal along `tensor`.
     sharded_compute = jax.shard_map(
         partial(compute, axis=axis),

@@ -1,6 +1,6 @@
-"""Compiles a job's step for a TPU slice, and reports whether it fits and which collectives it contains.
+"""Compiles a job's step for a TPU slice or for GPUs, and reports whether it fits and which collectives it contains.
 
-Needs libtpu (the extra `tpu`), which compiles for any slice on any machine, without a TPU.
+Needs no TPU and no GPU, only libtpu (the extra `tpu`) or JAX's CUDA plugin (the extra `cuda`).
 """
 
 import collections
@@ -19,12 +19,13 @@ from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.decoder import Params
-from pipeline.models.leaves import LeafTree
+from pipeline.models.leaves import LeafTree, quantised_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.models.sae.params import abstract_params as abstract_sae
-from pipeline.planning.plan import STEP_REMEDY, Plan
+from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import Slice
+from pipeline.planning.slice.gpu_targets import gpu_devices
 from pipeline.step.compiled_step import compile_step, make_partition
 from pipeline.step.device_memory import DeviceMemory
 
@@ -55,12 +56,15 @@ class Program(DeviceMemory):
 
 
 def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
-    """The devices of a slice, to compile for. Raises ConfigError if libtpu is missing or does not know the slice."""
+    """The devices of a slice, to compile for. Raises ConfigError if libtpu, or for GPUs JAX's CUDA plugin, is missing,
+    and if libtpu does not know the slice."""
+    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are not used
+    if tpu_slice.chip.platform == "gpu":
+        return gpu_devices(tpu_slice.chip.name, tpu_slice.num_devices)
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("topology requires libtpu, which is not installed. Run pip install -e '.[tpu]'.")
     for name, value in _LIBTPU_OPTIONS.items():
         os.environ.setdefault(name, value)
-    jax.config.update("jax_platforms", "cpu")  # this machine's accelerators are not used
     try:
         description = topologies.get_topology_desc(tpu_slice.name, platform="tpu", **tpu_slice.topology_options)
     except jax.errors.JaxRuntimeError as error:
@@ -72,13 +76,14 @@ def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
 
 def abstract_weights(config: RunConfig, leaves: LeafTree, partition: Partition) -> Params:
     """The shapes and shardings of the weights that a run with this configuration loads."""
-    with_int8 = config.model.has_int8_weights
-    return abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding, with_int8)
+    leaves = quantised_leaves(leaves, config.model.quantised)
+    return abstract_params(leaves, str(config.model.dtype), partition.leaf_sharding)
 
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
     """Compiles the step of a run with this plan. Raises ConfigError if it does not fit."""
-    partition = make_partition(plan.mesh.tensor, plan.weights.sharding, devices)
+    mesh, weights = plan.mesh, plan.weights
+    partition = make_partition(mesh.tensor, weights.sharding, devices, weights.expert_group, mesh.context)
     leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.head_outputs))
     params = abstract_weights(config, leaves, partition)
     if plan.step.encoders:
@@ -95,7 +100,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise ConfigError(
             f"a step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
-            f"{STEP_REMEDY}"
+            f"{plan.remedy}"
         ) from error
     text = step.executable.as_text()
     return Program(

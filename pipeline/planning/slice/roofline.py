@@ -1,4 +1,4 @@
-"""How fast a job can be on a TPU slice: the limits of its parts, the lowest of which binds.
+"""How fast a job can be on a TPU slice or on GPUs: the limits of its parts, the lowest of which binds.
 
 Rates count valid tokens. Rows are computed and stored with their padding, so a token costs 1 / fill slots.
 """
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pipeline.config.choices import Weights
 from pipeline.models.architecture import Architecture
 from pipeline.models.checkpoints.loading import WeightBytes
+from pipeline.planning.expert_groups import exchanged_bytes, gathered_bytes
 from pipeline.planning.host_memory import MAX_COPY_THREADS
+from pipeline.planning.mesh import WeightsPlan
 from pipeline.planning.slice.chips import Chip, Slice
 from pipeline.store.format.layout import SIDE_BYTES
 
@@ -18,6 +20,9 @@ HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: eight channels of DDR4-3200; not pub
 HOST_MEMORY_PASSES = 6  # DMA writes; block buffer: read, write; encoded shard: read, write; the socket reads
 # A TPU VM has enough cores for all threads (pipeline/job/writing/transfer.py).
 HOST_COPY_BYTES_PER_S = min(MAX_COPY_THREADS * THREAD_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / HOST_MEMORY_PASSES)
+# `make bench-host` (docs/performance.md): reading, tokenising and packing, and the share of that in the feed's own
+# thread, where the tokenizer's threads do not help.
+FEED_TOKENS_PER_CORE_S, FEED_SERIAL_SHARE = 316_000, 0.16
 # Of a dense model's MFU. Few experts: Mixtral on v5p and v6e (maxtext.readthedocs.io, "Optimized models tiering").
 # Many: DeepSeek-V3, Qwen3 and Gemma 4 have 26 to 27 % on TPU7x, gpt-oss 16 and dense models 39 to 55
 # (github.com/AI-Hypercomputer/tpu-recipes, training/ironwood).
@@ -31,8 +36,9 @@ class Cost:
     flops: int
     activation_bytes: float  # copied from the device, and stored
     fill: float  # the fraction of slots with a valid token
-    received_bytes: float = 0.0  # by each chip from other chips, divided by all slots of a step
+    received_bytes: float = 0.0  # by each device from others, divided by all slots of a step
     index_bytes: float = 0.0  # made on the host, and stored
+    hbm_bytes: float = 0.0  # at least, read and written by all devices
 
     @property
     def stored_bytes(self) -> float:
@@ -51,9 +57,16 @@ def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_
         "network": num_chips * chip.network_bytes_per_s / cost.stored_bytes,
         "store": store_bytes_per_s / cost.stored_bytes,
     }
+    if cost.hbm_bytes:
+        limits["hbm"] = num_chips * chip.hbm_bytes_per_s * cost.fill / cost.hbm_bytes
     if cost.received_bytes:
         limits["interconnect"] = tpu_slice.interconnect_bytes_per_s * cost.fill / cost.received_bytes
     return limits
+
+
+def feed_tokens_per_s(processes: int, cores: float) -> float:
+    """Tokens per second that processes with `cores` each read, tokenise and pack."""
+    return processes * FEED_TOKENS_PER_CORE_S / (FEED_SERIAL_SHARE + (1 - FEED_SERIAL_SHARE) / cores)
 
 
 def forward_mfu(chip: Chip, arch: Architecture, flops: float, attention_flops: float) -> float:
@@ -66,14 +79,19 @@ def forward_mfu(chip: Chip, arch: Architecture, flops: float, attention_flops: f
 
 
 def decoding_step_s(hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> float:
-    """Seconds of a decoding step. It computes little, so its time is limited by the bytes that each chip reads from its
-    memory, or receives from other chips."""
+    """Seconds of a decoding step. It computes little, so its time is limited by the bytes that each device reads from
+    its memory, or receives from others."""
     receiving_s = received_bytes / tpu_slice.interconnect_bytes_per_s if received_bytes else 0.0
-    return max(hbm_bytes / tpu_slice.chip.hbm_bytes_per_s, receiving_s)
+    return max(hbm_bytes * tpu_slice.chip.devices_per_chip / tpu_slice.chip.hbm_bytes_per_s, receiving_s)
 
 
-def received_bytes(weights: WeightBytes, sharding: Weights, data: int, tensor: int, summed: int) -> int:
-    """Bytes that a chip receives from other chips in a step: with fsdp, the parts of matrices that it does not hold;
-    along `tensor`, all-reduces of `summed` bytes of activations."""
-    gathered = weights.on_device(tensor) - weights.on_device(tensor, data) if sharding is Weights.fsdp else 0
-    return gathered + 2 * summed * (tensor - 1) // tensor
+def received_bytes(
+    weights: WeightBytes, plan: WeightsPlan, data: int, tensor: int, summed: int, num_pair_bytes: int
+) -> int:
+    """Bytes that a device receives from others in a step: with fsdp, the parts of matrices that it does not hold,
+    and the tokens of its experts; along `tensor`, all-reduces of `summed` bytes of activations."""
+    received = 0
+    if plan.sharding is Weights.fsdp:
+        received = gathered_bytes(weights, data, tensor, plan.expert_group)
+        received += round(exchanged_bytes(weights, tensor, num_pair_bytes, plan.expert_group))
+    return received + 2 * summed * (tensor - 1) // tensor

@@ -1,20 +1,24 @@
-"""The plan of a job on a TPU slice: compiles its step, and estimates its limits, time and cost.
+"""The plan of a job on a TPU slice or a machine's GPUs: compiles its step, and estimates its limits, time and cost.
 
-No TPU is needed. Data, tokenizer, weights and store are not opened; config.json is enough (`model.init=random`).
+No TPU or GPU is needed. Data, tokenizer, weights and store are not opened; config.json is enough (`model.init=random`).
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
 from pipeline.cluster.topology import Topology, unreserved
+from pipeline.config.choices import Weights
 from pipeline.config.schema import RunConfig
+from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.models.runs import layer_runs
 from pipeline.planning.encoders import open_encoders
+from pipeline.planning.expert_groups import gathered_bytes, pair_bytes, used_bytes
 from pipeline.planning.plan import Plan, make_plan, shown_bytes
 from pipeline.planning.sae_contexts import compare_contexts, with_sae_contexts
 from pipeline.planning.slice.chips import GIB, Slice, parse_slice
@@ -23,12 +27,13 @@ from pipeline.planning.slice.roofline import (
     BUCKET_WRITES_PER_S,
     Cost,
     decoding_step_s,
+    feed_tokens_per_s,
     forward_mfu,
     received_bytes,
     throughput_limits,
 )
 from pipeline.step.device_memory import DeviceMemory
-from pipeline.store.format.layout import ITEM_BYTES, MIB, SIDE_ARRAYS
+from pipeline.store.format.layout import ITEM_BYTES, MIB
 
 _FILL = 0.95  # of token slots with a valid token, as packing reaches
 _USD_PER_TB_MONTH = 20.0  # list price of object storage
@@ -54,34 +59,52 @@ def print_slice_plan(config: RunConfig) -> None:
 def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
     """The plan of the first process. The data is not opened; it is assumed to have enough source shards."""
     topology = Topology(
-        devices=tpu_slice.num_chips,
+        devices=tpu_slice.num_devices,
         device_bytes=unreserved(tpu_slice.chip.hbm_bytes, config.run),
         host_memory=int(tpu_slice.host_memory_bytes),
-        processes=tpu_slice.num_hosts,
+        processes=_num_processes(config, tpu_slice),
     )
     encoders = open_encoders(config.capture, model)
     config = with_sae_contexts(config, encoders, None)
     compare_contexts(config, encoders, None)
     specs = tuple(encoder.spec for encoder in encoders)
-    num_source_shards = max(config.data.num_streams or 1, tpu_slice.num_hosts)
+    num_source_shards = max(config.data.num_streams or 1, topology.processes)
     return make_plan(config, model, num_source_shards, topology, encoders=specs)
 
 
+def _num_processes(config: RunConfig, tpu_slice: Slice) -> int:
+    """One per host, or on GPUs `distributed.num_processes`. Raises ConfigError unless that divides the GPUs."""
+    wanted = config.distributed.num_processes
+    if tpu_slice.chip.platform == "tpu" or wanted is None:
+        return tpu_slice.num_hosts
+    if tpu_slice.num_devices % wanted:
+        raise ConfigError(
+            f"distributed.num_processes={wanted} does not divide the {tpu_slice.num_devices} GPUs of {tpu_slice.name}."
+        )
+    return wanted
+
+
 def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> dict[str, Any]:
-    """The plan of a job whose step was compiled, as JSON values. Bytes are per chip, or for hosts per host; rates count
-    valid tokens."""
+    """The plan of a job whose step was compiled, as JSON values. Bytes are per device, or for hosts per host; rates
+    count valid tokens."""
     step, memory, num_tokens = job.step, job.memory, job.streams.max_tokens
     flops = model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops
     mfu = _expected_mfu(model, tpu_slice, job, flops) if config.plan.mfu is None else config.plan.mfu
     received = _received_bytes(config, model, job) / (step.rows * step.length)
-    cost = Cost(flops, step.row_bytes / step.length, _FILL, received, step.index_bytes)
+    hbm = _hbm_bytes(config, model, job, tpu_slice) * tpu_slice.num_devices / (step.rows * step.length)
+    fill = _FILL * (1 - config.batch.overlap / step.length)  # as of documents much longer than rows
+    cost = Cost(flops, step.row_bytes / step.length, fill, received, step.index_bytes, hbm)
     objects_per_block = _objects_per_block(job)
-    block_bytes = job.rows_per_block * step.length * cost.stored_bytes * _FILL
-    limits = throughput_limits(cost, tpu_slice, mfu, BUCKET_WRITES_PER_S * block_bytes / objects_per_block)
+    block_bytes = job.rows_per_block * step.length * cost.stored_bytes * fill
+    processes, cores = job.mesh.processes, tpu_slice.num_hosts * tpu_slice.host_cores
+    limits = {"feed": feed_tokens_per_s(processes, cores / processes)}
+    limits |= throughput_limits(cost, tpu_slice, mfu, BUCKET_WRITES_PER_S * block_bytes / objects_per_block)
     binding = min(limits, key=limits.__getitem__)
     usd_per_hour = config.plan.usd_per_chip_hour
     usd_per_hour = tpu_slice.chip.usd_per_hour if usd_per_hour is None else usd_per_hour
-    shard_bytes, rows_per_chip = job.rows_per_block * step.largest_row_bytes, step.rows // job.mesh.data
+    layout, rows_per_device = job.layout(), step.rows // job.mesh.data
+    shard_bytes = max(math.prod(layout.shard_shape(spec)[:2]) * spec.position_bytes for spec in step.stored_arrays)
+    tokens_per_device = rows_per_device * step.length // job.mesh.context
     plan = {
         "family": model.family,
         "num_layers": model.num_layers,
@@ -89,10 +112,11 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
         "topology": tpu_slice.name,
         "num_chips": tpu_slice.num_chips,
         "num_hosts": tpu_slice.num_hosts,
-        "mesh": {"data": job.mesh.data, "tensor": job.mesh.tensor},
+        "mesh": {"data": job.mesh.data, "context": job.mesh.context, "tensor": job.mesh.tensor},
         "weights": str(job.weights.sharding),
-        "rows": step.rows,  # per step, over all chips
-        "rows_per_chip": rows_per_chip,
+        "rows": step.rows,  # per step, over all devices
+        "rows_per_device": rows_per_device,
+        "row_bytes": job.row_bytes(program),  # on each device that has a part of it, without the weights
         "length": step.length,
         "steps_in_flight": memory.inflight_steps,
         "weight_bytes": job.weights.device_bytes,  # calculated, to compare with the compiler's report
@@ -118,7 +142,7 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
         "decoding": _decoding(config, model, tpu_slice, job),  # for data=generate
     }
     notes = [*_notes(job, program), *_advice(config, limits, binding, shard_bytes)]
-    return plan | {"notes": [*notes, *_note_on_reading(model, tpu_slice, mfu, rows_per_chip * step.length)]}
+    return plan | {"notes": [*notes, *_note_on_reading(model, tpu_slice, mfu, tokens_per_device)]}
 
 
 def described(plan: Mapping[str, Any]) -> str:
@@ -128,17 +152,18 @@ def described(plan: Mapping[str, Any]) -> str:
     rates = ", ".join(f"{name.replace('_', ' ')} {limit:,.0f}" for name, limit in plan["limits"].items())
     axes = ", ".join(f"{name} {size}" for name, size in plan["mesh"].items())
     gib = {name: f"{program[f'{name}_bytes'] / GIB:.2f}" for name in ("argument", "output", "temporary", "peak")}
-    usd_per_hour = num_chips * plan["usd_per_chip_hour"]
+    usd = plan["usd_per_chip_hour"]
     lines = [
         f"model     {plan['family']}, {plan['num_layers']} layers; the capture needs {plan['num_params']:,} parameters",
-        f"weights   {plan['weights']}: {plan['weight_bytes'] / GIB:.2f} GiB on each chip",
+        f"weights   {plan['weights']}: {plan['weight_bytes'] / GIB:.2f} GiB on each device",
         f"slice     {plan['topology']}: {counted(num_chips, 'chip')}, {counted(plan['num_hosts'], 'host')}; "
         f"mesh {axes}",
-        f"step      {counted(plan['rows'], 'row')} of {plan['length']} tokens, {plan['rows_per_chip']} per chip; "
+        f"step      {counted(plan['rows'], 'row')} of {plan['length']} tokens, {plan['rows_per_device']} per device; "
         f"{plan['steps_in_flight']} in flight",
-        f"memory    of {plan['hbm_bytes'] / GIB:.2f} GiB per chip: arguments {gib['argument']}, outputs "
+        f"memory    of {plan['hbm_bytes'] / GIB:.2f} GiB per device: arguments {gib['argument']}, outputs "
         f"{gib['output']}, temporaries {gib['temporary']}, peak {gib['peak']}; "
-        f"{plan['hbm_bytes_needed'] / GIB:.2f} with all steps in flight",
+        f"{plan['hbm_bytes_needed'] / GIB:.2f} with all steps in flight; a row takes {plan['row_bytes'] / GIB:.2f} on "
+        f"{counted(plan['mesh']['context'], 'device')}",
         f"program   attention {program['attention']}; collectives: {collectives}; compiled in "
         f"{program['compile_s']:.0f} s",
         f"token     {plan['flops_per_slot']:,} FLOPs and {plan['activation_bytes_per_slot']:,.10g} bytes per slot; "
@@ -153,16 +178,25 @@ def described(plan: Mapping[str, Any]) -> str:
         hours, terabytes = plan["hours"], plan["terabytes"]
         lines += [
             f"job       {plan['num_tokens']:,} tokens: {hours:,.2f} hours, {shown_bytes(terabytes * 1e12)}",
-            f"price     {counted(num_chips, 'chip')} x {hours:,.2f} hours x {plan['usd_per_chip_hour']:,.2f} USD = "
-            f"{hours * usd_per_hour:,.0f} USD; start-up, compilation and preemptions come on top; storage "
+            f"price     {counted(num_chips, 'chip')} x {hours:,.2f} hours"
+            + (
+                " (set plan.usd_per_chip_hour)"
+                if usd is None
+                else f" x {usd:,.2f} USD = {hours * num_chips * usd:,.0f} USD"
+            )
+            + "; start-up, compilation and preemptions come on top; storage "
             f"{terabytes * _USD_PER_TB_MONTH:,.0f} USD per month",
         ]
     if (decoding := plan["decoding"]) is not None:
-        usd = usd_per_hour / 3600 / decoding["tokens_per_s"] * 1e6
         lines.append(
-            f"decoding  a step reads {decoding['hbm_bytes'] / 1e9:.2f} GB on each chip and receives "
+            f"decoding  a step reads {decoding['hbm_bytes'] / 1e9:.2f} GB on each device and receives "
             f"{decoding['received_bytes'] / 1e9:.2f}: at least {decoding['step_s'] * 1e3:.1f} ms, at most "
-            f"{decoding['tokens_per_s']:,.0f} tokens/s, {usd:.2f} USD per million tokens"
+            f"{decoding['tokens_per_s']:,.0f} tokens/s"
+            + (
+                ""
+                if usd is None
+                else f", {num_chips * usd / 3600 / decoding['tokens_per_s'] * 1e6:.2f} USD per million tokens"
+            )
         )
     return "\n".join([*lines, *(f"note      {line}" for line in plan["notes"])])
 
@@ -175,12 +209,29 @@ def _expected_mfu(model: Model, tpu_slice: Slice, job: Plan, flops: int) -> floa
 
 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
-    """Bytes that each chip receives from other chips in a step."""
+    """Bytes that each device receives from others in a step."""
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
-    weights = model.weight_bytes(step.forward_keys, dtype, config.model.has_int8_weights)
+    weights = model.weight_bytes(step.forward_keys, dtype, config.model.quantised, bool(step.head_outputs))
     num_layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
-    summed = _summed_bytes(config, model, num_layers, step.rows // mesh.data * step.length)
-    return received_bytes(weights, job.weights.sharding, mesh.data, mesh.tensor, summed)
+    row_tokens = step.rows // mesh.data * step.length
+    summed = _summed_bytes(config, model, num_layers, row_tokens // mesh.context)
+    num_pair_bytes = pair_bytes(model.arch, row_tokens, ITEM_BYTES[dtype])
+    devices = mesh.data * mesh.context
+    received = received_bytes(weights, job.weights, devices, mesh.tensor, summed, num_pair_bytes)
+    keys = num_layers * model.arch.num_kv_heads // mesh.tensor * (model.arch.head_dim + model.arch.value_dim)
+    return received + ITEM_BYTES[dtype] * keys * row_tokens * (mesh.context - 1) // mesh.context
+
+
+def _hbm_bytes(config: RunConfig, model: Model, job: Plan, tpu_slice: Slice) -> int:
+    """Bytes that a step reads and writes at least in the memory of each device: weights without the embedding, what is
+    gathered of them, and the activations, which are written and copied."""
+    step, mesh, tensor, group = job.step, job.mesh, job.mesh.tensor, job.weights.expert_group
+    dtype, has_outputs = str(config.model.dtype), bool(step.head_outputs)
+    weights = model.weight_bytes(step.forward_keys, dtype, config.model.quantised, has_outputs)
+    read = used_bytes(weights, tensor, group) - replace(weights, leaves=weights.leaves["embed"]).on_device(tensor)
+    if job.weights.sharding is Weights.fsdp:
+        read += gathered_bytes(weights, mesh.data * mesh.context, tensor, group)
+    return read + 2 * _output_bytes(job, tpu_slice)
 
 
 def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> dict[str, float] | None:
@@ -188,11 +239,13 @@ def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> d
     generation, dtype = job.generation, str(config.model.dtype)
     if generation is None:
         return None
-    weights = model.generation.weight_bytes(dtype, config.model.has_int8_weights)
-    data = tpu_slice.num_chips // generation.tensor
-    summed = _summed_bytes(config, model, model.num_layers, generation.spec.rows // data)
-    received = received_bytes(weights, generation.weights.sharding, data, generation.tensor, summed)
-    read = weights.on_device(generation.tensor) + generation.cache_bytes
+    weights = model.generation.weight_bytes(dtype, config.model.quantised)
+    data = tpu_slice.num_devices // generation.tensor
+    num_tokens = generation.spec.rows // data
+    summed = _summed_bytes(config, model, model.num_layers, num_tokens)
+    num_pair_bytes = pair_bytes(model.arch, num_tokens, ITEM_BYTES[dtype])
+    received = received_bytes(weights, generation.weights, data, generation.tensor, summed, num_pair_bytes)
+    read = used_bytes(weights, generation.tensor, generation.weights.expert_group) + generation.cache_bytes
     if model.head.tensor is not None:  # a step reads only a few rows of the embedding
         read -= replace(weights, leaves=weights.leaves["embed"]).on_device(generation.tensor)
     step_s = decoding_step_s(read, received, tpu_slice)
@@ -204,19 +257,20 @@ def _summed_bytes(config: RunConfig, model: Model, num_layers: int, num_tokens: 
     """Bytes of the activations that are summed along `tensor`: the embedding, and two per layer. Products of int8
     matrices are summed before they are rounded."""
     item_bytes = ITEM_BYTES[config.model.dtype]
-    product_bytes = 4 if config.model.has_int8_weights else item_bytes
+    product_bytes = 4 if config.model.quantised == "int8" else item_bytes
     return (item_bytes + 2 * num_layers * product_bytes) * num_tokens * model.arch.d_model
 
 
 def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
-    """Bytes of one step's activations on a chip."""
-    return job.memory.step_bytes * job.mesh.processes // tpu_slice.num_chips
+    """Bytes of one step's activations on a device."""
+    return job.memory.step_bytes * job.mesh.processes // tpu_slice.num_devices
 
 
 def _objects_per_block(job: Plan) -> int:
-    arrays = len(job.step.stored_arrays) + len(SIDE_ARRAYS) + (job.step.selected is not None)
-    arrays += sum(encoder.indexed for encoder in job.step.encoders)
-    return arrays + job.step.statistics + _RECORDS_PER_BLOCK
+    layout = job.layout()
+    shards = sum(map(layout.num_parts, layout.all_arrays))
+    indexes = sum(encoder.indexed for encoder in job.step.encoders)
+    return shards + indexes + job.step.statistics + _RECORDS_PER_BLOCK
 
 
 def _notes(job: Plan, program: Program) -> Iterator[str]:
@@ -228,7 +282,7 @@ def _notes(job: Plan, program: Program) -> Iterator[str]:
         yield program.attention_note
     if program.computed_twice:
         yield (
-            f"the compiler recomputes {program.computed_twice} results to save memory; lower batch.rows or batch.length"
+            f"the compiler recomputes {program.computed_twice} results to save memory, which takes time. {job.remedy}"
         )
 
 
@@ -243,10 +297,15 @@ def _advice(config: RunConfig, limits: Mapping[str, float], binding: str, shard_
     if binding == "interconnect":
         yield (
             f"exchanging weights or activations between chips takes {limits['compute'] / limits[binding]:.1f} times as "
-            f"long as computing; raise batch.rows if weights are gathered (fsdp), lower mesh.tensor if it is more than "
-            f"1, or use larger chips"
+            "long as computing; raise batch.rows if weights are gathered (fsdp), lower mesh.tensor or mesh.context if "
+            "it is more than 1, or use larger chips"
         )
-    elif binding != "compute":
+    elif binding == "feed":
+        yield (
+            f"reading, tokenising and packing limits this job to {limits[binding] / limits['compute']:.0%} of what the "
+            f"chips could compute: use fewer chips or, on GPUs, one process for each (distributed.num_processes)"
+        )
+    elif binding not in ("compute", "hbm"):
         item_bytes = ITEM_BYTES[config.capture.dtype]
         share = (1 + ITEM_BYTES["float32"] / 64) / item_bytes
         int8 = f", or set capture.dtype=int8 capture.scale_group=64 for about {share:.0%} of the bytes"
@@ -257,15 +316,15 @@ def _advice(config: RunConfig, limits: Mapping[str, float], binding: str, shard_
         )
 
 
-def _note_on_reading(model: Model, tpu_slice: Slice, mfu: float, tokens_per_chip: int) -> Iterator[str]:
+def _note_on_reading(model: Model, tpu_slice: Slice, mfu: float, tokens_per_device: int) -> Iterator[str]:
     """A sentence if a step has so few tokens that reading the weights takes a part of its time."""
     critical_tokens, experts = tpu_slice.chip.critical_tokens, model.arch.experts
     if experts is not None:  # an expert's weights are read for its own tokens only
         critical_tokens *= experts.num_experts / experts.per_token
-    reading = critical_tokens / tokens_per_chip * mfu  # as a share of the time to compute
+    reading = critical_tokens / tokens_per_device * mfu  # as a share of the time to compute
     if reading > _MAX_READING:
         yield (
-            f"with {tokens_per_chip} tokens per chip and step, reading the weights takes {reading:.0%} of the time to "
-            f"compute at {mfu:.0%} of the peak (plan.mfu), which may therefore be too high; raise batch.rows to reach "
-            f"at least about {critical_tokens * mfu / _MAX_READING:.0f} tokens"
+            f"with {tokens_per_device} tokens per device and step, reading the weights takes {reading:.0%} of the time "
+            f"to compute at {mfu:.0%} of the peak (plan.mfu), which may therefore be too high; raise batch.rows to "
+            f"reach at least about {critical_tokens * mfu / _MAX_READING:.0f} tokens"
         )

@@ -18,7 +18,7 @@ from pipeline.store.features.index_file import check_index, index_key
 from pipeline.store.format.arrays import array_key, parse_rows
 from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, read_commit_records
 from pipeline.store.format.keys import Kind, index_prefix, parse_key
-from pipeline.store.format.layout import LABELS_ARRAY, ArraySpec
+from pipeline.store.format.layout import LABELS_ARRAY, ArraySpec, StoreLayout
 from pipeline.store.format.statistics import (
     STATISTICS_PREFIX,
     decode_statistics,
@@ -54,45 +54,48 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
 
     Lists all keys, whatever the scope: a stream has every `num_streams`-th store shard, which no prefix selects.
     """
-    kinds: dict[str, Callable[[int, int], str]] = {  # by prefix: the key of a stream's block
-        **{f"{spec.name}/c.": partial(store.layout.shard_key, spec) for spec in store.layout.all_arrays},
+    kinds: dict[str, Callable[..., str]] = {  # by prefix: the key of a stream's block, or of a part of it
         COMMITS_PREFIX: commit_key,
         TABLES_PREFIX: table_key,
         STATISTICS_PREFIX: statistics_key,
         **{index_prefix(name): partial(index_key, name) for name in store.root.metadata.indexed_features},
     }
-    num_streams = store.layout.num_streams
+    layout, num_streams = store.layout, store.layout.num_streams
     committed = {int(block) * num_streams + stream for stream, found in streams.items() for block in found.listed}
 
-    def check_kind(kind: tuple[str, Callable[[int, int], str]]) -> list[Problem]:
-        prefix, key_of = kind
+    def check_kind(prefix: str, key_of: Callable[..., str], spec: ArraySpec | None = None) -> list[Problem]:
+        parts = 1 if spec is None else layout.num_parts(spec)
         stored, problems = set[int](), []
         for key in store.storage.list_keys(prefix):
-            stream, block = _place(key, num_streams)
-            is_own = 0 <= stream < num_streams and key == key_of(stream, block)
-            if is_own and block * num_streams + stream in committed:
-                stored.add(block * num_streams + stream)
+            stream, block, *part = place = _place(key, layout, spec)
+            is_own = 0 <= stream < num_streams and key == key_of(*place)
+            if is_own and (index := block * num_streams + stream) in committed:
+                stored.add(index * parts + sum(part))
             elif scope.has_stream(stream) if is_own else scope.is_first:
-                place = (stream, block) if is_own else None
-                problems.append(Problem(key, "belongs to no committed block", Remedy.discard, place))
+                problem = Problem(key, "belongs to no committed block", Remedy.discard, place[:2] if is_own else None)
+                problems.append(problem)
         for block in chain.from_iterable(found.table for found in streams.values()):
             is_needed = block.has_statistics or prefix != STATISTICS_PREFIX
-            is_stored = block.block * num_streams + block.stream in stored
-            if is_needed and not is_stored and not scope.reads_block(block.stream, block.block):
-                key = key_of(block.stream, block.block)
-                what = store.storage.file_problem(key) or _MISSING  # listings omit folders
-                problems.append(Problem(key, what, block=(block.stream, block.block)))
+            if is_needed and not scope.reads_block(block.stream, block.block):
+                first = (block.block * num_streams + block.stream) * parts
+                for part in (part for part in range(parts) if first + part not in stored):
+                    key = key_of(block.stream, block.block, *(() if spec is None else (part,)))
+                    what = store.storage.file_problem(key) or _MISSING  # listings omit folders
+                    problems.append(Problem(key, what, block=(block.stream, block.block)))
         return problems
 
-    yield from chain.from_iterable(map_ahead(check_kind, kinds.items(), _KINDS_AT_ONCE))
+    arrays = ((f"{spec.name}/c.", partial(layout.shard_key, spec), spec) for spec in layout.all_arrays)
+    kinds_and_arrays = chain(arrays, kinds.items())
+    yield from chain.from_iterable(map_ahead(lambda kind: check_kind(*kind), kinds_and_arrays, _KINDS_AT_ONCE))
 
 
-def _place(key: str, num_streams: int) -> tuple[int, int]:
-    """The stream and block of a block's object, from its key; (-1, -1) for any other key."""
+def _place(key: str, layout: StoreLayout, spec: ArraySpec | None) -> tuple[int, ...]:
+    """The stream and block of a block's object, from its key; and the part, of a store shard of the array `spec`.
+    (-1, -1) for any other key."""
     parsed = parse_key(key)
-    if parsed is None or parsed.number is None:
+    if parsed is None or parsed.number is None or (parsed.kind is Kind.shard) != (spec is not None):
         return -1, -1
-    return divmod(parsed.number, num_streams)[::-1] if parsed.kind is Kind.shard else (parsed.stream, parsed.number)
+    return (parsed.stream, parsed.number) if spec is None else layout.shard_place(spec, parsed.number, parsed.column)
 
 
 def check_arrays(store: OpenStore, num_rows: int | None) -> Iterator[Problem]:
@@ -169,8 +172,7 @@ def _check_block_once(store: OpenStore, stream: int, block: int) -> tuple[list[P
         except StoreError as error:
             problems.append(Problem(key, str(error), block=place))
     for spec in store.layout.all_arrays:
-        for what, remedy in _check_array(store, spec, record):
-            problems.append(Problem(store.layout.shard_key(spec, *place), what, remedy, place))
+        problems += _check_array(store, spec, record)
     return problems, results.get(table_key(*place))
 
 
@@ -179,37 +181,35 @@ def _check_index(storage: Storage, sae: Mapping[str, Any], place: tuple[int, int
     check_index(storage.read(key), sae["width"], np.dtype(sae["dtype"]), key)
 
 
-def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> Iterator[tuple[str, Remedy]]:
-    """Yields what is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
-    format = store.layout.shard_format(spec)
-    absent = checksum(format.fill_chunk)
-    checksums, wrong = [], None
-    try:
-        for number, stored in enumerate(_read_chunks(store, spec, record)):
-            if stored is None:
-                checksums.append(absent)
-                continue
-            values = decode_chunk(stored, format)
-            is_plain = format.compression == "none"
-            checksums.append(
-                bytes(stored[-CHECKSUM_BYTES:]) if is_plain else checksum(memoryview(values.reshape(-1).view(np.uint8)))
-            )
-            wrong = wrong or _wrong_values(store, spec, values, number)
-    except (StoreError, ValueError) as error:
-        yield str(error), Remedy.recompute
-        return
+def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> list[Problem]:
+    """What is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
+    format, place = store.layout.shard_format(spec), (record.stream, record.block)
+    keys = [store.layout.shard_key(spec, *place, part) for part in range(store.layout.num_parts(spec))]
+    absent, is_plain = checksum(format.fill_chunk), format.compression == "none"
+    checksums, wrong, damaged = [], [], []
+    for key in keys:
+        try:
+            for stored in _read_chunks(store, key, format):
+                if stored is None:
+                    checksums.append(absent)
+                    continue
+                values = decode_chunk(stored, format)
+                content = memoryview(values.reshape(-1).view(np.uint8))
+                checksums.append(bytes(stored[-CHECKSUM_BYTES:]) if is_plain else checksum(content))
+                if not wrong and (found := _wrong_values(store, spec, values, len(checksums) - 1)):
+                    wrong = [Problem(key, *found, place)]
+        except (StoreError, ValueError) as error:
+            damaged.append(Problem(key, str(error), Remedy.recompute, place))
     digest, expected = values_digest(checksums), record.digests.get(spec.name)
-    if digest != expected:
-        yield f"the digest of its values is {digest}, but the block's record has {expected}", Remedy.recompute
-    elif wrong:
-        yield wrong
+    if damaged or digest == expected:
+        return damaged or wrong
+    what = f"the digest of the block's values is {digest}, but the block's record has {expected}"
+    return [Problem(key, what, Remedy.recompute, place) for key in keys]
 
 
-def _read_chunks(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> Iterator[memoryview | None]:
+def _read_chunks(store: OpenStore, key: str, format: ShardFormat) -> Iterator[memoryview | None]:
     """The stored chunks of a store shard in order, None for one of fill values. Raises ValueError for a damaged index,
     and StoreError."""
-    format: ShardFormat = store.layout.shard_format(spec)
-    key = store.layout.shard_key(spec, record.stream, record.block)
     [tail] = store.storage.read_many([key], [(-format.index_bytes, None)])
     if tail is None:
         raise StoreInvalid(_MISSING)
@@ -236,7 +236,7 @@ def _wrong_values(store: OpenStore, spec: ArraySpec, values: np.ndarray, number:
         what, remedy = _wrong_labels(values), Remedy.recompute
     else:
         return None
-    row = number * values.shape[1] // store.layout.shard_shape(spec)[1] * len(values)
+    row = number * values.shape[1] // store.layout.block_shape(spec)[1] * len(values)
     return what and (f"rows {row} to {row + len(values) - 1} of the block: {what}", remedy)
 
 

@@ -25,7 +25,8 @@ from pipeline.store.io.storage import Storage
 
 # More than any store has: edited sizes must not lead to huge allocations.
 _MAX_CHUNK_BYTES = 1 << 28
-_MAX_SHARD_BYTES = 1 << 38
+_MAX_BLOCK_BYTES = 1 << 38
+_MAX_PARTS = 1 << 12
 
 _LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 _CRC32C = {"name": "crc32c"}
@@ -49,16 +50,19 @@ def layout_of(root: StoreRoot) -> StoreLayout:
         arrays=activations,
         compression=metadata.store.get("compression", "none"),
         selected=root.selected,
+        shard_bytes=metadata.store.get("shard_bytes"),
         scales=tuple(scale_spec(spec, root.scale_groups[spec.name]) for spec in activations if root.scale_groups),
         outputs=metadata.outputs,
         has_labels="labels" in metadata.data,
     )
     for spec in layout.all_arrays:
-        format = layout.shard_format(spec)
-        if format.chunk_bytes > _MAX_CHUNK_BYTES or format.chunk_bytes * format.num_chunks > _MAX_SHARD_BYTES:
+        format, parts = layout.shard_format(spec), layout.num_parts(spec)
+        block_bytes = format.chunk_bytes * format.num_chunks * parts
+        if format.chunk_bytes > _MAX_CHUNK_BYTES or block_bytes > _MAX_BLOCK_BYTES or parts > _MAX_PARTS:
             raise StoreInvalid(
-                f"{ROOT_KEY} describes store shards {format.shape} of {spec.name}, in chunks {format.chunk_shape}: "
-                f"expected at most {_MAX_SHARD_BYTES} bytes in chunks of at most {_MAX_CHUNK_BYTES}. {DAMAGE_REMEDY}"
+                f"{ROOT_KEY} describes blocks of {parts} store shards {format.shape} of {spec.name}, in chunks "
+                f"{format.chunk_shape}: expected at most {_MAX_BLOCK_BYTES} bytes in {_MAX_PARTS} shards, chunks of at "
+                f"most {_MAX_CHUNK_BYTES}. {DAMAGE_REMEDY}"
             )
     return layout
 
@@ -92,7 +96,7 @@ def zarr_metadata(layout: StoreLayout, spec: ArraySpec, rows: int) -> dict[str, 
     return {
         "zarr_format": 3,
         "node_type": "array",
-        "shape": [rows, *shard_shape[1:]],
+        "shape": [rows, *layout.block_shape(spec)[1:]],
         "data_type": spec.dtype,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": shard_shape}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},

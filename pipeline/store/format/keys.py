@@ -21,9 +21,9 @@ _TEMPORARY = re.compile(rf"(\.[0-9a-f]{{8}})?{re.escape(LOCK_SUFFIX)}$")  # ends
 
 class Kind(Enum):
     """A kind of objects. The value is a regular expression of their keys: `folder` is that of an array or of an index
-    by feature, `number` that of a block or a group, or of a store shard (block * num_streams + stream)."""
+    by feature, `number` that of a block or a group; `number` and `column` are a store shard's indices in its array."""
 
-    shard = r"(?P<folder>[^/]+)/c\.(?P<number>\d{1,18})\.0(\.0)?"
+    shard = r"(?P<folder>[^/]+)/c\.(?P<number>\d{1,18})\.(?P<column>\d{1,9})(\.0)?"
     documents = rf"_documents/{_BLOCK}\.parquet"
     statistics = rf"_statistics/{_BLOCK}\.parquet"
     feature_index = rf"(?P<folder>_features/[^/]+)/{_BLOCK}\.csc"
@@ -57,6 +57,7 @@ class StoreKey(NamedTuple):
     folder: str | None
     stream: int | None
     number: int | None
+    column: int | None
 
 
 def parse_key(key: str) -> StoreKey | None:
@@ -65,8 +66,8 @@ def parse_key(key: str) -> StoreKey | None:
     for kind, pattern in _PATTERNS.items():
         if match := pattern.fullmatch(key):
             groups = match.groupdict()
-            stream, number = (groups.get(name) and int(groups[name]) for name in ("stream", "number"))
-            return StoreKey(kind, groups.get("folder"), stream, number)
+            numbers = (groups.get(name) and int(groups[name]) for name in ("stream", "number", "column"))
+            return StoreKey(kind, groups.get("folder"), *numbers)
     return None
 
 

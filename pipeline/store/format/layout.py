@@ -2,12 +2,14 @@
 
 Shapes: R rows per block (`rows_per_block`), T positions per row (`length`), K slots per row for selected tokens
 (`selected`), D features per activation (`width`).
-One block of one array is one store shard, which is one object. The chunks inside it are the unit of reading.
+One block of one array is one store shard, which is one object, or several if it is large (`shard_bytes`). The chunks
+inside a shard are the unit of reading.
 """
 
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows the names of its types once it is imported
@@ -30,6 +32,9 @@ CHUNK_BYTES = MIB // 2
 # A read of this size is large enough for object storage, and small enough that malloc reuses heap memory for it. Larger
 # allocations are mapped each time, and the page faults cost more than half of the throughput.
 PIECE_BYTES = 8 * MIB
+
+# A block that has more bytes of an array is divided into several store shards.
+LARGEST_SHARD_BYTES = 256 * MIB
 
 ITEM_BYTES = {
     "int16": 2,
@@ -177,6 +182,8 @@ class StoreLayout:
 
     arrays: the activation arrays. Every store also has the four side arrays, which align them with the text.
     selected: slots per row; None where the activations of all tokens are stored.
+    shard_bytes: about how many a store shard has at most. A larger block of an array is several shards, which are whole
+        rows or part of one row, so that the shards in order are the block's values in order. None: a block is one.
     scales: of scaled arrays.
     outputs: the arrays of `capture.outputs` and of SAEs.
     has_labels: whether tokens have labels.
@@ -188,6 +195,7 @@ class StoreLayout:
     arrays: tuple[ArraySpec, ...]
     compression: str = "none"
     selected: int | None = None
+    shard_bytes: int | None = None
     scales: tuple[ArraySpec, ...] = ()
     outputs: tuple[ArraySpec, ...] = ()
     has_labels: bool = False
@@ -220,22 +228,33 @@ class StoreLayout:
     def _row_slots(self, spec: ArraySpec) -> int:
         return self.length if spec.slots == "position" else self.selected
 
-    def shard_index(self, stream: int, block: int) -> int:
-        """The index, along the rows, of a block's store shard."""
-        return block * self.num_streams + stream
-
     def first_row(self, stream: int, block: int) -> int:
-        return self.shard_index(stream, block) * self.rows_per_block
+        return (block * self.num_streams + stream) * self.rows_per_block
 
-    def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
+    def block_shape(self, spec: ArraySpec) -> tuple[int, ...]:
         """[R, T] or [R, T, D], with K instead of T in arrays of selected tokens."""
         return (self.rows_per_block, self._row_slots(spec), *spec.token_shape)
 
+    def shard_shape(self, spec: ArraySpec) -> tuple[int, ...]:
+        """Divides the block's shape, as a chunk's divides the shard's: whole rows or part of one, with all features."""
+        rows, positions, *features = self.block_shape(spec)
+        if self.shard_bytes is not None:
+            rows, positions = _part(rows, positions, (spec.chunked_as or spec).position_bytes, self.shard_bytes)
+        return (rows, positions, *features)
+
     def chunk_shape(self, spec: ArraySpec) -> tuple[int, ...]:
-        """Whole rows, or part of one row, with all features. Divides the shard's shape."""
-        position_bytes = (spec.chunked_as or spec).position_bytes
-        rows, positions = _chunk_rows_positions(self.rows_per_block, self._row_slots(spec), position_bytes)
-        return (rows, positions, *spec.token_shape)
+        rows, positions, *features = self.shard_shape(spec)
+        return (*_part(rows, positions, (spec.chunked_as or spec).position_bytes, CHUNK_BYTES), *features)
+
+    def num_parts(self, spec: ArraySpec) -> int:
+        """How many store shards a block of the array has."""
+        return math.prod(self.block_shape(spec)) // math.prod(self.shard_shape(spec))
+
+    def part_place(self, spec: ArraySpec, part: int) -> tuple[slice, slice]:
+        """The rows and slots of a block that are in one of its store shards."""
+        rows, positions = self.shard_shape(spec)[:2]
+        row, column = divmod(part, self._row_slots(spec) // positions)
+        return slice(row * rows, (row + 1) * rows), slice(column * positions, (column + 1) * positions)
 
     def piece_rows(self, names: Collection[str], more: Collection[str] = ()) -> int:
         """How many rows of the arrays `names` and `more` to read at a time: about PIECE_BYTES of the widest, and whole
@@ -244,11 +263,18 @@ class StoreLayout:
         chunk_rows = math.lcm(*(self.chunk_shape(spec)[0] for spec in self.all_arrays if spec.name in names))
         return min(max(1, PIECE_BYTES // (row_bytes * chunk_rows)) * chunk_rows, self.rows_per_block)
 
-    def shard_key(self, spec: ArraySpec, stream: int, block: int) -> str:
-        """The key, relative to the store, of a block of an array (Zarr v3's default chunk key encoding, with "." as the
+    def shard_key(self, spec: ArraySpec, stream: int, block: int, part: int = 0) -> str:
+        """The key, relative to the store, of a store shard (Zarr v3's default chunk key encoding, with "." as the
         separator, so that an array is one directory)."""
-        index = (self.shard_index(stream, block), *(0 for _ in spec.dimension_names[1:]))
-        return f"{spec.name}/c." + ".".join(str(i) for i in index)
+        columns = self._row_slots(spec) // self.shard_shape(spec)[1]
+        index = divmod((block * self.num_streams + stream) * self.num_parts(spec) + part, columns)
+        return f"{spec.name}/c." + ".".join(map(str, (*index, *(0 for _ in spec.token_shape))))
+
+    def shard_place(self, spec: ArraySpec, row: int, column: int) -> tuple[int, int, int]:
+        """The stream, block and part of a store shard, from its indices."""
+        columns = self._row_slots(spec) // self.shard_shape(spec)[1]
+        index, part = divmod(row * columns + column, self.num_parts(spec))
+        return index % self.num_streams, index // self.num_streams, part
 
     def shard_format(self, spec: ArraySpec) -> ShardFormat:
         """How the array's store shards are encoded."""
@@ -272,11 +298,13 @@ def rows_per_block_for(shard_mib: float, row_bytes: int, step_rows: int, max_ste
     return step_rows * 2 ** (steps.bit_length() - 1)
 
 
-def _chunk_rows_positions(rows: int, length: int, position_bytes: int) -> tuple[int, int]:
-    """The chunk of whole rows, or part of one row, whose size is closest to CHUNK_BYTES on a logarithmic scale."""
+@lru_cache(1024)
+def _part(rows: int, length: int, position_bytes: int, num_bytes: int) -> tuple[int, int]:
+    """The rows and positions of equal parts, of whole rows or of one row, whose size is closest to `num_bytes` on a
+    logarithmic scale."""
 
     def distance(candidate: tuple[int, int]) -> float:
-        return abs(math.log2(candidate[0] * candidate[1] * position_bytes / CHUNK_BYTES))
+        return abs(math.log2(candidate[0] * candidate[1] * position_bytes / num_bytes))
 
     whole_rows = ((r, length) for r in _divisors(rows))
     row_parts = ((1, t) for t in _divisors(length))
@@ -284,4 +312,5 @@ def _chunk_rows_positions(rows: int, length: int, position_bytes: int) -> tuple[
 
 
 def _divisors(n: int) -> Iterator[int]:
-    return (d for d in range(1, n + 1) if n % d == 0)
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return iter(sorted({*small, *(n // d for d in small)}))

@@ -68,7 +68,7 @@ _ATTRIBUTES = {
         "top_logprobs?": _WIDTH,
         "encode?": [_ENCODER],
     },
-    "store": {"compression?": {"none", "zstd"}},
+    "store": {"compression?": {"none", "zstd"}, "shard_bytes?": Range(1, 1 << 38)},
     "config": {
         "run": {"max_tokens": (None, _COUNT)},
         "model?": {"path?": (None, str), "tokenizer?": (None, str)},
@@ -97,7 +97,7 @@ class StoreMetadata:
     """What determines a store's content, and in `config`, for information, the configuration that created it.
 
     Every value is plain JSON. The fingerprint covers everything except `config` and, in `store`, all but the
-    compression.
+    compression and `shard_bytes` (if there is one).
     """
 
     model: Json
@@ -155,7 +155,8 @@ class StoreMetadata:
     def content(self) -> dict[str, Any]:
         """What the fingerprint covers."""
         content = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("config", "store")}
-        return content | {"store": {"compression": self.store.get("compression", "none")}}
+        settings = {name: self.store[name] for name in ("shard_bytes",) if name in self.store}
+        return content | {"store": {"compression": self.store.get("compression", "none"), **settings}}
 
     def fingerprint(self) -> str:
         """The sha256 of the canonical JSON of `content()`, as hex."""
@@ -199,7 +200,7 @@ class StoreRoot:
     complete: whether the store has all blocks.
     summary: the sha256 of the files in `_summary/` that a finished store has, see `summary.py`; None before.
     may_be_not_finite: whether a run was allowed to store activations that are not finite.
-    weights_error: by array, the relative error caused by int8 weights.
+    weights_error: by array, the relative error caused by quantised weights.
     cache_error: by array and for final_norm, the relative error caused by int8 keys and values (data=generate).
     """
 

@@ -41,7 +41,9 @@ COMPLETION_SCHEMA = pa.schema(
     ]
 )
 SAMPLE_SCHEMA = pa.schema([("sample", pa.int64())])
-"""With `data.samples`: which of its prompt's completions a document has, from 0."""
+"""With `data.samples` or `data.beams`: which of its prompt's completions a document has, from 0."""
+SCORE_SCHEMA = pa.schema([("score", pa.float64())])
+"""With `data.beams`: the mean log-probability of the completion's tokens."""
 
 _GROUP_SCHEMA = pa.schema(
     [
@@ -57,7 +59,9 @@ _GROUP_SCHEMA = pa.schema(
     ]
 )
 _ACTIVATIONS_PREFIX = "activations."  # of columns, followed by the array's name
-RESERVED_COLUMNS = frozenset([*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names, *SAMPLE_SCHEMA.names])
+RESERVED_COLUMNS = frozenset(
+    [*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names, *SAMPLE_SCHEMA.names, *SCORE_SCHEMA.names]
+)
 """Which columns a source of prompts cannot have."""
 
 

@@ -81,7 +81,7 @@ def _figures(figures: Sequence[tuple[str, str | None]]) -> str:
 
 def _activations(sample: StoreSample) -> str:
     rows = [[escape(cell) for cell in view.table_row()] for view in sample.views]
-    num_tokens = int((sample.text.segments > 0).sum())
+    num_tokens = int((sample.text.documents >= 0).sum())
     return (
         f"<h2>Activations</h2><p>L2 norms in {len(sample.rows)} random rows with {num_tokens:,} tokens.</p>"
         f"{_table(HEADER, rows, texts=(0,))}"
@@ -110,7 +110,7 @@ def _text(view: ActivationView, sample: StoreSample, tokenizer: TextTokenizer | 
     for text_row in range(min(TEXT_ROWS, len(sample.rows))):
         text = {name: values[text_row] for name, values in vars(sample.text).items() if values is not None}
         spans, window = [], None
-        for t in np.flatnonzero(text["segments"])[:TEXT_TOKENS].tolist():
+        for t in np.flatnonzero(text["documents"] >= 0)[:TEXT_TOKENS].tolist():
             token, norm = int(text["tokens"][t]), float(view.norms[text_row, t])
             if (text["segments"][t], text["documents"][t]) != window:  # joined documents share a segment
                 window = (text["segments"][t], text["documents"][t])
@@ -150,7 +150,7 @@ def _labels(sample: StoreSample) -> str:
     """How many tokens have each role and part, if tokens have labels."""
     if sample.text.labels is None:
         return ""
-    labels = sample.text.labels[sample.text.segments > 0]
+    labels = sample.text.labels[sample.text.documents >= 0]
     counts = np.zeros((len(Role), len(Part)), np.int64)
     np.add.at(counts, tuple(_roles_and_parts(labels).T), 1)
     parts = [part for part in Part if counts[:, part].any()]

@@ -36,7 +36,8 @@ def store_facts(store: ActivationStore) -> dict[str, str]:
         "model": _joined(model.get("family"), model.get("dtype"), run_model.get("path"), run_model.get("adapter")),
         "data": _joined(data.get("source"), config.get("data", {}).get("path"), data.get("dataset")),
         "rows": _joined(f"{layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
-        "tokens": f"{store.num_tokens:,} in {num_rows:,} rows; {padding:.1%} of their slots are padding",
+        "tokens": f"{store.num_tokens:,} in {num_rows:,} rows; {padding:.1%} of their slots are "
+        f"padding{' or context' if batch.get('overlap') else ''}",
         "blocks": f"{len(blocks):,} of {layout.rows_per_block} rows; by stream: "
         + _counts(np.bincount(blocks.column("stream"), minlength=metadata.num_streams).tolist()),
         "documents": f"{blocks.total('documents'):,}, counted once per block that has tokens of the document; "
@@ -64,9 +65,10 @@ def store_facts(store: ActivationStore) -> dict[str, str]:
 
 
 def _rounding_facts(store: ActivationStore) -> dict[str, str]:
-    """The errors of int8 weights, of an int8 cache, and of a scaled dtype, as far as they were measured."""
+    """The errors of quantised weights, of an int8 cache, and of a scaled dtype, as far as they were measured."""
     facts = {}
-    measured = {"int8": ("weights", store.weights_error), "int8 cache": ("keys, values", store.cache_error)}
+    weights_dtype = str(store.metadata.model.get("weights_dtype"))
+    measured = {weights_dtype: ("weights", store.weights_error), "int8 cache": ("keys, values", store.cache_error)}
     for name, (what, errors) in measured.items():
         of_all, of_median = _range(errors, "relative_error"), _range(errors, "token_median")
         if of_all and of_median:

@@ -67,7 +67,7 @@ class ShardFormat:
 
 
 def values_digest(checksums: Iterable[bytes]) -> str:
-    """The digest of a block's values in an array, from the crc32c of each decoded chunk."""
+    """The digest of a block's values in an array, from the crc32c of each decoded chunk, in order."""
     return hashlib.sha256(b"".join(checksums)).hexdigest()[:_DIGEST_DIGITS]
 
 
@@ -76,8 +76,8 @@ def checksum(content: Buffer) -> bytes:
     return crc32c(content).to_bytes(CHECKSUM_BYTES, "little")
 
 
-def encode_shard(values: Shaped[np.ndarray, "..."], format: ShardFormat) -> tuple[list[Buffer], str]:
-    """The parts of a shard in order, and the digest of the values. Uncompressed chunks are views of `values`."""
+def encode_shard(values: Shaped[np.ndarray, "..."], format: ShardFormat) -> tuple[list[Buffer], bytes]:
+    """The parts of a shard in order, and its chunks' checksums (decoded). Uncompressed chunks are views of `values`."""
     values = np.ascontiguousarray(values, format.dtype)
     if values.shape != format.shape:
         raise ValueError(f"a store shard has the shape {format.shape}, got {values.shape}")
@@ -101,11 +101,12 @@ def encode_shard(values: Shaped[np.ndarray, "..."], format: ShardFormat) -> tupl
         index[number] = offset, len(stored) + CHECKSUM_BYTES
         offset += len(stored) + CHECKSUM_BYTES
     encoded_index = index.tobytes()
-    return [*parts, encoded_index, checksum(encoded_index)], values_digest(checksums)
+    return [*parts, encoded_index, checksum(encoded_index)], b"".join(checksums)
 
 
-def decode_shard(content: Buffer, format: ShardFormat) -> tuple[Shaped[np.ndarray, "..."], str]:
-    """The values of a shard, and their digest. Raises ValueError, saying what is wrong, if the shard is damaged."""
+def decode_shard(content: Buffer, format: ShardFormat) -> tuple[Shaped[np.ndarray, "..."], bytes]:
+    """The values of a shard, and its chunks' checksums (decoded). Raises ValueError, saying what is wrong, if the shard
+    is damaged."""
     content = memoryview(content)
     index = decode_index(content[-format.index_bytes :], format)
     present = index[index[:, 1] != ABSENT]
@@ -119,7 +120,7 @@ def decode_shard(content: Buffer, format: ShardFormat) -> tuple[Shaped[np.ndarra
         else:
             decode_chunk(content[offset : offset + size], format, chunk)
         checksums.append(checksum(memoryview(chunk.reshape(-1).view(np.uint8))))
-    return chunks.reshape(format.shape), values_digest(checksums)
+    return chunks.reshape(format.shape), b"".join(checksums)
 
 
 def decode_index(content: Buffer, format: ShardFormat) -> UInt64[np.ndarray, "chunks 2"]:

@@ -76,8 +76,8 @@ class ActivationStore(HasBatches, HasStatistics):
     length: token positions per row. slots: slots per row for activations; `length`, or fewer if only some tokens'
     activations are stored.
     blocks: the committed blocks, in row order.
-    weights_error: the relative error caused by int8 weights, by array name: `relative_error` of all tokens together,
-    and `token_median`; None without them.
+    weights_error: the relative error caused by quantised weights, by array name: `relative_error` of all tokens
+    together, and `token_median`; None without them.
     cache_error: the relative error caused by int8 keys and values (data=generate), by array name and for final_norm.
     storage: the store's storage.
     """

@@ -1,8 +1,8 @@
 """Reads values of store shards into the caller's memory: a shard's index, then the chunks that hold the values.
 
-A shard is a sequence of slots (row * S + slot), and each chunk holds some consecutive ones, so that a read is a range
-of slots. Threads read local files, uncompressed chunks straight into that memory. From other storage they request the
-index, which is kept, and all neighbouring chunks at once.
+A block is a sequence of slots (row * S + slot). Each of its shards, and each chunk of these, holds some consecutive
+ones, so that a read is a range of slots. Threads read local files, uncompressed chunks straight into that memory. From
+other storage they request the index, which is kept, and all neighbouring chunks at once.
 Shapes: S slots per row, n slots that are read.
 """
 
@@ -98,7 +98,7 @@ class ShardReads:
     def memory(self, name: str, num_rows: int) -> Shaped[np.ndarray, "rows S ..."]:
         """New memory for rows of an array."""
         format = self._formats[name]
-        return np.empty((num_rows, *format.shape[1:]), format.dtype)
+        return np.empty((num_rows, *self.layout.block_shape(self._specs[name])[1:]), format.dtype)
 
     def start(self, name: str, first_row: int, out: Shaped[np.ndarray, "rows S ..."]) -> list[Future[None]]:
         """Starts reading consecutive rows of an array into `out`, in pieces. Raises StoreError, as the futures do."""
@@ -150,8 +150,10 @@ class ShardReads:
 
     def _read(self, name: str, shard: int, first: int, out: Shaped[np.ndarray, "n ..."]) -> None:
         """Reads the slots from `first` on of a shard. Raises StoreError; reads again what seems damaged."""
-        block, stream = divmod(shard, self.layout.num_streams)
-        key = self.layout.shard_key(self._specs[name], stream, block)
+        spec = self._specs[name]
+        index, part = divmod(shard, self.layout.num_parts(spec))
+        block, stream = divmod(index, self.layout.num_streams)
+        key = self.layout.shard_key(spec, stream, block, part)
         read = self._read_objects if self.storage.directory is None else self._read_file
 
         def read_once() -> None:

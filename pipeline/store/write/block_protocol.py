@@ -20,7 +20,7 @@ from pipeline.store.format.statistics import STATISTICS_PREFIX, decode_statistic
 from pipeline.store.format.tables import TABLES_PREFIX, table_key
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parquet import decode_parquet, decode_table_of, encode_table, table_digest
-from pipeline.store.io.shards import Buffer, ShardFormat, decode_shard, encode_shard
+from pipeline.store.io.shards import Buffer, ShardFormat, decode_shard, encode_shard, values_digest
 
 _MAX_DOCUMENTS = 1 << 32  # of a block
 
@@ -33,17 +33,18 @@ _OTHER_CONTENT = (
 
 
 class Put(NamedTuple):
-    """A request to put an object if absent. Its answer is a `PutAnswer`. encode: returns its parts and its digest."""
+    """A request to put an object if absent. Its answer is a `PutAnswer`. encode: returns its parts and, of a store
+    shard, its chunks' checksums."""
 
     key: str
-    encode: Callable[[], tuple[Sequence[Buffer], str]]
+    encode: Callable[[], tuple[Sequence[Buffer], bytes]]
 
 
 class PutAnswer(NamedTuple):
-    """is_new: whether the object was written now. digest: of the content that was to be written."""
+    """is_new: whether the object was written now. checksums: of the content that was to be written."""
 
     is_new: bool
-    digest: str
+    checksums: bytes
 
 
 class Read(NamedTuple):
@@ -116,23 +117,27 @@ def write_block(layout: StoreLayout, block: NewBlock) -> Steps[CommitRecord]:
 
 def _write_arrays(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[str, str], set[str]]]:
     """Writes the arrays. Returns the digests of the stored ones, and the names of those whose values were adopted."""
-    specs = {layout.shard_key(spec, block.record.stream, block.record.block): spec for spec in layout.all_arrays}
+    place = block.record.stream, block.record.block
+    shards = {
+        layout.shard_key(spec, *place, part): (spec, block.arrays[spec.name][layout.part_place(spec, part)])
+        for spec in layout.all_arrays
+        for part in range(layout.num_parts(spec))
+    }
     puts = yield [
-        Put(key, partial(encode_shard, block.arrays[spec.name], layout.shard_format(spec)))
-        for key, spec in specs.items()
+        Put(key, partial(encode_shard, values, layout.shard_format(spec))) for key, (spec, values) in shards.items()
     ]
-    digests, adopted = {}, set()
-    for (key, spec), put in zip(specs.items(), puts, strict=True):
-        digests[spec.name] = put.digest
+    checksums, adopted = {spec.name: [] for spec in layout.all_arrays}, set()
+    for (key, (spec, values)), put in zip(shards.items(), puts, strict=True):
+        stored_checksums = put.checksums
         if not put.is_new:  # one after the other, since each takes memory
-            [(values, digest)] = yield [Read(key, partial(_decode_shard, layout.shard_format(spec)))]
-            if digest != put.digest:
+            [(stored, stored_checksums)] = yield [Read(key, partial(_decode_shard, layout.shard_format(spec)))]
+            if stored_checksums != put.checksums:
                 if _is_exact(spec):
                     raise StoreError(f"the store has {key}, {_OTHER_CONTENT}")
-                block.arrays[spec.name][...] = values
-                digests[spec.name] = digest
+                values[...] = stored
                 adopted.add(spec.name)
-    return digests, adopted
+        checksums[spec.name].append(stored_checksums)
+    return {name: values_digest(parts) for name, parts in checksums.items()}, adopted
 
 
 def _write_files(contents: Mapping[str, bytes]) -> Steps[dict[str, bytes]]:
@@ -160,7 +165,7 @@ def _is_same(key: str, stored: bytes, content: bytes) -> bool:
 
 
 def _put(key: str, content: bytes) -> Put:
-    return Put(key, lambda: ([content], ""))
+    return Put(key, lambda: ([content], b""))
 
 
 def _is_exact(spec: ArraySpec) -> bool:
@@ -174,7 +179,7 @@ def _require(key: str, content: bytes | None) -> bytes:
     return content
 
 
-def _decode_shard(format: ShardFormat, key: str, content: bytes | None) -> tuple[np.ndarray, str]:
+def _decode_shard(format: ShardFormat, key: str, content: bytes | None) -> tuple[np.ndarray, bytes]:
     try:
         return decode_shard(_require(key, content), format)
     except ValueError as error:

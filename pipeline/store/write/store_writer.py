@@ -147,7 +147,7 @@ class StoreWriter:
         """Starts writing a block; does not wait. Start the blocks of a stream in order. The future returns the record
         as it is stored; it raises StoreError, also if an earlier block of the stream failed.
 
-        arrays: every array of the layout by name, with its full shard shape, padded with fill values. They are not
+        arrays: every array of the layout by name, with its full block shape, padded with fill values. They are not
         copied: do not change them until the future is done. If the store has other values of a float array, which
         another run has written, these are copied into `arrays`.
         summarise: called in another thread when all arrays are stored, with the names of such arrays. Returns the
@@ -225,8 +225,8 @@ class StoreWriter:
     def _answer(storage: Storage, request: Put | Read) -> Any:
         if isinstance(request, Read):
             return next(storage.read_checked([request.key], request.check))
-        parts, digest = request.encode()
-        return PutAnswer(storage.put(request.key, *parts), digest)
+        parts, checksums = request.encode()
+        return PutAnswer(storage.put(request.key, *parts), checksums)
 
     def finish(self, force: bool = False) -> bool:
         """Marks the store complete unless it holds less than its target. Returns whether it is complete.
@@ -241,7 +241,7 @@ class StoreWriter:
 
     def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
         given = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-        expected = {s.name: (s.dtype, self.layout.shard_shape(s)) for s in self.layout.all_arrays}
+        expected = {s.name: (s.dtype, self.layout.block_shape(s)) for s in self.layout.all_arrays}
         if given != expected:
             raise ValueError(f"a block needs the arrays {expected}, got {given}")
 

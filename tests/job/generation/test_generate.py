@@ -145,17 +145,18 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
 
 
 def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_path):
-    """The store does not depend on interruptions."""
+    """The store does not depend on interruptions, nor on proposals."""
     options = [*overrides, "data.samples=3", "data.group=5", "data.stop=[th,ing]"]
     once, twice = tmp_path / "once", tmp_path / "twice"
     run_here(*options, f"store.path={once}")
-    create_store(*options, f"store.path={twice}")
+    speculating = [*options, "data.speculate=3", f"store.path={twice}"]
+    create_store(*speculating)
     with writes_held(twice, [group_key(0, 3)]):
-        process = start(*options, f"store.path={twice}")
+        process = start(*speculating)
         wait_until(lambda: num_groups(twice) >= 3, process, "3 groups")
         process.kill()
         process.communicate()
-    run_here(*options, f"store.path={twice}")
+    run_here(*speculating)
     assert_same_store(once, twice)
     assert verify_store(str(once)) == []
     store, tokenizer = ActivationStore.open(once), load_tokenizer(str(ASSETS))
@@ -180,6 +181,39 @@ def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_p
         run_here(*options, "store.path=/nowhere", "data.stop=['']")
 
 
+def test_beams_are_documents_with_scores(overrides, tmp_path):
+    """The store does not depend on interruptions."""
+    options = [*overrides, "data.temperature=0", "data.seed=0", "data.beams=2", "data.group=5", "data.max_new_tokens=8"]
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    run_here(*options, f"store.path={once}")
+    create_store(*options, f"store.path={twice}")
+    with writes_held(twice, [group_key(0, 2)]):
+        process = start(*options, f"store.path={twice}")
+        wait_until(lambda: num_groups(twice) >= 2, process, "2 groups")
+        process.kill()
+        process.communicate()
+    run_here(*options, f"store.path={twice}")
+    assert_same_store(once, twice)
+    assert verify_store(str(once)) == []
+    scores: dict[str, list[float]] = {}
+    rows = {row["document"]: row for row in ActivationStore.open(once).documents().to_pylist()}
+    for _, row in sorted(rows.items()):
+        prompt, _, beam = row["id"].rpartition("/")
+        assert row["sample"] == int(beam) == len(scores.setdefault(prompt, []))
+        scores[prompt].append(row["score"])
+    assert len(scores) > 15
+    assert all(len(each) == 2 and 0 > each[0] >= each[1] for each in scores.values())
+    refused = {
+        "data.rows=5": r"data\.rows = 5 is 5 on each device, expected a multiple of data\.beams = 2",
+        "data.stop=[x]": r"data\.beams = 2 with data\.stop",
+        "capture.when=decode": r"data\.beams = 2 with capture\.when=decode",
+        "data.temperature=1": r"data\.beams is 2, but has an effect only with data\.temperature=0",
+    }
+    for option, message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            run_here(*options, "store.path=/nowhere", option)
+
+
 def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
     store = tmp_path / "store"
     run_here(*overrides, f"store.path={store}", "run.max_tokens=1500")
@@ -196,13 +230,14 @@ def test_activations_kept_while_decoding_equal_those_of_the_documents(overrides,
     float32 = [*overrides, "capture.dtype=float32", "data.group=8"]
     run_here(*float32, f"store.path={tmp_path / 'document'}")
     kept = tmp_path / "kept"
-    with commits_held(kept, [(0, 2)], *float32, "capture.when=decode"):
-        process = start(*float32, "capture.when=decode", f"store.path={kept}")
+    keeping = [*float32, "capture.when=decode", "data.speculate=2"]
+    with commits_held(kept, [(0, 2)], *keeping):
+        process = start(*keeping, f"store.path={kept}")
         wait_for_blocks(process, kept, 2)
         process.kill()
         process.communicate()
     before = num_groups(kept)
-    run_here(*float32, "capture.when=decode", f"store.path={kept}")
+    run_here(*keeping, f"store.path={kept}")
     assert 0 < num_groups(kept) <= 3 < before  # the streams' last groups, which have documents for no block
     assert verify_store(str(kept)) == []
     expected, found = ActivationStore.open(tmp_path / "document"), ActivationStore.open(kept)

@@ -24,6 +24,14 @@ CONFIG = {  # a layer with a DeltaNet, one with attention
     "num_key_value_heads": 2,
     "vocab_size": 102,
 }
+LATENT_CONFIG = {  # latents are not divided along `tensor`
+    "model_type": "deepseek_v3",
+    **{"kv_lora_rank": 12, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    **{"first_k_dense_replace": 1, "moe_intermediate_size": 16, "n_routed_experts": 8, "n_group": 4, "topk_group": 2},
+    **{"n_shared_experts": 1, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    **{name: CONFIG[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")},
+    "num_hidden_layers": 2,
+}
 
 PROGRAM = """
 import sys
@@ -46,12 +54,12 @@ model = open_model(path, init="random")
 KEYS = (*activation_keys((0,), (Site.attn_out, Site.resid_post)), *activation_keys((1,), (Site.attn_z,)))
 prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
 mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (num_processes > 1)]
-tensor, fsdp = (int(letter) for letter in kind)
-partition = Partition(sharding.make_mesh(tensor), bool(fsdp))
+tensor, fsdp, group = (int(letter) for letter in kind)
+partition = Partition(sharding.make_mesh(tensor), bool(fsdp), group)
 params = model.load_leaves(model.generation.leaves(KEYS), "float32", partition.leaf_sharding)
 generator = Generator(compile_programs(model, params, partition, GenerationSpec(
     rows=4, max_prompt=8, max_new_tokens=12, end_tokens=tuple(range(6)), keys=KEYS,
-    sampling=Sampling(temperature=1.0, seed=1), segment_steps=4,
+    sampling=Sampling(temperature=1.0, seed=1), segment_steps=4, block=8, speculate=2 if model.arch.latent else 0,
 )), params)
 found = {}
 for each in generator.run(iter(mine)):
@@ -62,7 +70,7 @@ np.savez(f"{path}/{num_processes}-{process}-{jax.device_count()}-{kind}.npz", **
 
 
 def start(path: Path, processes: int, devices: int, kind: str) -> list[subprocess.Popen]:
-    """Starts the program. A kind is two digits: the devices along `tensor`, and 1 for fsdp."""
+    """Starts the program. A kind is three digits: the devices along `tensor`, 1 for fsdp, and the expert group's."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
     pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -88,12 +96,21 @@ def path(tmp_path_factory) -> Path:
     """The folder with the completions of one device and of all divisions, computed at the same time."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(CONFIG))
-    finish([*start(path, 1, 1, "10"), *start(path, 1, 4, "21"), *start(path, 2, 2, "11")])
+    finish([*start(path, 1, 1, "101"), *start(path, 1, 4, "211"), *start(path, 2, 2, "111")])
+    return path
+
+
+@pytest.fixture(scope="module")
+def latent_path(tmp_path_factory) -> Path:
+    """As `path`, for latent attention and experts, with proposals and exchanged tokens."""
+    path = tmp_path_factory.mktemp("latent")
+    (path / "config.json").write_text(json.dumps(LATENT_CONFIG))
+    finish([*start(path, 1, 1, "101"), *start(path, 1, 4, "212")])
     return path
 
 
 def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
-    expected, got = completions(path, 1, 1, "10"), completions(path, processes, 4, kind)
+    expected, got = completions(path, 1, 1, "101"), completions(path, processes, 4, kind)
     assert len({values.size for name, values in expected.items() if "tokens" in name}) > 3
     assert got.keys() == expected.keys()
     for name, values in expected.items():
@@ -103,11 +120,12 @@ def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
             np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5 * np.abs(values).max(), err_msg=name)
 
 
-def test_rows_heads_and_weights_divided_give_the_same_completions(path: Path) -> None:
+@pytest.mark.parametrize(("fixture", "kind"), [("path", "211"), ("latent_path", "212")])
+def test_rows_heads_and_weights_divided_give_the_same_completions(fixture: str, kind: str, request) -> None:
     """Rows divided alone are tested by jobs in two processes (`test_generate.py`)."""
-    assert_as_on_one_device(path, 1, "21")
+    assert_as_on_one_device(request.getfixturevalue(fixture), 1, kind)
 
 
 def test_two_processes_with_unequal_work_give_the_same_completions(path: Path) -> None:
     """The second process finishes its prompts long before the first; both stay until the last row has ended."""
-    assert_as_on_one_device(path, 2, "11")
+    assert_as_on_one_device(path, 2, "111")

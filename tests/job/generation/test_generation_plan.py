@@ -4,13 +4,14 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
 
 from pipeline.cluster.sharding import make_mesh
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import ComputeDtype, Int8OrSame, Packing, Weights, When, Windows
+from pipeline.config.choices import ComputeDtype, Int8OrSame, Packing, Weights, WeightsDtype, When, Windows
 from pipeline.config.composing import PACKAGE
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import BatchConfig, CaptureConfig, GenerateData, ModelConfig, RunConfig
@@ -21,7 +22,7 @@ from pipeline.models.attention.xla import attend_xla
 from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
-from pipeline.planning.generation_plan import GenerationPlan, GenerationSpec, plan_generation
+from pipeline.planning.generation_plan import GenerationPlan, GenerationSpec, cache_bytes, plan_generation
 from pipeline.planning.slice.chips import CHIPS
 from scripts.bench.published_shapes import SHAPES
 
@@ -49,6 +50,8 @@ def test_the_memory_of_each_device_is_counted():
     assert whole.weights.device_bytes == MODEL.generation.weight_bytes("bfloat16").on_device()
     assert whole.cache_bytes == 8 * planned.cache_bytes
     assert f"{whole.cache_bytes / 2**20:.1f} MiB of keys and values" in whole.describe()
+    beams = replace(CONFIG, data=replace(CONFIG.data, beams=4))
+    assert plan(beams, MODEL).cache_bytes == 2 * whole.cache_bytes  # XLA's temporary memory of a step is one of them
 
 
 @pytest.mark.parametrize("changes", [{"packing": Packing.concat}, {"windows": Windows.restart}])
@@ -69,9 +72,11 @@ def test_the_cache_of_deltanets_does_not_grow_with_the_length(is_int8: bool, tmp
     model = open_model(str(tmp_path), init="random")
     data = replace(CONFIG.data, cache_dtype=Int8OrSame.int8 if is_int8 else Int8OrSame.same)
     planned = plan(replace(CONFIG, data=data), model)
+    with pytest.raises(ConfigError, match=r"data\.speculate = 2, but the model has recurrent layers"):
+        plan(replace(CONFIG, data=replace(data, speculate=2)), model)
     of_head = 8 + 4 if is_int8 else 8 * 2
     attention, delta = 2 * 2 * of_head * 128, 3 * (2 * 2 * 16 + 4 * 24) * 2 + 4 * 16 * 24 * 4
-    assert planned.cache_bytes == 16 * (attention + 3 * delta) == made_cache_bytes(model, is_int8)
+    assert planned.cache_bytes == 16 * (attention + 3 * delta) == made_cache_bytes(model, planned.spec)
 
 
 OTHER_CACHES = {  # a convolution of 32 channels; Mamba 2 with 2 groups of 2 heads
@@ -86,11 +91,30 @@ def test_the_plan_counts_the_caches_that_generation_makes(family: str, tmp_path)
     shape |= {"vocab_size": 101, "num_key_value_heads": 2, "head_dim": 8} | OTHER_CACHES[family]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     model = open_model(str(tmp_path), init="random")
-    assert plan(CONFIG, model).cache_bytes == made_cache_bytes(model, is_int8=False)
+    planned = plan(CONFIG, model)
+    assert planned.cache_bytes == made_cache_bytes(model, planned.spec)
 
 
-def made_cache_bytes(model: Model, is_int8: bool) -> int:
-    spec = GenerationSpec(16, 100, 28, end_tokens=(), sampling=Sampling(), cache_is_int8=is_int8)
+@pytest.mark.parametrize(
+    ("shape", "options", "token_bytes"),
+    [
+        ("DeepSeek-V2-Lite", {}, 27 * (512 + 64) * 2),  # 276,480 with the keys and values of all heads
+        ("gemma-3-1b", {}, (4 * 8192 + 22 * 512) * 2 * 256 * 2 / 8192),  # 26,624 with 8192 slots in all layers
+        ("gemma-3-1b", {"speculate": 3, "cache_is_int8": True}, (4 * 8192 + 22 * 544) * 2 * (256 + 4) / 8192),
+    ],
+)
+def test_latents_and_windows_need_few_bytes_per_token(shape, options, token_bytes, tmp_path):
+    """At 8192 tokens. The plan counts the arrays that generation makes. Each device has all latents."""
+    published = json.loads((Path(__file__).parents[2] / "models" / "published_configs.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(published[shape]))
+    model = open_model(str(tmp_path), init="random")
+    spec = GenerationSpec(2, 4096, 4096, (), Sampling(), **options)
+    planned = cache_bytes(model.arch, spec, itemsize=2)
+    assert planned == 2 * 8192 * token_bytes == made_cache_bytes(model, spec)
+    assert cache_bytes(model.arch, spec, itemsize=2, tensor=2) == (planned if model.arch.latent else planned // 2)
+
+
+def made_cache_bytes(model: Model, spec: GenerationSpec) -> int:
     decoding = Decoding(model, Partition(make_mesh(devices=jax.devices()[:1])), attend_xla, spec)
     params = abstract_params(model.generation.leaves(), "bfloat16", decoding.partition.leaf_sharding)
     new = jax.eval_shape(decoding.start, params, decoding.new_row_shapes())
@@ -124,9 +148,9 @@ def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
             "tensor",
             "the weights are large, so generation divides them over 4 devices along tensor",
         ),
-        ("Qwen2.5-7B", {"weights_dtype": Int8OrSame.int8}, 1, "replicated", None),
-        ("Llama-3-70B", {}, 4, "fsdp", "each decoding step gathers 30600 MiB of weights .*weights_dtype=int8"),
-        ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 12252 MiB of weights"),
+        ("Qwen2.5-7B", {"weights_dtype": WeightsDtype.int8}, 1, "replicated", None),
+        ("Llama-3-70B", {}, 4, "fsdp", "each decoding step gathers 31539 MiB of weights .*weights_dtype=int8"),
+        ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 14298 MiB of weights"),
     ],
 )
 def test_generation_prefers_dividing_weights_along_tensor_to_gathering_them(

@@ -1,7 +1,6 @@
 """Completions compared with Hugging Face transformers and the extraction step, in batches of different shapes."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -16,6 +15,7 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.job.generation.cache import attend_rounded
 from pipeline.job.generation.decode import compile_programs
 from pipeline.job.generation.generator import Completion, Generator, Prompt
+from pipeline.models.attention.latent import Latent, LatentAttend
 from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.partition import Partition
@@ -33,7 +33,7 @@ DELTA = TWO_LAYERS | {"layer_types": ["linear_attention", "full_attention"], "rm
 FAMILIES = {
     "deepseek_v3": TWO_LAYERS | {"rope_parameters": MSCALE_ROPE},  # latent
     "gemma2": GEMMA | {"final_logit_softcapping": 3.0},  # capped, local and global
-    "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention"]},  # two rotary embeddings
+    "gemma3_text": GEMMA | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 29},  # two RoPEs
     "gemma4_text": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
     | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 3.0},  # shared keys
     "gpt2": {},  # learned positions
@@ -41,7 +41,7 @@ FAMILIES = {
     "gptj": {"rotary_dim": 4},  # adjacent pairs rotate, a head with bias
     "gpt_oss": TWO_LAYERS | {"sliding_window": 7},  # sinks
     "opt": {},  # an offset of positions
-    "llama4_text": TWO_LAYERS | {"no_rope_layers": [1, 0]},  # chunks, scaled queries
+    "llama4_text": TWO_LAYERS | {"no_rope_layers": [1, 0], "attention_chunk_size": 29},  # chunks, scaled queries
     "lfm2": TWO_LAYERS | {"layer_types": ["conv", "full_attention"], "conv_bias": True},  # convolutions
     "mistral": TWO_LAYERS | {"sliding_window": 7},
     "nemotron_h": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},  # Mamba 2
@@ -52,25 +52,27 @@ FAMILIES = {
 }
 """One family for each kind of cache and of positions. `test_parity.py` compares the layers of all families."""
 GREEDY = [family for family in FAMILIES if family not in ("mistral", "qwen3_5_text")]  # tests of activations use these
+SPECULATING = ("deepseek_v3", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss", "llama4_text")
+"""With 3 proposals, the local layers of Gemma 3 and Llama 4 have windows of 29 positions, and exactly 32 slots."""
 
 
 def save(family: str, path: Path):
     return save_random(family, path, **{"num_hidden_layers": 1} | FAMILIES[family])
 
 
-def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, with_int8: bool = False, **options: object):
+def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, quantised: str | None = None, **options: object):
     """A generator on the first device; greedy by default."""
     model, partition = open_model(str(path)), Partition(make_mesh(devices=jax.devices()[:1]))
-    params = model.load_leaves(model.generation.leaves(keys), "float32", partition.leaf_sharding, with_int8=with_int8)
+    params = model.load_leaves(model.generation.leaves(keys), "float32", partition.leaf_sharding, quantised=quantised)
     defaults = {"rows": ROWS, "max_prompt": MAX_PROMPT, "max_new_tokens": NUM_NEW, "end_tokens": ()}
     spec = GenerationSpec(keys=tuple(keys), **defaults | {"sampling": Sampling()} | options)
     return Generator(compile_programs(model, params, partition, spec), params)
 
 
-def prompts(num: int, vocab_size: int = VOCAB_SIZE) -> list[Prompt]:
-    """Prompts of 1 to MAX_PROMPT tokens."""
+def prompts(num: int, vocab_size: int = VOCAB_SIZE, max_prompt: int = MAX_PROMPT) -> list[Prompt]:
+    """Prompts of 1 to `max_prompt` tokens."""
     rng = np.random.default_rng(4)
-    lengths = [1, MAX_PROMPT, *rng.integers(1, MAX_PROMPT + 1, num)][:num]
+    lengths = [1, max_prompt, *rng.integers(1, max_prompt + 1, num)][:num]
     return [Prompt(7 * k, rng.integers(0, vocab_size, length, dtype=np.int32)) for k, length in enumerate(lengths)]
 
 
@@ -84,19 +86,24 @@ def completed(generator: Generator, prompts: Sequence[Prompt]) -> dict[int, Comp
     return {each.number: each for each in found}
 
 
+class RoundedFrom(LatentAttend):
+    def __init__(self, first_rounded: jax.Array) -> None:
+        self._first_rounded = first_rounded
+
+    def __call__(self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None) -> jax.Array:
+        is_exact = (jnp.arange(inputs.q.shape[1]) < self._first_rounded)[:, None, None]
+        return jnp.where(is_exact, attend_xla(inputs, spec), attend_rounded(inputs, spec, latent))
+
+
 Extract = Callable[..., dict[ActivationKey, np.ndarray]]
 
 
-def extraction(path: Path, keys: tuple[ActivationKey, ...], *, with_int8: bool = False) -> Extract:
+def extraction(path: Path, keys: tuple[ActivationKey, ...], *, quantised: str | None = None) -> Extract:
     """A function that captures the activations of prompt and completion in a padded row. Tokens from `first_rounded` on
     attend to rounded keys and values."""
     model = open_model(str(path))
-    params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]), with_int8=with_int8)
-    apply = jax.jit(lambda first, *batch: model.apply(params, *batch, keys, partial(attend_from, first)))
-
-    def attend_from(first_rounded: jax.Array, inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
-        is_exact = (jnp.arange(inputs.q.shape[1]) < first_rounded)[:, None, None]
-        return jnp.where(is_exact, *(attend(inputs, spec) for attend in (attend_xla, attend_rounded)))
+    params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]), quantised=quantised)
+    apply = jax.jit(lambda first, *batch: model.apply(params, *batch, keys, RoundedFrom(first)))
 
     def extract(
         prompt: Prompt, completion: Completion, first_rounded: int = MAX_PROMPT + NUM_NEW
@@ -128,14 +135,16 @@ def assert_greedy(reference, prompts: Sequence[Prompt], found: dict[int, Complet
 
 @pytest.mark.parametrize("family", GREEDY)
 def test_greedy_completions_equal_those_of_transformers(family: str, tmp_path) -> None:
-    """More prompts than rows: some start in rows whose completions have ended."""
+    """More prompts than rows: some start in rows whose completions have ended. Attention reads blocks of slots."""
     reference = save(family, tmp_path)
     some = prompts(ROWS + 5)
-    compiled = generator(tmp_path)
-    found = completed(compiled, some)
-    assert all((each.tokens.size, each.finish_reason) == (NUM_NEW, "length") for each in found.values())
-    assert_greedy(reference, some, found)
-    assert compiled.counts.tokens == len(some) * NUM_NEW
+    for num_proposed in (0, 3) if family in SPECULATING else (0,):
+        compiled = generator(tmp_path, block=16, speculate=num_proposed)
+        found = completed(compiled, some)
+        assert all((each.tokens.size, each.finish_reason) == (NUM_NEW, "length") for each in found.values())
+        assert_greedy(reference, some, found)
+        assert compiled.counts.tokens == len(some) * NUM_NEW
+        assert (compiled.counts.tokens_per_step > 1) == (num_proposed > 0)
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +157,8 @@ def path(tmp_path_factory) -> Path:
 def test_completions_with_int8_weights_are_greedy(path: Path) -> None:
     """Greedy with respect to the rounded weights."""
     some = prompts(3)
-    found = completed(generator(path, with_int8=True), some)
-    extract = extraction(path, (ActivationKey(-1, Site.final_norm),), with_int8=True)
+    found = completed(generator(path, quantised="int8"), some)
+    extract = extraction(path, (ActivationKey(-1, Site.final_norm),), quantised="int8")
     head = open_model(str(path)).checkpoint.rows("lm_head.weight", 0, VOCAB_SIZE)
     for prompt in some:
         got = found[prompt.number].tokens
@@ -166,8 +175,9 @@ def drawing(path: Path) -> Generator:
     return generator(path, **DRAWN)
 
 
-def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Generator) -> None:
-    """And not on the number of rows, the order, the neighbours or the length of a segment."""
+@pytest.mark.parametrize("num_proposed", [0, 2])
+def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Generator, num_proposed: int) -> None:
+    """And not on the number of rows, the order, the neighbours, the length of a segment, blocks or proposals."""
     some = prompts(13)
     found = completed(drawing, some)
     assert {each.finish_reason for each in found.values()} == {"stop", "length"}
@@ -177,10 +187,30 @@ def test_a_completion_depends_on_seed_and_document_alone(path: Path, drawing: Ge
         assert not ends[:-1].any()
         assert ends[-1] == (each.finish_reason == "stop")
         assert each.finish_reason == "stop" or each.tokens.size == NUM_NEW
-    other = completed(generator(path, **DRAWN, rows=3, segment_steps=5), some[::-1])
+    other = generator(path, **DRAWN, rows=3, segment_steps=5, block=16, speculate=num_proposed)
+    others = completed(other, some[::-1])
     for number, each in found.items():
-        np.testing.assert_array_equal(other[number].tokens, each.tokens)
-        assert other[number].finish_reason == each.finish_reason
+        np.testing.assert_array_equal(others[number].tokens, each.tokens)
+        assert others[number].finish_reason == each.finish_reason
+    assert (other.counts.tokens_per_step > 1) == (num_proposed > 0)
+
+
+def test_proposals_do_not_change_the_distribution(tmp_path) -> None:
+    """Of the last three tokens: chi-square of 3000 completions without and 3000 with proposals, with other seeds."""
+    save_random("mistral", tmp_path, num_hidden_layers=1, vocab_size=5)
+    some = [Prompt(number, np.array([0, 1, 2, 3] * 2, np.int32)) for number in range(3000)]
+    counts = []
+    for num_proposed in (0, 2):
+        sampling = Sampling(1.0, top_k=4, top_p=0.95, seed=1 + num_proposed)
+        drawn = generator(tmp_path, rows=500, max_prompt=8, max_new_tokens=4, sampling=sampling, speculate=num_proposed)
+        last = [each.tokens[-3:] @ [25, 5, 1] for each in completed(drawn, some).values()]
+        counts.append(np.bincount(last, minlength=125))
+    assert drawn.counts.tokens_per_step > 1.5
+    total = np.sum(counts, axis=0)
+    freedom = np.count_nonzero(total) - 1
+    statistic = np.sum(np.diff(counts, axis=0)[0][total > 0] ** 2 / total[total > 0])
+    assert freedom > 40
+    assert statistic < freedom + 3 * np.sqrt(2 * freedom)  # of a normal distribution with this mean and deviation
 
 
 def test_samples_of_a_prompt_differ_and_depend_on_nothing_else(path: Path, drawing: Generator) -> None:
@@ -190,7 +220,8 @@ def test_samples_of_a_prompt_differ_and_depend_on_nothing_else(path: Path, drawi
     found = completed_samples(several, some)
     assert found.keys() == {(prompt.number, sample) for prompt in some for sample in range(3)}
     assert several.counts.prompts == 7
-    other = completed_samples(generator(path, keys, **DRAWN, samples=3, rows=4, segment_steps=5), some[::-1])
+    other = generator(path, keys, **DRAWN, samples=3, rows=4, segment_steps=5, speculate=2)
+    other = completed_samples(other, some[::-1])
     extract, by_number = extraction(path, keys), {prompt.number: prompt for prompt in some}
     for place, each in found.items():
         np.testing.assert_array_equal(other[place].tokens, each.tokens)
@@ -202,8 +233,10 @@ def test_samples_of_a_prompt_differ_and_depend_on_nothing_else(path: Path, drawi
         assert len({found[prompt.number, sample].tokens.tobytes() for sample in range(3)}) == 3
 
 
-@pytest.mark.parametrize("has_keys", [False, True])
-def test_a_stop_ends_a_completion_where_it_first_occurs(path: Path, drawing: Generator, has_keys: bool) -> None:
+@pytest.mark.parametrize(("has_keys", "num_proposed"), [(False, 0), (True, 0), (True, 2)])
+def test_a_stop_ends_a_completion_where_it_first_occurs(
+    path: Path, drawing: Generator, has_keys: bool, num_proposed: int
+) -> None:
     """Wherever it lies in a segment, before an end token too, and with the activations of all tokens that are left."""
 
     def stop_at(tokens: np.ndarray, checked: int = 0) -> int | None:
@@ -211,7 +244,7 @@ def test_a_stop_ends_a_completion_where_it_first_occurs(path: Path, drawing: Gen
         return checked + int(found[0]) + 1 if found.size else None
 
     some, keys = prompts(13), activation_keys((1,), (Site.resid_post,)) if has_keys else ()
-    stopping = generator(path, keys, **DRAWN)
+    stopping = generator(path, keys, **DRAWN, speculate=num_proposed)
     stopping.stop_at = stop_at
     whole, found, sizes = completed(drawing, some), completed(stopping, some), set()
     extract = extraction(path, keys) if keys else None
@@ -239,17 +272,27 @@ def test_prefills_are_nearly_full(path: Path) -> None:
     assert counts.padding < 0.35
 
 
-@pytest.mark.parametrize(("family", "lengths"), [("mistral", (1, 9)), ("qwen3_5_text", (9,))])
-def test_activations_of_decoding_equal_those_of_extraction(family: str, lengths: tuple[int, ...], tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("family", "lengths", "options"),
+    [
+        ("mistral", (1, 9), {}),
+        ("mistral", (20,), {"max_prompt": 60, "speculate": 2}),  # prompts longer than the window's 32 slots
+        ("deepseek_v3", (9,), {"speculate": 2}),
+        ("qwen3_5_text", (9,), {}),
+    ],
+)
+def test_activations_of_decoding_equal_those_of_extraction(
+    family: str, lengths: tuple[int, ...], options: dict, tmp_path
+) -> None:
     """For all tokens of prompt and completion, the last included, also in reused rows."""
     save(family, tmp_path)
-    keys = activation_keys((1,), (Site.q, Site.attn_z, Site.mlp_post, Site.resid_post))
+    keys = activation_keys((1,), (Site.q, Site.v, Site.attn_z, Site.mlp_out, Site.resid_post))
     keys += (*activation_keys((0,), (Site.attn_in, Site.attn_out)), *activation_keys((), (Site.embed, Site.final_norm)))
-    some = prompts(6)
+    some = prompts(6, max_prompt=options.get("max_prompt", MAX_PROMPT))
     by_number = {prompt.number: prompt for prompt in some}
     extract = extraction(tmp_path, keys)
     for num_new in lengths:
-        compiled = generator(tmp_path, keys, **DRAWN, rows=2, max_new_tokens=num_new)
+        compiled = generator(tmp_path, keys, **DRAWN, rows=2, max_new_tokens=num_new, **options)
         for number, each in completed(compiled, some).items():
             expected = extract(by_number[number], each)
             assert each.activations.keys() == set(keys)
@@ -259,7 +302,7 @@ def test_activations_of_decoding_equal_those_of_extraction(family: str, lengths:
                 assert error < 1e-4, (key.name, number)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma4_text"])
+@pytest.mark.parametrize("family", ["mistral", "gemma4_text", "deepseek_v3"])
 def test_an_int8_cache_rounds_keys_and_values_of_generated_tokens(family: str, tmp_path) -> None:
     """Prompt tokens attend to exact values. The tolerance allows for values that are rounded differently."""
     save(family, tmp_path)

@@ -149,7 +149,7 @@ def _write_parts(
     with tokens.open("wb") as file, tqdm(total=store.num_tokens, unit="token", desc="export", file=sys.stderr) as bar:
         for rows in np.array_split(store.rows, _num_batches(store)):
             text = store.read_tokens(rows, whole=True)
-            valid = text.segments > 0
+            valid = text.documents >= 0
             numbers = first + np.cumsum(valid).reshape(valid.shape) - 1
             is_kept = valid & (numbers < contexts * context)
             file.write(text.tokens[is_kept].astype(np.int64).tobytes())

@@ -1,8 +1,8 @@
-"""The errors that int8 weights, and an int8 cache of generation, cause in every captured activation.
+"""The errors that quantised weights, and an int8 cache of generation, cause in every captured activation.
 
-Measured once, when a store is created. The same rows go through the layers with and without int8, one layer at a time,
-so that a model that fits into memory only as int8 can be measured too. The measurement uses one device of one process
-and plain XLA attention, so the errors do not depend on the devices of the job.
+Measured once, when a store is created. The same rows go through the layers with and without rounding, one layer at a
+time, so that a model that fits into memory only as int8 or int4 can be measured too. The measurement uses one device of
+one process and plain XLA attention, so the errors do not depend on the devices of the job.
 """
 
 import logging
@@ -11,7 +11,7 @@ import math
 from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.job.generation.cache import attend_rounded
 from pipeline.job.job import Job
-from pipeline.step.int8_errors import Rounding, int8_errors
+from pipeline.step.rounding_errors import Rounding, rounding_errors
 from pipeline.store.write.store_writer import StoreWriter
 
 _PROBE_TOKENS = 1024
@@ -19,13 +19,13 @@ _DIGITS = 3  # significant digits that do not depend on the number of threads or
 
 log = logging.getLogger("pipeline")
 
-Errors = dict[str, dict[str, float | None]]  # the fields of Int8Error by array name
+Errors = dict[str, dict[str, float | None]]  # the fields of RoundingError by array name
 
 
-def measure_int8(job: Job, store: StoreWriter) -> None:
-    """Records the errors of int8 weights, and of an int8 cache of generation, unless the store has them."""
+def measure_rounding(job: Job, store: StoreWriter) -> None:
+    """Records the errors of quantised weights, and of an int8 cache of generation, unless the store has them."""
     config = job.config
-    if config.model.has_int8_weights and store.root.weights_error is None:
+    if config.model.quantised and store.root.weights_error is None:
         store.record(weights_error=weights_error(job))
     has_int8_cache = job.plan.generation is not None and config.data.has_int8_cache
     if has_int8_cache and store.root.cache_error is None:
@@ -33,18 +33,19 @@ def measure_int8(job: Job, store: StoreWriter) -> None:
 
 
 def weights_error(job: Job) -> Errors:
-    """||a_int8 - a|| / ||a|| by array name, for the valid tokens of the data's first rows: of all together, and the
+    """||a_rounded - a|| / ||a|| by array name, for the valid tokens of the data's first rows: of all together, and the
     median of each one's. {} if there are no rows.
 
     An error is None if it is undefined: a is 0 or not finite.
     """
-    return _measure(job, "weights", (), Rounding(weights=True))
+    dtype = job.config.model.quantised
+    return _measure(job, f"{dtype} weights", (), Rounding(weights=dtype))
 
 
 def cache_error(job: Job) -> Errors:
     """As `weights_error`, for int8 keys and values at all positions, with unchanged weights. Includes the input of the
     head, because it determines which tokens are generated."""
-    return _measure(job, "keys and values", (FINAL_NORM,), Rounding(attend=attend_rounded))
+    return _measure(job, "int8 keys and values", (FINAL_NORM,), Rounding(attend=attend_rounded))
 
 
 def _measure(job: Job, what: str, extra_keys: tuple[ActivationKey, ...], rounding: Rounding) -> Errors:
@@ -52,11 +53,11 @@ def _measure(job: Job, what: str, extra_keys: tuple[ActivationKey, ...], roundin
     if rows is None:
         return {}
     keys = tuple(dict.fromkeys((*job.plan.step.keys, *(encoder.spec.key for encoder in job.encoders), *extra_keys)))
-    errors_by_key = int8_errors(job.model, keys, rows, str(job.config.model.dtype), rounding)
+    errors_by_key = rounding_errors(job.model, keys, rows, str(job.config.model.dtype), rounding)
     errors = {
         key.name: {what: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for what, e in error._asdict().items()}
         for key, error in errors_by_key.items()
     }
     shown = (f"{name} {error['relative_error']} ({error['token_median']})" for name, error in errors.items())
-    log.info("int8 %s, relative error (median of tokens): %s", what, ", ".join(shown))
+    log.info("%s, relative error (median of tokens): %s", what, ", ".join(shown))
     return errors

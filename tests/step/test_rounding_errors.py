@@ -1,4 +1,4 @@
-"""The error caused by int8 weights, as recorded in a store."""
+"""The error caused by quantised weights, as recorded in a store."""
 
 import json
 
@@ -10,11 +10,11 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import StoreMismatch
 from pipeline.core.sites import ActivationKey
-from pipeline.job import int8_probe
-from pipeline.job.int8_probe import measure_int8
+from pipeline.job import rounding_probe
 from pipeline.job.opening import open_job
+from pipeline.job.rounding_probe import measure_rounding
 from pipeline.job.running import run
-from pipeline.step.int8_errors import Int8Error, Rounding, int8_errors
+from pipeline.step.rounding_errors import Rounding, RoundingError, rounding_errors
 from pipeline.store import ActivationStore
 from pipeline.store.inspection.summary import store_facts
 from pipeline.store.write.store_writer import StoreWriter
@@ -37,12 +37,12 @@ def job_config(text, store, *overrides):
     )
 
 
-def direct_errors(job, rows, dtype: str) -> dict[ActivationKey, Int8Error]:
-    """Computes the errors from two forward passes, with the original and with int8 weights."""
+def direct_errors(job, rows, dtype: str) -> dict[ActivationKey, RoundingError]:
+    """Computes the errors from two forward passes, with the original and with rounded weights."""
     keys, (tokens, segments, positions) = job.plan.step.keys, rows.values()
     captured = []
-    for with_int8 in (False, True):
-        params = job.model.load(keys, dtype, DEVICE, with_int8=with_int8)
+    for quantised in (None, job.config.model.quantised):
+        params = job.model.load(keys, dtype, DEVICE, quantised=quantised)
         captured.append(
             jax.jit(job.model.apply, static_argnames="keys")(params, tokens, segments, positions, keys=keys)
         )
@@ -51,21 +51,28 @@ def direct_errors(job, rows, dtype: str) -> dict[ActivationKey, Int8Error]:
         exact, got = (np.asarray(each[key].astype(jnp.float32))[segments != 0] for each in captured)
         got, exact = (values.reshape(len(values), -1) for values in (got, exact))
         each = np.linalg.norm(got - exact, axis=1) / np.linalg.norm(exact, axis=1)
-        errors[key] = Int8Error(float(np.linalg.norm(got - exact) / np.linalg.norm(exact)), float(np.median(each)))
+        errors[key] = RoundingError(float(np.linalg.norm(got - exact) / np.linalg.norm(exact)), float(np.median(each)))
     return errors
 
 
-@pytest.mark.parametrize(("layers", "dtype", "tolerance"), [("all", "float32", 0.01), ("[3]", "bfloat16", 0.1)])
-def test_errors_equal_those_of_two_forward_passes(layers: str, dtype: str, tolerance: float, text, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "dtype", "weights_dtype", "tolerance"),
+    [("all", "float32", "int8", 0.01), ("[3]", "bfloat16", "int8", 0.1), ("[3]", "float32", "int4", 0.01)],
+)
+def test_errors_equal_those_of_two_forward_passes(
+    layers: str, dtype: str, weights_dtype: str, tolerance: float, text, tmp_path
+) -> None:
     """In bfloat16 the two programs round at different places, hence the larger tolerance."""
-    job = open_job(job_config(text, tmp_path / "store", f"capture.layers={layers}", f"model.dtype={dtype}", SITES))
+    options = f"capture.layers={layers}", f"model.dtype={dtype}", f"model.weights_dtype={weights_dtype}"
+    job = open_job(job_config(text, tmp_path / "store", *options, SITES))
     rows = job.first_rows(1024)
     assert {values.shape for values in rows.values()} == {(4, 128)}  # the first block
-    got = int8_errors(job.model, job.plan.step.keys, rows, dtype, Rounding(weights=True))
+    got = rounding_errors(job.model, job.plan.step.keys, rows, dtype, Rounding(job.config.model.quantised))
     expected = direct_errors(job, rows, dtype)
     assert list(got) == list(job.plan.step.keys)
     assert got[ActivationKey.parse("embed")] == expected[ActivationKey.parse("embed")] == (0, 0)
-    assert 0.001 < got[ActivationKey.parse("blocks.3.resid_post")].token_median < 0.1
+    low, high = (0.001, 0.02) if weights_dtype == "int8" else (0.02, 0.3)
+    assert low < got[ActivationKey.parse("blocks.3.resid_post")].token_median < high
     for key, error in expected.items():
         assert got[key] == pytest.approx(error, rel=tolerance), key
 
@@ -83,14 +90,16 @@ def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) 
     model = [f"model.path={tmp_path}", "model.init=random", f"model.tokenizer={composing.PACKAGE}/assets/tiny-qwen2"]
     job = open_job(job_config(text, tmp_path / "store", *model, "capture.layers=all", "capture.sites=[q,resid_post]"))
     rows = job.first_rows(1024)
-    got = int8_errors(job.model, job.plan.step.keys, rows, "float32", Rounding(weights=True))
+    got = rounding_errors(job.model, job.plan.step.keys, rows, "float32", Rounding(job.config.model.quantised))
     for key, error in direct_errors(job, rows, "float32").items():
         assert got[key] == pytest.approx(error, rel=0.01), key
 
 
 def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, tmp_path, monkeypatch) -> None:
-    measured, weights_error = [], int8_probe.weights_error
-    monkeypatch.setattr(int8_probe, "weights_error", lambda job: measured.append(weights_error(job)) or measured[-1])
+    measured, weights_error = [], rounding_probe.weights_error
+    monkeypatch.setattr(
+        rounding_probe, "weights_error", lambda job: measured.append(weights_error(job)) or measured[-1]
+    )
     options = ("capture.layers=[2]", "capture.sites=[resid_post,final_norm]")
     run(job_config(text, tmp_path / "whole", *options, "run.max_tokens=1000"))
     config = job_config(text, tmp_path / "whole", *options)
@@ -110,7 +119,7 @@ def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, 
 
 def test_float_weights_have_no_error(text, tmp_path) -> None:
     job = open_job(job_config(text, tmp_path, "capture.layers=[0]", "model.weights_dtype=same"))
-    measure_int8(job, StoreWriter.open(job.storage, job.metadata, job.layout))
+    measure_rounding(job, StoreWriter.open(job.storage, job.metadata, job.layout))
     store = ActivationStore.open(tmp_path)
     assert store.weights_error is None
     assert store.metadata.model["weights_dtype"] == "same"

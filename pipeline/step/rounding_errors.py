@@ -1,4 +1,4 @@
-"""The relative error of activations due to int8 weights, or int8 keys and values."""
+"""The relative error of activations due to quantised weights, or int8 keys and values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ from pipeline.step.compiler import matmul_precision
 
 @dataclass(frozen=True)
 class Rounding:
-    """What is rounded to int8."""
+    """What is rounded."""
 
-    weights: bool = False
+    weights: str | None = None  # the dtype: int8 or int4
     attend: Attend = attend_xla  # may round keys and values
 
 
-class Int8Error(NamedTuple):
+class RoundingError(NamedTuple):
     """The relative error of all tokens together, in which few tokens with large values weigh most, and the median of
     each token's."""
 
@@ -38,13 +38,13 @@ class Int8Error(NamedTuple):
     token_median: float
 
 
-def int8_errors(
+def rounding_errors(
     model: Model,
     keys: Sequence[ActivationKey],
     arrays: Mapping[str, Int32[np.ndarray, "B T"]],
     dtype: str,
     rounding: Rounding,
-) -> dict[ActivationKey, Int8Error]:
+) -> dict[ActivationKey, RoundingError]:
     """The error of each key, or for `router_indices` the share of experts that changed. `arrays` are tokens,
     segments and positions; `dtype` is the compute dtype."""
     device = SingleDeviceSharding(jax.local_devices()[0])
@@ -63,10 +63,10 @@ def int8_errors(
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
         params = model.load_leaves(leaves, dtype, device)
-        x = x_int8 = embed(model.arch, params, tokens, positions)
+        x = x_rounded = embed(model.arch, params, tokens, positions)
         batch = TokenBatch(tokens, segments, positions)
-        rows, rows_int8 = (LayerRows(model.arch, params, batch, keys, x, last) for _ in range(2))
-        residuals, inner = [Int8Error(0.0, 0.0)], {}
+        rows, rows_rounded = (LayerRows(model.arch, params, batch, keys, x, last) for _ in range(2))
+        residuals, inner = [RoundingError(0.0, 0.0)], {}
         for run, layer_leaves in zip(layer_runs(single, model.arch), run_leaves, strict=True):
             kind = model.arch.kind(run.first)
             inner_keys = [key for key in keys if residual_index(key, model.num_layers) is None]
@@ -76,20 +76,22 @@ def int8_errors(
             rows.keep(run.first, sites)
             if rounding.weights:
                 del weights
-                weights = model.load_leaves(layer_leaves, dtype, device, with_int8=True)
-            x_int8, sites_int8 = layer(x_int8, rows_int8.layer(run.first), weights, kind, wanted, rounding.attend)
-            rows_int8.keep(run.first, sites_int8)
-            residuals.append(_error(x_int8, x, segments != 0))
+                weights = model.load_leaves(layer_leaves, dtype, device, quantised=rounding.weights)
+            x_rounded, sites_rounded = layer(
+                x_rounded, rows_rounded.layer(run.first), weights, kind, wanted, rounding.attend
+            )
+            rows_rounded.keep(run.first, sites_rounded)
+            residuals.append(_error(x_rounded, x, segments != 0))
             for site in wanted:
-                inner[ActivationKey(run.first, site)] = _error(sites_int8[site], sites[site], segments != 0)
+                inner[ActivationKey(run.first, site)] = _error(sites_rounded[site], sites[site], segments != 0)
         if "final_norm" in params:
-            normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_int8, x))
+            normed = (norm(stream, params, "final_norm", model.arch) for stream in (x_rounded, x))
             inner[FINAL_NORM] = _error(*normed, segments != 0)
     return {key: inner[key] if key in inner else residuals[residual_index(key, model.num_layers)] for key in keys}
 
 
-def _error(got: Num[Array, "B T *D"], expected: Num[Array, "B T *D"], valid: Bool[Array, "B T"]) -> Int8Error:
-    return Int8Error(*map(float, (_changed if got.dtype == jnp.int32 else _relative)(got, expected, valid)))
+def _error(got: Num[Array, "B T *D"], expected: Num[Array, "B T *D"], valid: Bool[Array, "B T"]) -> RoundingError:
+    return RoundingError(*map(float, (_changed if got.dtype == jnp.int32 else _relative)(got, expected, valid)))
 
 
 @jax.jit

@@ -1,0 +1,1 @@
+"""Exchanges between the devices of a mesh, inside `shard_map`."""

@@ -1,0 +1,139 @@
+"""On GPUs: products of each token with the matrices of its expert, as one Triton kernel.
+
+A program of the kernel computes some outputs of a block of tokens of one expert. It gathers its tokens, and reads the
+matrices from the stack of all layers, so neither is copied first.
+
+Letters: S tokens, R pairs of a token and one of its experts, sorted by expert, E experts, L layers, N blocks, I inputs,
+O outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Num
+
+from pipeline.models.quantised_weights import QuantisedWeight
+
+_MAX_ROWS, _COLUMNS = 128, 128  # of a program's products
+_INPUT_BYTES = 128  # of a token and of an output's weights, per step of the loop over inputs
+_NEIGHBOURS = 8  # blocks whose programs run at about the same time, and find each other's weights in the cache
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Blocks of at most `size` consecutive pairs of one expert. Blocks that are not needed are empty."""
+
+    experts: Int32[Array, " N"]
+    starts: Int32[Array, " N"]
+    stops: Int32[Array, " N"]
+    size: int
+
+    @classmethod
+    def of(cls, sizes: Int32[Array, " E"], num_rows: int) -> "RowBlocks":
+        """Divides pairs, of which each expert has `sizes`; there are enough blocks for any routing."""
+        num_experts = len(sizes)
+        size = min(_MAX_ROWS, 1 << max(num_rows // num_experts, 16).bit_length() - 1)
+        numbers = jnp.arange(-(-(num_rows // size + num_experts) // _NEIGHBOURS) * _NEIGHBOURS)
+        blocks = -(-sizes // size)  # per expert
+        ends, last_blocks = jnp.cumsum(jnp.stack([sizes, blocks]), axis=1)
+        experts = jnp.sum(numbers[:, None] >= last_blocks, axis=1)
+        is_needed, experts = experts < num_experts, jnp.minimum(experts, num_experts - 1)
+        starts = (ends - sizes)[experts] + (numbers - (last_blocks - blocks)[experts]) * size
+        return cls(experts, starts, jnp.where(is_needed, jnp.minimum(starts + size, ends[experts]), starts), size)
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """A matrix of each expert in all layers, and its bias, if any."""
+
+    weight: Num[Array, "L E O I"] | QuantisedWeight  # not in groups
+    bias: Float[Array, "L E O"] | None
+
+
+def grouped_product(
+    x: Float[Array, "S I"],
+    rows: Int32[Array, " R"],
+    matrices: Sequence[Matrices],
+    layer: Int32[Array, ""],
+    blocks: RowBlocks,
+    combine: Callable[..., Float32[Array, "rows columns"]],
+    interpret: bool = False,
+) -> Float[Array, "R O"]:
+    """`combine` of the products, in float32, of token `rows[r]` with the matrices of pair r's expert in `layer`.
+
+    Pairs that are in no block have undefined outputs. `interpret` runs the kernel on a CPU, for tests.
+    """
+    # Imported here, so that machines without a GPU do not import Pallas.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    arrays, layer = _operands(matrices, layer, x.dtype)
+    num_outputs, num_inputs = arrays[0]["values"].shape[2:]
+    columns = min(_COLUMNS // len(matrices), max(16, pl.next_power_of_2(num_outputs)))
+    step = min(_INPUT_BYTES // x.dtype.itemsize, max(16, pl.next_power_of_2(num_inputs)))
+    num_columns = pl.cdiv(num_outputs, columns)
+
+    def kernel(layer, experts, starts, stops, rows, x, arrays, y) -> None:
+        neighbours, program = jnp.divmod(pl.program_id(0), _NEIGHBOURS * num_columns)
+        block = neighbours * _NEIGHBOURS + program % _NEIGHBOURS
+        start, stop, expert = starts[block], stops[block], (layer[0], experts[block])
+        pairs, outputs = start + jnp.arange(blocks.size), program // _NEIGHBOURS * columns + jnp.arange(columns)
+        is_pair, is_output = pairs < stop, outputs < num_outputs
+
+        @pl.when(start < stop)
+        def _() -> None:
+            tokens = triton.load(rows.at[pairs], mask=is_pair, other=0)
+
+            def add(number: Int32[Array, ""], totals: list[Array]) -> list[Array]:
+                inputs = number * step + jnp.arange(step)
+                load = partial(_load, columns=inputs, has_column=inputs < num_inputs)
+                left = load(x, (), tokens, is_pair)
+                rights = [load(stack["values"], expert, outputs, is_output).astype(x.dtype) for stack in arrays]
+                product = partial(jnp.einsum, "ri,oi->ro", preferred_element_type=jnp.float32)
+                return [total + product(left, right) for total, right in zip(totals, rights, strict=True)]
+
+            totals = [jnp.zeros((blocks.size, columns), jnp.float32) for _ in arrays]
+            totals = jax.lax.fori_loop(0, pl.cdiv(num_inputs, step), add, totals)
+            for number, stack in enumerate(arrays):
+                for name, apply in (("scale", jnp.multiply), ("bias", jnp.add)):
+                    if name in stack:
+                        values = triton.load(stack[name].at[*expert, outputs], mask=is_output, other=0)
+                        totals[number] = apply(totals[number], values.astype(jnp.float32))
+            mask = is_pair[:, None] & is_output
+            triton.store(y.at[pairs[:, None], outputs[None]], combine(*totals).astype(y.dtype), mask=mask)
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((len(rows), num_outputs), x.dtype),
+        grid=(len(blocks.experts) * num_columns,),
+        compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
+        interpret=interpret,
+        name="grouped_product",
+    )(jnp.reshape(layer, 1), blocks.experts, blocks.starts, blocks.stops, rows, x, arrays)
+
+
+def _load(matrix, prefix, rows, has_row, columns, has_column) -> Array:
+    """A part of a matrix, 0 outside of it."""
+    from jax.experimental.pallas import triton
+
+    mask = has_row[:, None] & has_column
+    return triton.load(matrix.at[*prefix, rows[:, None], columns[None]], mask=mask, other=0)
+
+
+def _operands(
+    matrices: Sequence[Matrices], layer: Int32[Array, ""], dtype: jnp.dtype
+) -> tuple[list[dict[str, Array]], int | Int32[Array, ""]]:
+    """The arrays of each stack by name, and the layer in them. If an int8 stack has 2 to 4 GiB, the layer is copied
+    out of it, since Pallas would index that many bytes with signed integers of 32 bits."""
+    arrays = []
+    for weight, bias in ((each.weight, each.bias) for each in matrices):
+        is_quantised = isinstance(weight, QuantisedWeight)
+        stack = {"values": weight.values, "scale": weight.scale} if is_quantised else {"values": weight}
+        arrays.append(stack if bias is None else stack | {"bias": bias})
+    if any(stack["values"].dtype == jnp.int8 and 1 << 31 <= stack["values"].size <= 1 << 32 for stack in arrays):
+        arrays, layer = jax.tree.map(lambda values: values[layer][None], arrays), 0
+        arrays = [stack | {"values": stack["values"].astype(dtype)} for stack in arrays]
+    return arrays, layer
