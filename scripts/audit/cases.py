@@ -94,6 +94,7 @@ _ON_GPUS = {  # shape, rows per GPU, length, what is captured, topologies
     "Qwen3-30B-A3B 4x2048": ("Qwen3-30B-A3B", 4, 2048, _ROUTED, "h100-1"),
     "Qwen3-30B-A3B 4x2048, fsdp": ("Qwen3-30B-A3B", 4, 2048, f"{_ROUTED} model.weights=fsdp", "h100-8"),
     "Mixtral-8x7B 4x2048": ("Mixtral-8x7B", 4, 2048, "capture.layers=[16]", "h100-8"),
+    "DeepSeek-V2-Lite 4x2048": ("DeepSeek-V2-Lite", 4, 2048, "capture.layers=[13]", "h100-1"),
     "gpt-oss-20b 4x2048": ("gpt-oss-20b", 4, 2048, _ROUTED.replace("24", "12"), "h100-1 h100-8"),
 }
 GPU_CASES: Mapping[str, Case] = {

@@ -42,6 +42,11 @@ _DEEPSEEK_V3 = {
     **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 3, "moe_intermediate_size": 2048},
     **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
 }
+_DEEPSEEK_V2_LITE = _DEEPSEEK_V3 | {
+    **{"model_type": "deepseek_v2", "vocab_size": 102400, "num_key_value_heads": 16, "q_lora_rank": None},
+    **{"first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6},
+    **{"n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+}
 _ORDER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SHAPES = {
     "Qwen2.5-0.5B": _QWEN2
@@ -57,6 +62,7 @@ SHAPES = {
     "Qwen3-30B-A3B": _QWEN3_MOE | dict(zip(_ORDER, (2048, 6144, 32, 48), strict=True)),
     "gpt-oss-20b": _GPT_OSS | dict(zip(_ORDER, (2880, 2880, 64, 24), strict=True)),
     "gpt-oss-120b": _GPT_OSS | {"num_local_experts": 128} | dict(zip(_ORDER, (2880, 2880, 64, 36), strict=True)),
+    "DeepSeek-V2-Lite": _DEEPSEEK_V2_LITE | dict(zip(_ORDER, (2048, 10944, 16, 27), strict=True)),
     "DeepSeek-V3": _DEEPSEEK_V3 | dict(zip(_ORDER, (7168, 18432, 128, 61), strict=True)),
     "Mixtral-8x7B": _MIXTRAL | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
 }
