@@ -17,6 +17,7 @@ from scripts.audit.instructions import KERNELS, MOVES, PALLAS, SLICES, hbm_bytes
 
 LARGE_BYTES = 8 << 20  # of a copy or transpose
 LARGE_FLOAT32_BYTES = {"tpu": 8 << 20, "gpu": 64 << 20}
+_NO_ESTIMATE = f'"estimated_cycles":"{(1 << 63) - 1}"'
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Analysis:
 
     is_of_one_iteration: bool  # whether only one iteration of the loop over decoding steps is counted
     cycles: int  # estimated by the compiler, without collectives and Pallas kernels
+    unestimated: float  # instructions that the compiler has no estimate for
     loops: tuple[Loop, ...]
     collectives: Mapping[str, Collectives]
     large_moves: tuple[Move, ...]
@@ -86,6 +88,7 @@ def analyse(text: str, platform: str = "tpu", length: int = 0, is_decoding: bool
     return Analysis(
         is_of_one_iteration=decoding_step is not None,
         cycles=round(sum(count * _cycles(instruction) for instruction, _, count in steps)),
+        unestimated=sum(count for instruction, _, count in steps if _NO_ESTIMATE in instruction.attributes),
         loops=tuple(loops),
         collectives=_by_kind(collectives),
         large_moves=_large_moves(module, steps, MOVES | SLICES if platform == "gpu" else MOVES),
@@ -221,6 +224,10 @@ def _step(body: Computation, index: int) -> int | None:
 
 
 def _cycles(instruction: Instruction) -> int:
+    """0 if there is no estimate. The compiler writes the largest int64 where it has no model: for work that a sparse
+    core does (`*_offload_custom_fusion`), and for copies on TPU7x."""
+    if _NO_ESTIMATE in instruction.attributes:
+        return 0
     return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
 
 

@@ -27,7 +27,9 @@ WEIGHTS = 2 * 256 * 512  # bytes per layer
 def test_an_hlo_text_is_counted() -> None:
     analysis = analyse(PROGRAM)
     assert not analysis.is_of_one_iteration
-    assert analysis.cycles == 5 * (100 + 1000) + 10
+    assert (analysis.cycles, analysis.unestimated) == (5 * (100 + 1000) + 10, 0)
+    unknown = analyse(PROGRAM.replace('"estimated_cycles":"1000"', f'"estimated_cycles":"{(1 << 63) - 1}"'))
+    assert (unknown.cycles, unknown.unestimated) == (5 * 100 + 10, 5)
     assert analysis.loops == (
         Loop("jit(step)/layers_0_to_4/while", trips=5, runs=1, cycles=1100, body="body", launches=6),
     )

@@ -25,8 +25,9 @@ Compute = Callable[[Float[Array, "n D"], Int32[Array, " e"]], Float[Array, "n D"
 
 def exchange_tokens(
     compute: Compute, take: Take, num_pairs: int, sizes: Int32[Array, " E"], axis: str, mesh_axes: tuple[str, ...]
-) -> Float[Array, "R D"]:
-    """The output of each pair's expert; undefined for pairs beyond `sizes`, the number of each expert's pairs.
+) -> Float[Array, "R+c D"]:
+    """The output of each pair's expert; undefined for pairs beyond `sizes`, the number of each expert's pairs, and in
+    the last c rows, which are not cut off because that would copy the others.
 
     `axis` is the mesh axis of the group; `compute` is called with tokens for this device's experts.
     """
@@ -62,7 +63,7 @@ def exchange_tokens(
 
     token = jax.eval_shape(take, jax.ShapeDtypeStruct((), jnp.int32))
     outputs = jnp.zeros((num_pairs + capacity, *token.shape), token.dtype)
-    return jax.lax.while_loop(lambda state: state[0] < rounds, exchange, (0, outputs))[1][:num_pairs]
+    return jax.lax.while_loop(lambda state: state[0] < rounds, exchange, (0, outputs))[1]
 
 
 def by_expert(
