@@ -70,6 +70,11 @@ def grouped_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-1], groups, size // groups)
 
 
+def has_groups(size: int) -> bool:
+    """Whether an axis can be divided into groups of which each has enough values for a scale of its own."""
+    return grouped_shape((size,))[-1] >= min(size, _GROUP // 8)
+
+
 def quantise(
     weight: Array | np.ndarray, num_inputs: int, dtype: str = "int8"
 ) -> tuple[Array | np.ndarray, Array | np.ndarray]:

@@ -68,16 +68,16 @@ class Analysis:
     hbm_bytes: int  # read and written
 
 
-def analyse(text: str, platform: str = "tpu", length: int = 0, is_decoding: bool = False) -> Analysis:
+def analyse(text: str, platform: str = "tpu", length: int = 0, is_decoding: bool = False, inner: int = 1) -> Analysis:
     """Analyses the text of a program for rows of `length` tokens. `is_decoding` counts one iteration of its loop of
-    unknown length. Raises ValueError if it is not an HLO module.
+    unknown length, in which other such loops have `inner` iterations. Raises ValueError if it is not an HLO module.
 
     On a GPU, a slice of the layers' stacked weights that is not fused with what reads it counts as a copy.
     """
     module = parse(text)
     decoding_step = _unknown_loop(module) if is_decoding else None
-    counts, loops = _executions(module, decoding_step or [module.entry])
-    trips = {loop.body: loop.trips or 1 for loop in loops}
+    counts, loops = _executions(module, decoding_step or [module.entry], inner)
+    trips = {loop.body: loop.trips or inner for loop in loops}
     steps = [
         (instruction, computation, counts[name])
         for name, computation in module.computations.items()
@@ -117,9 +117,9 @@ def _unknown_loop(module: Module) -> list[Computation] | None:
     )
 
 
-def _executions(module: Module, run: list[Computation]) -> tuple[dict[str, float], list[Loop]]:
+def _executions(module: Module, run: list[Computation], unknown: int) -> tuple[dict[str, float], list[Loop]]:
     """How often each computation that is not fused into an instruction runs, and the loops, if those of `run` run
-    once."""
+    once, and loops of unknown length `unknown` times."""
     counts: dict[str, float] = defaultdict(float)
     loops: list[Loop] = []
 
@@ -131,6 +131,7 @@ def _executions(module: Module, run: list[Computation]) -> tuple[dict[str, float
                 trips, body = trip_count(module, instruction, computation), inner[0][0]
                 cycles = sum(map(_cycles, body.instructions.values()))
                 loops.append(Loop(instruction.op_name, trips, count, cycles, body.name, _launches(module, body)))
+                inner = [(called, unknown if trips is None else times) for called, times in inner]
             for called, times in inner:
                 visit(called, count * times)
 

@@ -41,7 +41,7 @@ from scripts.audit.cases import CASES
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "audit"
 TABLES = {platform: ROOT / "docs" / f"audit-{platform}.json" for platform in CASES}
-COMPILERS = {"tpu": "libtpu", "gpu": "jax-cuda12-pjrt"}
+COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt",), "decode": ("libtpu", "jax-cuda12-pjrt")}
 GIB, MB = 1 << 30, 1_000_000
 
 # To convert cycles to milliseconds. v5e: 197 TFLOP/s are four arrays of 128 x 128 at 1.5 GHz
@@ -76,7 +76,7 @@ _LEFT_OUT = {
 def record(facts: Record, text: str, is_decoding: bool) -> Record:
     """A program's record in docs/audit-*.json. Equal loops are one entry."""
     chip = CHIPS[facts["chip"]]
-    analysis = analyse(text, chip.platform, facts["length"], is_decoding)
+    analysis = analyse(text, chip.platform, facts["length"], is_decoding, facts.pop("block_loops"))
     loops = Counter(replace(loop, op_name=re.sub(r"\d+_to_\d+", "N", loop.op_name), body="") for loop in analysis.loops)
     counted = asdict(analysis) | {
         "loops": [{"op_name": loop.op_name, "number": number} | asdict(loop) for loop, number in loops.items()]
@@ -183,7 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"{name} does not compile (exit code {error.returncode}). See the message above.")
     print(table(programs))
     before = json.loads(recorded.read_text()) if recorded.exists() else {"versions": {}, "programs": {}}
-    versions = {name: importlib.metadata.version(name) for name in ("jax", COMPILERS[options.platform])}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", *COMPILERS[options.platform])}
     print(f"\nDifferences from {recorded.relative_to(ROOT)}:")
     print(compare(before, {"versions": versions, "programs": programs}))
     if options.write:

@@ -102,7 +102,31 @@ GPU_CASES: Mapping[str, Case] = {
     for name, (shape, rows, length, captured, topologies) in _ON_GPUS.items()
     for topology in topologies.split()
 } | {"7B generate h100-8, fsdp": _generate("h100-8", "model.weights=fsdp")}
-CASES = {"tpu": TPU_CASES, "gpu": GPU_CASES}
+
+
+def _decode(shape: str, layers: int, rows: int, length: int, topology: str, proposals: int) -> Case:
+    """`rows` of `length` tokens on each device, with a short prompt: a step's traffic is that of full caches."""
+    rows *= parse_slice(topology).num_devices
+    data = f"data=generate data.path=/nowhere data.rows={rows} data.prompt_length=128 model.weights=replicated"
+    sizes = f"data.max_new_tokens={length - 128} batch.rows={rows} batch.length={length}"
+    options = f"data.speculate={proposals} capture.layers=[0] topology={topology}"
+    return Case(shape, tuple(f"{data} {sizes} {options}".split()), layers)
+
+
+_DECODED = {  # layers, at least one of each kind; rows of a device; length
+    "Llama-3-8B": (2, 32, 2048),
+    "Gemma-3-1B": (6, 32, 8192),
+    "DeepSeek-V2-Lite": (2, 16, 2048),
+}
+DECODE_CASES: Mapping[str, Case] = {
+    f"{shape}, {sizes[0]} layers, {sizes[1]}x{sizes[2]} {topology}{', 4 proposals' if proposals else ''}": _decode(
+        shape, *sizes, topology, proposals
+    )
+    for topology in ("v5e-4", "v6e-4", "h100-1")
+    for shape, sizes in _DECODED.items()
+    for proposals in (0, 4)
+}
+CASES = {"tpu": TPU_CASES, "gpu": GPU_CASES, "decode": DECODE_CASES}
 
 
 @dataclass(frozen=True)
@@ -119,6 +143,7 @@ class Facts:
     temporary_bytes: int
     peak_bytes: int
     ideal_hbm_bytes: int  # weights read once, rows in and outputs out; of a decoding step, weights and caches
+    block_loops: int = 1  # iterations of a decoding step's loops over blocks of full caches
 
 
 def compile_case(case: Case) -> Iterator[tuple[str, str, Facts]]:
@@ -168,7 +193,8 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
         weights -= _embedding_bytes(leaves, dtype, generation.tensor)
     prefilled = generation.cache_bytes * spec.prefill_rows(partition.mesh.shape["data"]) // spec.rows
     yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described)
-    yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, described)
+    decoding = described | {"block_loops": max(1, spec.length // spec.block - 1)}
+    yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, decoding)
 
 
 def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
@@ -203,7 +229,7 @@ def main(name: str, directory: Path) -> int:
     """Called by `audit`, once per case. Returns the exit code."""
     directory.mkdir(parents=True, exist_ok=True)
     try:
-        for program, text, facts in compile_case((TPU_CASES | GPU_CASES)[name]):
+        for program, text, facts in compile_case((TPU_CASES | GPU_CASES | DECODE_CASES)[name]):
             (directory / f"{program}.txt").write_text(text)
             (directory / f"{program}.json").write_text(json.dumps(dataclasses.asdict(facts)))
     except ConfigError as error:

@@ -42,10 +42,17 @@ _DEEPSEEK_V3 = {
     **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 3, "moe_intermediate_size": 2048},
     **{"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "n_group": 8, "topk_group": 4},
 }
-_DEEPSEEK_V2_LITE = _DEEPSEEK_V3 | {
-    **{"model_type": "deepseek_v2", "vocab_size": 102400, "num_key_value_heads": 16, "q_lora_rank": None},
-    **{"first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_routed_experts": 64, "num_experts_per_tok": 6},
-    **{"n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+_GEMMA3 = {
+    **{"model_type": "gemma3_text", "vocab_size": 262144, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256, "query_pre_attn_scalar": 256},
+    **{"sliding_window": 512, "sliding_window_pattern": 6, "hidden_activation": "gelu_pytorch_tanh"},
+}
+_DEEPSEEK_V2 = {
+    **{"model_type": "deepseek_v2", "vocab_size": 102400, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6},
+    **{"rope_theta": 1e4, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512, "v_head_dim": 128},
+    **{"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "first_k_dense_replace": 1, "moe_intermediate_size": 1408},
+    **{"n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
+    **{"topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0},
 }
 _ORDER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 SHAPES = {
@@ -62,8 +69,9 @@ SHAPES = {
     "Qwen3-30B-A3B": _QWEN3_MOE | dict(zip(_ORDER, (2048, 6144, 32, 48), strict=True)),
     "gpt-oss-20b": _GPT_OSS | dict(zip(_ORDER, (2880, 2880, 64, 24), strict=True)),
     "gpt-oss-120b": _GPT_OSS | {"num_local_experts": 128} | dict(zip(_ORDER, (2880, 2880, 64, 36), strict=True)),
-    "DeepSeek-V2-Lite": _DEEPSEEK_V2_LITE | dict(zip(_ORDER, (2048, 10944, 16, 27), strict=True)),
     "DeepSeek-V3": _DEEPSEEK_V3 | dict(zip(_ORDER, (7168, 18432, 128, 61), strict=True)),
+    "Gemma-3-1B": _GEMMA3 | {"num_key_value_heads": 1} | dict(zip(_ORDER, (1152, 6912, 4, 26), strict=True)),
+    "DeepSeek-V2-Lite": _DEEPSEEK_V2 | dict(zip(_ORDER, (2048, 10944, 16, 27), strict=True)),
     "Mixtral-8x7B": _MIXTRAL | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
 }
 

@@ -50,7 +50,7 @@ def test_beams_equal_those_of_transformers(family: str, num_beams: int, end_toke
     """More prompts than fit in the rows."""
     reference = save(family, tmp_path)
     reference.generation_config.eos_token_id = None
-    some = prompts(num_prompts)
+    some = prompts(num_prompts, seed=num_prompts)
     options = {"rows": (num_prompts // 4 + 1) * num_beams, "max_new_tokens": NUM_NEW, "segment_steps": 5}
     compiled = generator(tmp_path, samples=num_beams, is_beam_search=True, end_tokens=end_tokens, **options)
     found = completed_samples(compiled, some)

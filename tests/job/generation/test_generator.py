@@ -69,9 +69,9 @@ def generator(path: Path | str, keys: Sequence[ActivationKey] = (), *, quantised
     return Generator(compile_programs(model, params, partition, spec), params)
 
 
-def prompts(num: int, vocab_size: int = VOCAB_SIZE, max_prompt: int = MAX_PROMPT) -> list[Prompt]:
+def prompts(num: int, vocab_size: int = VOCAB_SIZE, max_prompt: int = MAX_PROMPT, seed: int = 4) -> list[Prompt]:
     """Prompts of 1 to `max_prompt` tokens."""
-    rng = np.random.default_rng(4)
+    rng = np.random.default_rng(seed)
     lengths = [1, max_prompt, *rng.integers(1, max_prompt + 1, num)][:num]
     return [Prompt(7 * k, rng.integers(0, vocab_size, length, dtype=np.int32)) for k, length in enumerate(lengths)]
 
@@ -133,11 +133,17 @@ def assert_greedy(reference, prompts: Sequence[Prompt], found: dict[int, Complet
         np.testing.assert_array_equal(row[first : first + got.size], got, err_msg=str(prompt.number))
 
 
-@pytest.mark.parametrize("family", GREEDY)
-def test_greedy_completions_equal_those_of_transformers(family: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("family", "num_prompts", "seed"),
+    [
+        *((family, ROWS + 5, 4) for family in GREEDY),
+        *(pytest.param(family, 20, 11, marks=pytest.mark.slow) for family in (*SPECULATING, "qwen2", "lfm2")),
+    ],
+)
+def test_greedy_completions_equal_those_of_transformers(family: str, num_prompts: int, seed: int, tmp_path) -> None:
     """More prompts than rows: some start in rows whose completions have ended. Attention reads blocks of slots."""
     reference = save(family, tmp_path)
-    some = prompts(ROWS + 5)
+    some = prompts(num_prompts, seed=seed)
     for num_proposed in (0, 3) if family in SPECULATING else (0,):
         compiled = generator(tmp_path, block=16, speculate=num_proposed)
         found = completed(compiled, some)
