@@ -74,31 +74,8 @@ def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStor
     opened = tuple(store if isinstance(store, ActivationStore) else ActivationStore.open(store) for store in stores)
     for other in opened[1:]:
         _require_same_geometry(opened[0], other)
-        try:
-            _require_same_tokens(opened[0], other)
-        except StoreMismatch as error:
-            _require_same_tokenizer(opened[0], other, error)
-            raise
+        _require_same_tokens(opened[0], other)
     return AlignedStores(opened)
-
-
-def _require_same_tokenizer(store: ActivationStore, other: ActivationStore, difference: StoreMismatch) -> None:
-    """Raises StoreMismatch if different tokenizers explain a difference between the stores. Called only when the tokens
-    differ, since different tokenizers may give the same tokens."""
-    ours, theirs = store.metadata.tokenizer, other.metadata.tokenizer
-    if ours == theirs:
-        return
-    keys = ", ".join(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-    raise StoreMismatch(
-        f"{store.path} has tokens from {_tokenizer_name(store)}, {other.path} from {_tokenizer_name(other)}, and these "
-        f"differ in {keys}. Use models with the same tokenizer. If one model accepts the other's tokens, set its "
-        f"model.tokenizer, and the same data.special_tokens, prefix and suffix. The first difference: {difference}"
-    ) from difference
-
-
-def _tokenizer_name(store: ActivationStore) -> str:
-    model = store.metadata.config.get("model", {})
-    return f"the tokenizer {model.get('tokenizer') or model.get('path')}"
 
 
 def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> None:

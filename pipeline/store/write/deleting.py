@@ -10,7 +10,7 @@ from pipeline.store.format.arrays import array_folders, is_own_key, layout_of
 from pipeline.store.format.keys import FOLDERS
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.io.local_files import files_below, raise_unless_gone
-from pipeline.store.io.storage import Storage, StorageLike, write_many
+from pipeline.store.io.storage import Storage, StorageLike
 
 _DELETIONS_AT_ONCE = 128
 
@@ -34,7 +34,7 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     if directory is None:
         deleting = storage.with_own_requests(_DELETIONS_AT_ONCE)
         for folder in folders:
-            write_many(deleting, ((key, None) for key in deleting.list_keys(f"{folder}/") if is_own(key)))
+            deleting.delete(filter(is_own, deleting.list_keys(f"{folder}/")))
         storage.write(ROOT_KEY, None)
         return iter(storage.list_keys())
     if os.path.islink(directory + ROOT_KEY):
