@@ -90,12 +90,14 @@ def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> No
 
 def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None:
     """Compares the digests in the blocks' records: those of the same values are equal. Raises StoreMismatch."""
+    has_same = store.metadata.tokenizer == other.metadata.tokenizer  # other tokenizers may give the same tokens, too
+    hint = "" if has_same else " Their tokenizers differ: use models with the same one, or set model.tokenizer of one."
     ours, theirs = (dict.fromkeys((block.stream, block.block) for block in each.blocks) for each in (store, other))
     for stream, block in ours.keys() ^ theirs.keys():
         first, second = (store, other) if (stream, block) in ours else (other, store)
         raise StoreMismatch(
             f"block {block} of stream {stream} is in {first.path}, but not in {second.path}. Make both with the same "
-            "run.max_tokens, and wait until both jobs have finished."
+            f"run.max_tokens, and wait until both jobs have finished.{hint}"
         )
     names = [spec.name for spec in store._layout.side_arrays if spec is not LABELS_ARRAY]
     records = (read_commit_records(each.storage, list(ours)) for each in (store, other))
@@ -103,5 +105,5 @@ def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None
         if different := [name for name in names if pair[0].digests.get(name) != pair[1].digests.get(name)]:
             raise StoreMismatch(
                 f"block {block} of stream {stream}: {different[0]} differs between {store.path} and {other.path}. Make "
-                "both from the same data, with the same tokenizer and run.max_tokens."
+                f"both from the same data, with the same tokenizer and run.max_tokens.{hint}"
             )
