@@ -8,7 +8,7 @@ import pytest
 from pipeline.core.errors import StoreError, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.metadata import read_metadata
+from pipeline.store.format.metadata import read_root
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
@@ -50,7 +50,7 @@ def requests(proxy: FaultProxy, path: str) -> Counter[tuple[str, str]]:
 
 def test_a_store_is_written_extended_verified_and_read(service):
     path, _ = service
-    assert read_metadata(path) is None
+    assert read_root(Storage.open(path)) is None
     write_store(path, finish=False, max_blocks=1)
     assert ActivationStore.open(path).num_tokens == stored_tokens(1)
     write_store(path, max_blocks=1)

@@ -17,7 +17,7 @@ from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.metadata import read_metadata
+from pipeline.store.format.metadata import read_root
 from pipeline.store.format.statistics import Statistics, statistics_key, token_statistics
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import NO_OBJECT, Storage
@@ -62,11 +62,11 @@ def attributes(path: str) -> dict:
 
 
 def test_a_new_store_is_empty_and_not_complete(store_path):
-    assert read_metadata(store_path) is None
+    assert read_root(Storage.open(store_path)) is None
     writer = StoreWriter.open(store_path, metadata(), layout())
     assert not any(len(stream.table) for stream in writer.streams.all().values())
     assert not writer.complete
-    assert read_metadata(store_path) == metadata()
+    assert read_root(Storage.open(store_path)).metadata == metadata()
     assert attributes(store_path)["complete"] is False
     assert verify_store(store_path) == []
 
@@ -346,7 +346,7 @@ def test_a_local_path_may_be_relative_or_in_the_home_directory(tmp_path, monkeyp
     write_store(os.fspath(path))
     assert (tmp_path / "stores" / "a" / "zarr.json").is_file()
     assert ActivationStore.open(path).num_tokens == stored_tokens()
-    assert read_metadata(os.fspath(path)).fingerprint() == metadata().fingerprint()
+    assert ActivationStore.open(path).metadata.fingerprint() == metadata().fingerprint()
     assert verify_store(os.fspath(path)) == []
 
 
