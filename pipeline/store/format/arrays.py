@@ -1,7 +1,7 @@
 """The Zarr arrays of a store: their metadata, which follows from the root, and TensorStore arrays for users."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable
 from typing import Any
 
 import tensorstore as ts
@@ -67,16 +67,12 @@ def layout_of(root: StoreRoot) -> StoreLayout:
     return layout
 
 
-def array_folders(root: StoreRoot) -> frozenset[str]:
-    """The folders of a store's arrays and indexes by feature. Raises StoreInvalid, as `layout_of`."""
+def own_keys(root: StoreRoot) -> Callable[[str], bool]:
+    """Returns whether an object of this store, or a temporary file for it, may have a key. Raises StoreInvalid, as
+    `layout_of`."""
     indexes = (index_prefix(features).rstrip("/") for features in root.metadata.indexed_features)
-    return frozenset((*(spec.name for spec in layout_of(root).all_arrays), *indexes))
-
-
-def is_own_key(key: str, folders: Collection[str]) -> bool:
-    """Whether an object of the store with these `array_folders`, or a temporary file for it, may have this key."""
-    parsed = parse_key(key)
-    return parsed is not None and (parsed.folder is None or parsed.folder in folders)
+    folders = {None, *(spec.name for spec in layout_of(root).all_arrays), *indexes}
+    return lambda key: (parsed := parse_key(key)) is not None and parsed.folder in folders
 
 
 def array_key(name: str) -> str:

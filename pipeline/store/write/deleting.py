@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.format.arrays import array_folders, is_own_key, layout_of
+from pipeline.store.format.arrays import layout_of, own_keys
 from pipeline.store.format.keys import FOLDERS
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.io.local_files import files_below, raise_unless_gone
@@ -25,12 +25,7 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     """
     storage = Storage.open(place)
     folders = (*FOLDERS, *(spec.name for spec in layout_of(root).all_arrays))
-    array_names = array_folders(root)
-
-    def is_own(key: str) -> bool:
-        return is_own_key(key, array_names)
-
-    directory = storage.directory
+    is_own, directory = own_keys(root), storage.directory
     if directory is None:
         deleting = storage.with_own_requests(_DELETIONS_AT_ONCE)
         for folder in folders:
