@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from pipeline.core.errors import PipelineError
 from pipeline.store import ActivationStore, FeatureBatch
@@ -184,8 +185,11 @@ class Oracle:
         before, after, kind = self._sound.get(key), image.get(key), kind_of(key)
         if before == after or kind not in (Kind.array, Kind.group):
             return False
-        if kind is Kind.group or None in (before, after):
-            return before is not None and (kind is Kind.array or after is not None)
+        if kind is Kind.group and None not in (before, after):
+            tables = [pq.read_table(pa.BufferReader(content)) for content in (before, after)]
+            return not tables[0].equals(tables[1], check_metadata=True)
+        if None in (before, after):
+            return before is not None and kind is Kind.array
         try:
             documents = json.loads(before), json.loads(after)
             if not self._is_complete:  # finishing it sets the numbers of rows
