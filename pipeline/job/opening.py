@@ -25,7 +25,7 @@ from pipeline.models.weight_specs import has_site
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import StoredGeometry, make_plan
 from pipeline.planning.sae_contexts import compare_contexts, with_sae_contexts
-from pipeline.store.format.metadata import read_metadata
+from pipeline.store.format.metadata import read_root
 from pipeline.store.generated.documents import RESERVED_COLUMNS
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
@@ -42,7 +42,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     Raises ConfigError, InputError, CheckpointError or StoreMismatch.
     """
     storage = open_storage(config.store)
-    stored = read_metadata(storage)
+    stored = None if (root := read_root(storage)) is None else root.metadata
     given_date = config.data.date
     config, revision = pinned(config, stored)
     tokens = getattr(config.data, "tokens", None)

@@ -152,7 +152,7 @@ def test_a_block_does_not_depend_on_max_tokens(command, overrides):
 def test_a_half_done_extension_of_decoding_is_not_completed(tmp_path, name):
     """Real jobs run here. The groups of the missing blocks, with their activations, are not deleted."""
     path, other = (tmp_path / name for name in ("store", "undisturbed"))
-    specimen = make_specimen("decode", tmp_path, is_resumable=False)
+    specimen = make_specimen("decode", tmp_path)
     command = specimen.command
     for store in (path, other):
         run(composing.compose([*command, f"store.path={store}", "run.max_tokens=200"]))

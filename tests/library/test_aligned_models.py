@@ -101,13 +101,8 @@ def test_the_recipe_for_two_models_makes_aligned_stores(tmp_path, monkeypatch):
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
     with pytest.raises(StoreMismatch) as raised:
         open_aligned([paths[0], paths[2]])
-    for words in (
-        f"has tokens from the tokenizer {models[0]}",
-        f"from the tokenizer {models[2]}",
-        "sha256",
-        "block 0",
-    ):
-        assert words in str(raised.value)
+    assert "block 0" in str(raised.value)
+    assert "Their tokenizers differ: use models with the same one" in str(raised.value)
 
 
 def test_two_streams_give_the_same_tokens_in_the_same_order(tmp_path):

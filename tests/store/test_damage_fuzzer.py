@@ -29,7 +29,7 @@ def test_damage_to_stores_of_every_kind_is_reported_or_harmless(tmp_path, capsys
     """Uses every operator on every kind of store that it suits, and prints the counts of outcomes."""
     cases: list[Case] = []
     for kind in KINDS:
-        cases += run_cases(make_specimen(kind, tmp_path), range(CASES), tmp_path)
+        cases += run_cases(make_specimen(kind, tmp_path), range(CASES))
     with capsys.disabled():
         print(f"\n{table(cases)}")
     assert_none_fails(cases)

@@ -7,7 +7,7 @@ import pytest
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.format.metadata import read_metadata
+from pipeline.store.format.metadata import read_root
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
@@ -67,7 +67,9 @@ def test_a_root_that_seems_missing_at_first_is_found(is_planned, times, s3):
     path = f"{new_bucket('s3', s3.backend)}/store"
     expected = write_store(path, finish=False).metadata
     s3.reset(missing={"store/zarr.json": times})
-    found = read_metadata(path) if is_planned else StoreWriter.open(path, expected, layout()).metadata
+    found = (
+        read_root(Storage.open(path)).metadata if is_planned else StoreWriter.open(path, expected, layout()).metadata
+    )
     assert found == expected
     assert s3.faults.total() == times
 

@@ -194,22 +194,6 @@ def test_dense_and_csr_handle_no_feature_and_no_token():
         assert indptr.tolist() == [0] * (tokens + 1)
 
 
-def test_a_reader_resumes_and_refuses_the_state_of_another(alone):
-    options = {"features": True, "shuffle": True, "seed": 2, "buffer_mib": TINY_MIB, "epochs": 2}
-    reader = alone.batches([], 16, **options)
-    for _ in range(7):
-        next(reader)
-    state = reader.state()
-    rest = list(reader)
-    resumed = list(alone.batches([], 16, state=state, **options))
-    assert rest
-    assert tokens_of(resumed) == tokens_of(rest)
-    for batch in resumed:
-        assert_is_of_tokens(batch.features, batch.documents, batch.tokens)
-    with pytest.raises(ValueError, match="the state belongs to a different reader configuration"):
-        alone.batches([], 16, state=state, **options | {"seed": 3})
-
-
 @pytest.mark.parametrize(
     ("width", "keys", "piece_rows", "pieces_per_buffer"),
     [
@@ -235,15 +219,6 @@ def test_aligned_stores_have_features(both, alone):
         assert batch.activations[1] == {}
         for features in batch.features:
             assert_is_of_tokens(features, batch.documents, batch.tokens)
-
-
-def test_a_torch_dataset_has_features(alone):
-    torch_dataset = pytest.importorskip("pipeline.store.read.torch_dataset", exc_type=ImportError)
-    data = pytest.importorskip("torch.utils.data")
-    batches = list(data.DataLoader(torch_dataset.ActivationDataset(alone.path, [], 32, features=True), batch_size=None))
-    for batch in batches:
-        assert_is_of_tokens(batch["features"], batch["documents"].numpy(), batch["tokens"].numpy())
-    assert [token for batch in batches for token in batch["tokens"].tolist()] == [token for _, token in all_tokens()]
 
 
 def test_missing_features_and_activations_are_refused(both, alone, read_only):

@@ -117,7 +117,7 @@ def test_nothing_is_written(server, tmp_path, capsys):
         with pytest.raises(StoreInvalid, match=f"acts@{commit}/ is on the Hub, where stores are read-only"):
             write()
     with pytest.raises(StoreError, match=f"hf download owner/acts --repo-type dataset --revision {commit}"):
-        storage.folder_spec("embed")
+        assert ActivationStore.open(storage).arrays
     assert delete.main([f"store.path={URL}@{commit}", "confirm=true"]) == 2
     assert "where stores are read-only. Fill a store at a local path" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="python -m pipeline.push"):

@@ -20,7 +20,6 @@ from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import CommitRecord, commit_key
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.statistics import (
-    block_parts,
     decode_statistics,
     encode_statistics,
     statistics_key,
@@ -76,7 +75,7 @@ class Writer:
         jitter = self.rounding / 2**20  # devices add up in another order than hosts
         statistics = {name: replace(part, norm_sum=part.norm_sum + jitter) for name, part in statistics.items()}
         recent = ((1, TOKENS, TOKENS, 1, 0, 0, 0, 2),) * (number % 2)
-        return {statistics_key(0, number): encode_statistics(block_parts(number, statistics, statistics))}, recent
+        return {statistics_key(0, number): encode_statistics({number: statistics, 0: statistics})}, recent
 
 
 class Rules:

@@ -13,7 +13,7 @@ import pytest
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.format.arrays import create_arrays
 from pipeline.store.io.options import StorageOptions, set_request_defaults
-from pipeline.store.io.storage import Storage, write_many
+from pipeline.store.io.storage import Storage
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
 from tests.store.fault_proxy import CONTENT_FAULTS
@@ -141,14 +141,14 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 def test_objects_are_listed_and_read_in_order(storage: Storage) -> None:
     contents = {f"a/{number:04}": bytes([number % 256]) * 10 for number in range(100)} | {"b": b"0123456789"}
-    assert all(put.result() for put in [storage.start_put(key, [content]) for key, content in contents.items()])
+    assert all(storage.put_threads.map(storage.put, contents, contents.values()))
     assert storage.list_keys() == sorted(contents)
     assert storage.list_keys("a/", "a/0097") == ["a/0097", "a/0098", "a/0099"]
     assert storage.list_keys("b") == ["b"]
     keys = [*contents, "absent"]
     assert list(storage.read_many(keys)) == [*contents.values(), None]
     assert list(storage.read_many(["b", "absent", "b"], [(2, 5), (0, 1), (-3, None)])) == [b"234", None, b"789"]
-    write_many(storage, ((key, None) for key in contents))
+    storage.delete(contents)
     assert storage.list_keys() == []
 
 
@@ -171,8 +171,8 @@ def test_a_put_never_replaces(storage: Storage) -> None:
     assert storage.put("a/other", b"short")
     assert storage.read("a/object") == b"".join(parts)
     assert storage.read("a/other") == b"short"
-    puts = [storage.start_put("a/third", [bytes([number]) * 1000]) for number in range(16)]
-    winners = [number for number, put in enumerate(puts) if put.result()]
+    puts = storage.put_threads.map(lambda number: storage.put("a/third", bytes([number]) * 1000), range(16))
+    winners = [number for number, is_new in enumerate(puts) if is_new]
     assert len(winners) == 1
     assert storage.read("a/third") == bytes(winners) * 1000
     assert storage.list_keys() == ["a/object", "a/other", "a/third"]

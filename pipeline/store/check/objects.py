@@ -11,14 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.data.text.labels import Label, Part, Role
 from pipeline.store.check.records import StreamRecords
 from pipeline.store.check.scope import OpenStore, Scope
 from pipeline.store.features.index_file import check_index, index_key
 from pipeline.store.format.arrays import array_key, parse_rows
 from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, read_commit_records
 from pipeline.store.format.keys import Kind, index_prefix, parse_key
-from pipeline.store.format.layout import LABELS_ARRAY, ArraySpec, StoreLayout
+from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.statistics import (
     STATISTICS_PREFIX,
     decode_statistics,
@@ -227,24 +226,15 @@ def _read_chunks(store: OpenStore, key: str, format: ShardFormat) -> Iterator[me
 
 
 def _wrong_values(store: OpenStore, spec: ArraySpec, values: np.ndarray, number: int) -> tuple[str, Remedy] | None:
-    """What is wrong with the values of a chunk of activations, outputs or labels."""
+    """What is wrong with the values of a chunk of activations or outputs."""
     if spec in store.layout.outputs:
         what, remedy = _wrong_outputs(store, spec, values), Remedy.recompute
     elif spec in (*store.layout.arrays, *store.layout.scales) and not store.root.allows_not_finite:
         what, remedy = _not_finite(values), Remedy.other_dtype
-    elif spec is LABELS_ARRAY:
-        what, remedy = _wrong_labels(values), Remedy.recompute
     else:
         return None
     row = number * values.shape[1] // store.layout.block_shape(spec)[1] * len(values)
     return what and (f"rows {row} to {row + len(values) - 1} of the block: {what}", remedy)
-
-
-def _wrong_labels(values: np.ndarray) -> str | None:
-    largest = {Label.role: max(Role), Label.part: max(Part), Label.written: 1}
-    found = {label: values[..., label] for label in largest}
-    bad = [label.name for label, column in found.items() if not 0 <= column.min() <= column.max() <= largest[label]]
-    return f"the labels {', '.join(bad)} are out of range" if bad else None
 
 
 def _not_finite(values: np.ndarray) -> str | None:

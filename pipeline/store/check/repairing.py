@@ -21,8 +21,8 @@ from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.local_files import sync_directory
 from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage
+from pipeline.store.write.leases import LEASES_PREFIX
 
-_LEASES_PREFIX = "_leases/"
 _LEASE_S, _MAX_LEASE_S = 60.0, 600.0  # how long to wait if the root does not say it, and at most
 _DELETIONS_AT_ONCE = 16
 
@@ -58,7 +58,7 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING, repairs: bool = False
 
 
 def _read_leases(storage: Storage) -> dict[str, bytes | None]:
-    keys = storage.list_keys(_LEASES_PREFIX)
+    keys = storage.list_keys(LEASES_PREFIX)
     return dict(zip(keys, storage.read_many(keys), strict=True))
 
 

@@ -1,7 +1,7 @@
 """The Zarr arrays of a store: their metadata, which follows from the root, and TensorStore arrays for users."""
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import tensorstore as ts
@@ -67,16 +67,12 @@ def layout_of(root: StoreRoot) -> StoreLayout:
     return layout
 
 
-def array_folders(root: StoreRoot) -> frozenset[str]:
-    """The folders of a store's arrays and indexes by feature. Raises StoreInvalid, as `layout_of`."""
+def own_keys(root: StoreRoot) -> Callable[[str], bool]:
+    """Returns whether an object of this store, or a temporary file for it, may have a key. Raises StoreInvalid, as
+    `layout_of`."""
     indexes = (index_prefix(features).rstrip("/") for features in root.metadata.indexed_features)
-    return frozenset((*(spec.name for spec in layout_of(root).all_arrays), *indexes))
-
-
-def is_own_key(key: str, folders: Collection[str]) -> bool:
-    """Whether an object of the store with these `array_folders`, or a temporary file for it, may have this key."""
-    parsed = parse_key(key)
-    return parsed is not None and (parsed.folder is None or parsed.folder in folders)
+    folders = {None, *(spec.name for spec in layout_of(root).all_arrays), *indexes}
+    return lambda key: (parsed := parse_key(key)) is not None and parsed.folder in folders
 
 
 def array_key(name: str) -> str:
@@ -126,11 +122,11 @@ def parse_rows(content: bytes | None, layout: StoreLayout, spec: ArraySpec, subj
 
 def create_arrays(storage: Storage, layout: StoreLayout) -> None:
     """Writes the metadata of absent arrays, without rows. Raises StoreError."""
-    puts = {
-        array_key(spec.name): storage.start_put(array_key(spec.name), [encode_metadata(layout, spec, 0)])
+    puts = [
+        storage.put_threads.submit(storage.put, array_key(spec.name), encode_metadata(layout, spec, 0))
         for spec in layout.all_arrays
-    }
-    for put in puts.values():
+    ]
+    for put in puts:
         put.result()
 
 
@@ -146,45 +142,22 @@ def grow_rows(storage: Storage, layout: StoreLayout, rows: int) -> None:
         storage.update(array_key(spec.name), grown)
 
 
-class LazyArrays(Mapping[str, ts.TensorStore]):
-    """The TensorStore arrays of a store by name, each opened when it is first used, from the root alone."""
-
-    def __init__(self, storage: Storage, layout: StoreLayout, rows: int = MAX_ROWS) -> None:
-        self._storage, self._layout, self._rows = storage, layout, rows
-        self._specs = {spec.name: spec for spec in layout.all_arrays}
-        self._opened: dict[str, ts.TensorStore] = {}
-
-    def __getitem__(self, name: str) -> ts.TensorStore:
-        if name not in self._opened:
-            self._opened[name] = self._open(self._specs[name])
-        return self._opened[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._specs)
-
-    def __len__(self) -> int:
-        return len(self._specs)
-
-    def _open(self, spec: ArraySpec) -> ts.TensorStore:
-        self._storage.require_file(array_key(spec.name))
-        # A new cache pool: within one pool, an array opened later would get the metadata of one that is already open.
-        context = ts.Context({"cache_pool": {"total_bytes_limit": 0}} | _MAPPED, parent=self._storage.context)
-        opening = ts.open(
-            {
-                "driver": "zarr3",
-                "kvstore": self._storage.folder_spec(spec.name),
-                "metadata": zarr_metadata(self._layout, spec, self._rows),
-            },
-            open=True,
-            assume_metadata=True,
-            context=context,
-            recheck_cached_data=False,  # shards never change
-        )
-        with self._storage.errors(array_key(spec.name)):
-            return opening.result()
+def open_arrays(storage: Storage, layout: StoreLayout, rows: int) -> dict[str, ts.TensorStore]:
+    """The TensorStore arrays by name, for reading, from the root alone: without a request. rows: how many they have."""
+    return {spec.name: _open_array(storage, zarr_metadata(layout, spec, rows), spec.name) for spec in layout.all_arrays}
 
 
-def open_arrays(storage: Storage, layout: StoreLayout, rows: int = MAX_ROWS) -> Mapping[str, ts.TensorStore]:
-    """The arrays by name, for reading. Each is opened when it is first used, without a request: its metadata follows
-    from the root. rows: how many the arrays shall have."""
-    return LazyArrays(storage, layout, rows)
+def _open_array(storage: Storage, metadata: dict[str, Any], name: str) -> ts.TensorStore:
+    storage.require_file(array_key(name))
+    # A new cache pool: within one pool, an array opened later would get the metadata of one that is already open.
+    context = ts.Context({"cache_pool": {"total_bytes_limit": 0}} | _MAPPED, parent=storage.context)
+    kvstore = (storage.kvstore / name / "").spec().to_json()
+    opening = ts.open(
+        {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata},
+        open=True,
+        assume_metadata=True,
+        context=context,
+        recheck_cached_data=False,  # shards never change
+    )
+    with storage.errors(array_key(name)):
+        return opening.result()

@@ -20,7 +20,7 @@ from pipeline.store.format.scaled import LARGEST
 from pipeline.store.format.target import ALL, Target
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.parsing import Each, Of, Range, mismatch, parse_store_json
-from pipeline.store.io.storage import Storage, StorageLike
+from pipeline.store.io.storage import Storage
 
 FORMAT_VERSION = 1
 ATTRIBUTE = "activation_store"
@@ -291,12 +291,6 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
     if digest != json_digest(group) or group != {**_GROUP, "attributes": {ATTRIBUTE: attributes}}:
         raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
     return attributes
-
-
-def read_metadata(store: StorageLike) -> StoreMetadata | None:
-    """A store's metadata; None if there is no store. Raises StoreError."""
-    root = read_root(Storage.open(store))
-    return None if root is None else root.metadata
 
 
 def read_root(storage: Storage) -> StoreRoot | None:

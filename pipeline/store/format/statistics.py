@@ -189,18 +189,14 @@ def statistics_key(stream: int, block: int) -> str:
 
 
 def encode_statistics(parts: Mapping[int, BlockStatistics]) -> bytes:
-    """Statistics as parquet: a row per array and part. parts: by the first of the blocks that each covers."""
+    """Statistics as parquet: a row per array and part. parts: by the first of the blocks that each covers. A block's
+    file has its own, and under 0 those of the stream's blocks up to and including it."""
     rows = [
         {"first_block": first_block, "array": name} | vars(array_statistics)
         for first_block, part in parts.items()
         for name, array_statistics in part.items()
     ]
     return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
-
-
-def block_parts(block: int, statistics: BlockStatistics, running: BlockStatistics) -> dict[int, BlockStatistics]:
-    """What a block's file contains: its own statistics, and those of the stream's blocks up to and including it."""
-    return {block: statistics, 0: running}
 
 
 def decode_statistics(

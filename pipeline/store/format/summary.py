@@ -5,7 +5,7 @@ store again, or after an extension, changes nothing that a reader has opened.
 """
 
 from pipeline.store.format.block_table import BlockTable, join_streams, read_streams, split_streams
-from pipeline.store.format.commits import CommitRecord, read_commit_records
+from pipeline.store.format.commits import read_commit_records
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.statistics import Statistics, decode_statistics, merge_streams
 from pipeline.store.io.parquet import table_digest
@@ -62,10 +62,7 @@ def read_statistics(storage: Storage, root: StoreRoot, blocks: BlockTable) -> di
             [summary_key(STATISTICS, sha256)], lambda key, content: decode_statistics(content, key, sha256)
         )
         return parts.get(0, {})
-    return {} if root.complete else merge_streams(storage, last_records(storage, root, blocks))
-
-
-def last_records(storage: Storage, root: StoreRoot, blocks: BlockTable) -> list[CommitRecord]:
-    """The record of each stream's last block, without streams that have none. Raises StoreError."""
+    if root.complete:
+        return {}
     last = [part[-1] for part in split_streams(blocks, root.metadata.num_streams) if len(part)]
-    return list(read_commit_records(storage, [(block.stream, block.block) for block in last]))
+    return merge_streams(storage, list(read_commit_records(storage, [(block.stream, block.block) for block in last])))

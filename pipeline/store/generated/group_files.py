@@ -17,7 +17,7 @@ from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.problems import Problem, Remedy
-from pipeline.store.io.storage import Storage, write_many
+from pipeline.store.io.storage import Storage
 
 REMEDY = "Delete this group; the next run generates it again."
 ACTIVATIONS = pa.large_binary()
@@ -46,8 +46,8 @@ def delete_used_groups(storage: Storage, metadata: StoreMetadata, num_documents:
     size = metadata.data.get("group")
     if metadata.capture.get("when") == "decode" and isinstance(size, int) and size > 0:
         for stream, number in num_documents.items():
-            used = (index for index in stored_groups(storage, stream) if index < number // size)
-            write_many(storage, ((group_key(stream, index), None) for index in used))
+            stored = stored_groups(storage, stream)
+            storage.delete(group_key(stream, index) for index in stored if index < number // size)
 
 
 def read_group(storage: Storage, stream: int, index: int) -> pa.Table:

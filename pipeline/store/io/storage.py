@@ -10,11 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import tensorstore as ts
 
@@ -22,6 +22,7 @@ from pipeline.core.addresses import HUB_SCHEME
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.host import num_cores
+from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
 from pipeline.store.io.local_files import file_problem, make_directories, put_file
 from pipeline.store.io.options import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 # How many reads or writes of small objects to start ahead. TensorStore queues those beyond its concurrency.
 _KEYS_AHEAD = 256
+_DELETIONS_AT_ONCE = 128
 
 _UPDATE_ATTEMPTS = 100  # to change an object that other processes are changing
 
@@ -286,13 +288,9 @@ class Storage(KeyValueStore):
         context = ts.Context({name: {"limit": limit} for name in CONCURRENCY}, parent=self.context)
         return self._open(self.path, context, replace(self._options, concurrency=limit))
 
-    def folder_spec(self, name: str) -> dict[str, Any]:
-        """TensorStore's spec of the folder `name`, to be opened for reading in `context` or a child context."""
-        return (self.kvstore / name / "").spec().to_json()
-
-    def start_put(self, key: str, parts: Sequence[Buffer]) -> Future[bool]:
-        """Starts `put`. The parts are not copied: do not change them until the future is done."""
-        return self.put_threads.submit(self.put, key, *parts)
+    def delete(self, keys: Iterable[str]) -> None:
+        """Deletes objects durably and concurrently."""
+        deque(map_ahead(lambda key: self.write(key, None), keys, _DELETIONS_AT_ONCE), maxlen=0)
 
     @cached_property
     def put_threads(self) -> Executor:
@@ -302,20 +300,3 @@ class Storage(KeyValueStore):
 
 
 StorageLike = Storage | str | os.PathLike[str]
-
-
-def write_many(storage: KeyValueStore, contents: Iterable[tuple[str, bytes | None]]) -> None:
-    """Writes objects durably and concurrently (content None deletes one). Raises StoreError."""
-    writes: deque[tuple[str, ts.Future]] = deque()
-
-    def wait() -> None:
-        key, write = writes.popleft()
-        with storage.errors(key):
-            write.result()
-
-    for key, content in contents:
-        writes.append((key, storage.start_write(key, content)))
-        if len(writes) > _KEYS_AHEAD:
-            wait()
-    while writes:
-        wait()

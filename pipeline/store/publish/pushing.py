@@ -19,7 +19,7 @@ from huggingface_hub import CommitOperationAdd
 from huggingface_hub.hf_api import RepoFile
 
 from pipeline.core.errors import ConfigError, StoreInvalid, StoreMismatch
-from pipeline.store.format.arrays import array_folders, is_own_key
+from pipeline.store.format.arrays import own_keys
 from pipeline.store.format.commits import COMMITS_PREFIX
 from pipeline.store.format.keys import is_worker_key
 from pipeline.store.format.layout import MIB
@@ -98,8 +98,7 @@ def push_store(
 def _keys_to_push(storage: Storage, root: StoreRoot) -> list[str]:
     """The keys of the store's objects except its root: the commit records after what they describe, and then the
     arrays' metadata. Without leases, logs and leftovers of interrupted writes."""
-    folders = array_folders(root)
-    keys = [key for key in storage.list_keys() if is_own_key(key, folders) and key != ROOT_KEY]
+    keys = [key for key in filter(own_keys(root), storage.list_keys()) if key != ROOT_KEY]
     keys = [key for key in keys if not key.endswith(LOCK_SUFFIX) and not is_worker_key(key)]
     largest = max(Counter(key.rpartition("/")[0] for key in keys).values())
     if len(keys) > MAX_FILES or largest > MAX_FOLDER_FILES:

@@ -74,31 +74,8 @@ def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStor
     opened = tuple(store if isinstance(store, ActivationStore) else ActivationStore.open(store) for store in stores)
     for other in opened[1:]:
         _require_same_geometry(opened[0], other)
-        try:
-            _require_same_tokens(opened[0], other)
-        except StoreMismatch as error:
-            _require_same_tokenizer(opened[0], other, error)
-            raise
+        _require_same_tokens(opened[0], other)
     return AlignedStores(opened)
-
-
-def _require_same_tokenizer(store: ActivationStore, other: ActivationStore, difference: StoreMismatch) -> None:
-    """Raises StoreMismatch if different tokenizers explain a difference between the stores. Called only when the tokens
-    differ, since different tokenizers may give the same tokens."""
-    ours, theirs = store.metadata.tokenizer, other.metadata.tokenizer
-    if ours == theirs:
-        return
-    keys = ", ".join(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
-    raise StoreMismatch(
-        f"{store.path} has tokens from {_tokenizer_name(store)}, {other.path} from {_tokenizer_name(other)}, and these "
-        f"differ in {keys}. Use models with the same tokenizer. If one model accepts the other's tokens, set its "
-        f"model.tokenizer, and the same data.special_tokens, prefix and suffix. The first difference: {difference}"
-    ) from difference
-
-
-def _tokenizer_name(store: ActivationStore) -> str:
-    model = store.metadata.config.get("model", {})
-    return f"the tokenizer {model.get('tokenizer') or model.get('path')}"
 
 
 def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> None:
@@ -113,12 +90,14 @@ def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> No
 
 def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None:
     """Compares the digests in the blocks' records: those of the same values are equal. Raises StoreMismatch."""
+    has_same = store.metadata.tokenizer == other.metadata.tokenizer  # other tokenizers may give the same tokens, too
+    hint = "" if has_same else " Their tokenizers differ: use models with the same one, or set model.tokenizer of one."
     ours, theirs = (dict.fromkeys((block.stream, block.block) for block in each.blocks) for each in (store, other))
     for stream, block in ours.keys() ^ theirs.keys():
         first, second = (store, other) if (stream, block) in ours else (other, store)
         raise StoreMismatch(
             f"block {block} of stream {stream} is in {first.path}, but not in {second.path}. Make both with the same "
-            "run.max_tokens, and wait until both jobs have finished."
+            f"run.max_tokens, and wait until both jobs have finished.{hint}"
         )
     names = [spec.name for spec in store._layout.side_arrays if spec is not LABELS_ARRAY]
     records = (read_commit_records(each.storage, list(ours)) for each in (store, other))
@@ -126,5 +105,5 @@ def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None
         if different := [name for name in names if pair[0].digests.get(name) != pair[1].digests.get(name)]:
             raise StoreMismatch(
                 f"block {block} of stream {stream}: {different[0]} differs between {store.path} and {other.path}. Make "
-                "both from the same data, with the same tokenizer and run.max_tokens."
+                f"both from the same data, with the same tokenizer and run.max_tokens.{hint}"
             )

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from pipeline.core.errors import StoreError, StoreInvalid
-from pipeline.store.format.arrays import array_folders, is_own_key, layout_of
+from pipeline.store.format.arrays import layout_of, own_keys
 from pipeline.store.format.keys import FOLDERS
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.io.local_files import files_below, raise_unless_gone
-from pipeline.store.io.storage import Storage, StorageLike, write_many
+from pipeline.store.io.storage import Storage, StorageLike
 
 _DELETIONS_AT_ONCE = 128
 
@@ -25,16 +25,11 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     """
     storage = Storage.open(place)
     folders = (*FOLDERS, *(spec.name for spec in layout_of(root).all_arrays))
-    array_names = array_folders(root)
-
-    def is_own(key: str) -> bool:
-        return is_own_key(key, array_names)
-
-    directory = storage.directory
+    is_own, directory = own_keys(root), storage.directory
     if directory is None:
         deleting = storage.with_own_requests(_DELETIONS_AT_ONCE)
         for folder in folders:
-            write_many(deleting, ((key, None) for key in deleting.list_keys(f"{folder}/") if is_own(key)))
+            deleting.delete(filter(is_own, deleting.list_keys(f"{folder}/")))
         storage.write(ROOT_KEY, None)
         return iter(storage.list_keys())
     if os.path.islink(directory + ROOT_KEY):

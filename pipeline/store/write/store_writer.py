@@ -28,7 +28,7 @@ from pipeline.store.format.metadata import (
     change_root,
     require_root,
 )
-from pipeline.store.format.statistics import BlockStatistics, block_parts, encode_statistics, statistics_key
+from pipeline.store.format.statistics import BlockStatistics, encode_statistics, statistics_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.block_protocol import (
@@ -210,7 +210,7 @@ class StoreWriter:
             if statistics is None:
                 return {}, recent
             running = self.streams.add_statistics(stream, number, statistics)
-        content = encode_statistics(block_parts(number, statistics, running))
+        content = encode_statistics({number: statistics, 0: running})
         return {statistics_key(stream, number): content}, recent
 
     def _answers(self, requests: Requests) -> list[Any]:
