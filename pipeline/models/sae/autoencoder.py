@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -12,7 +13,21 @@ from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import without_defaults
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.spec import ARRAYS, SAESpec
-from pipeline.models.sae.tensors import Tensors
+
+
+class Tensors(Protocol):
+    """The tensors of a file by name. Methods raise CheckpointError for damaged files and dtypes other than 16- and
+    32-bit floats."""
+
+    name: str  # the file's name, for messages
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a tensor."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads a tensor, in C order."""
+
 
 Change = Callable[[np.ndarray], np.ndarray]
 

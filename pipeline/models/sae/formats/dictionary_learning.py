@@ -45,7 +45,7 @@ def read_sae(files: Files) -> SAE:
     class_name = trainer.choice("dict_class", _CLASSES)
     activation, subtracts_bias = _CLASSES[class_name]
     d_in, width = trainer.positive_int("activation_dim"), trainer.positive_int("dict_size")
-    tensors = TorchFile(files, WEIGHTS)
+    tensors = TorchFile(files.open(WEIGHTS))
     k = _top_k(trainer, tensors, width) if activation is FeatureActivation.topk else None
     context = SAEContext(
         trainer.text("lm_name"), context_size=buffer.positive_int("ctx_len") if "ctx_len" in buffer else None

@@ -14,7 +14,7 @@ WEIGHTS = r"(.+)-SAE-l(\d+)\.pth?"
 
 def read_sae(files: Files, name: str) -> SAE:
     """Reads a ReLU SAE of the residual stream, made of two torch.nn.Linear. No bias is subtracted from the input."""
-    tensors = TorchFile(files, name)
+    tensors = TorchFile(files.open(name))
     linear = "_linear" if "encoder_linear.weight" in tensors.shapes else ""
     sizes = axis_sizes(tensors, {f"encoder{linear}.weight": "FD"})
     sources = {

@@ -27,4 +27,4 @@ def read_sae(files: Files, name: str) -> SAE:
         "b_out": TensorSource("b_dec", "O"),
     }
     spec = SAESpec(d_in, width, d_in, FeatureActivation.relu)
-    return check_tensors(SAE(FORMAT, spec, config.text("act_name"), TorchFile(files, name), sources, context))
+    return check_tensors(SAE(FORMAT, spec, config.text("act_name"), TorchFile(files.open(name)), sources, context))

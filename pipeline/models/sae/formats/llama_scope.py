@@ -18,11 +18,11 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.sae.autoencoder import SAE, Tensors, TensorSource, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors, Tensors
 
 CONFIG, WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
 CONFIG_R1, WEIGHTS_R1 = "config.json", "sae_weights.safetensors"
@@ -50,7 +50,7 @@ def read_sae(files: Files) -> SAE:
     source = TensorSource("decoder.weight", "OF", partial(_divided_by_norms, threshold))
     return _sae(
         config,
-        SafetensorsTensors(files, WEIGHTS),
+        SafetensorsFile(files.open(WEIGHTS)),
         width=width,
         threshold=source if _includes_norms(config) else threshold,
         factors=factors,
@@ -64,7 +64,7 @@ def read_sae_r1(files: Files) -> SAE:
     config.choice("sae_type", ["sae"], default="sae")
     d_in = config.positive_int("d_model")
     config.expect("jump_relu_threshold", config.values.get("jump_relu_threshold"))  # the tensor has the thresholds
-    tensors = SafetensorsTensors(files, WEIGHTS_R1)
+    tensors = SafetensorsFile(files.open(WEIGHTS_R1))
     hook_in = config.text("hook_point_in")
     hooks = hook_in, config.text("hook_point_out") or hook_in
 

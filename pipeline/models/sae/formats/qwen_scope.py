@@ -22,7 +22,7 @@ def read_sae(files: Files, name: str) -> SAE:
             f"{files.where}: expected a folder with the name of Qwen-Scope's repository, such as "
             f"SAE-Res-Qwen3-8B-Base-W64K-L0_50, since {name} does not contain its k (50). Rename the folder."
         )
-    tensors = TorchFile(files, name)
+    tensors = TorchFile(files.open(name))
     sizes = axis_sizes(tensors, {"b_dec": "D", "b_enc": "F"})
     width, k = 1024 * int(repository[2]), int(repository[3])
     if width != sizes["F"] or not 0 < k <= width:

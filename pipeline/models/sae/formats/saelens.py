@@ -15,11 +15,11 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
 from pipeline.models.sae.context import SAEContext, hook_of_module
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
 TEMPORAL = ("conf.yaml", "latest_ckpt.safetensors")  # canrager/temporalSAEs, the first of that architecture
@@ -136,7 +136,7 @@ def read_sae(files: Files) -> SAE:
     sources = _sources(spec, subtracts_bias, "skip" in architecture, factor)
     if has_decoder_norms:
         sources["feature_scale"] = TensorSource("W_dec", "FO", partial(_row_norms, factor))
-    tensors = SafetensorsTensors(files, WEIGHTS)
+    tensors = SafetensorsFile(files.open(WEIGHTS))
     sae = SAE("saelens", spec, hook_name, tensors, sources, _context(config))
     return check_tensors(sae, _neutral_scales(tensors))
 
@@ -283,7 +283,7 @@ def _row_norms(input_factor: float | None, values: np.ndarray) -> np.ndarray:
     return (np.sqrt(squares) / (input_factor or 1)).astype(np.float32)
 
 
-def _neutral_scales(tensors: SafetensorsTensors) -> list[str]:
+def _neutral_scales(tensors: SafetensorsFile) -> list[str]:
     """The names of feature scales that some versions save although all of them are 1."""
     scales = [name for name in _FEATURE_SCALES if name in tensors.shapes]
     return [name for name in scales if tensors.shapes[name] and np.allclose(tensors.read(name), 1)]

@@ -4,11 +4,11 @@ import re
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
 from pipeline.models.sae.context import MODULE_HOOKS
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 # For training only. `normalize_decoder` was applied before the weights were saved.
@@ -42,7 +42,7 @@ def read_sae(files: Files) -> SAE:
     if has_skip:
         sources["w_skip"] = TensorSource("W_skip", "OD")
     hook_name = _hook_name(files.where.rpartition("/")[2], is_transcoder)
-    return check_tensors(SAE("sparsify", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))
+    return check_tensors(SAE("sparsify", spec, hook_name, SafetensorsFile(files.open(WEIGHTS)), sources))
 
 
 def _hook_name(folder: str, is_transcoder: bool) -> str | None:
