@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
-from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors
+from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.folder import SAEConfig, read_flat_yaml
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
@@ -27,12 +27,7 @@ def read_transcoder(files: Files, name: str) -> SAE:
     """Reads a transcoder with or without thresholds (otherwise ReLU) and a skip connection."""
     tensors = SafetensorsFile(files.open(name))
     sizes = axis_sizes(tensors, {"W_enc": "FD", "b_dec": "O"})
-    sources = {
-        "w_enc": TensorSource("W_enc", "FD"),
-        "b_enc": TensorSource("b_enc", "F"),
-        "w_dec": TensorSource("W_dec", "FO"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
+    sources = coder_sources("FD FO", "W_enc", "b_enc", "W_dec", "b_dec")
     if _THRESHOLD in tensors.shapes:
         sources["threshold"] = TensorSource(_THRESHOLD, "F")
     if "W_skip" in tensors.shapes:

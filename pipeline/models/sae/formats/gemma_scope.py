@@ -15,10 +15,12 @@ from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.sae.autoencoder import (
     SAE,
+    Sources,
     Tensors,
     TensorSource,
     axis_sizes,
     check_tensors,
+    coder_sources,
     divide_by,
     multiply_by,
 )
@@ -117,12 +119,6 @@ def _context(model_name: str) -> SAEContext:
     return SAEContext(model_name, context_size=1024, prepend_bos=True)
 
 
-def _sources(tensors: Tensors) -> dict[str, TensorSource]:
+def _sources(tensors: Tensors) -> Sources:
     encoder, decoder = ("w_enc", "w_dec") if "w_enc" in tensors.shapes else ("W_enc", "W_dec")
-    return {
-        "w_enc": TensorSource(encoder, "DF"),
-        "b_enc": TensorSource("b_enc", "F"),
-        "threshold": TensorSource("threshold", "F"),
-        "w_dec": TensorSource(decoder, "FO"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
+    return coder_sources("DF FO", encoder, "b_enc", decoder, "b_dec") | {"threshold": TensorSource("threshold", "F")}

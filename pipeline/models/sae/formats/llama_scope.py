@@ -19,7 +19,7 @@ import numpy as np
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
-from pipeline.models.sae.autoencoder import SAE, Tensors, TensorSource, check_tensors, divide_by, multiply_by
+from pipeline.models.sae.autoencoder import SAE, Tensors, TensorSource, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
@@ -112,7 +112,7 @@ def _sae(
     *,
     width: int,
     threshold: TensorSource | float,
-    factors: tuple[float, ...],
+    factors: tuple[float, float],
     model_name: str,
 ) -> SAE:
     """factors: of input and output. b_dec is not subtracted from the input."""
@@ -124,15 +124,10 @@ def _sae(
     has_bias = config.flag("use_decoder_bias", default=True)
     hook_name, hook_out = config.text("hook_point_in"), config.text("hook_point_out")
     config.finish(_HARMLESS)
-    input_factor, output_factor = factors
-    sources = {
-        "w_enc": TensorSource("encoder.weight", "FD", multiply_by(input_factor)),
-        "b_enc": TensorSource("encoder.bias", "F"),
-        "threshold": threshold,
-        "w_dec": TensorSource("decoder.weight", "OF", divide_by(output_factor)),
-    }
-    if has_bias:
-        sources["b_out"] = TensorSource("decoder.bias", "O", divide_by(output_factor))
+    names = ("encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias")
+    sources = coder_sources("FD OF", *names, factors=factors) | {"threshold": threshold}
+    if not has_bias:
+        del sources["b_out"]
     is_transcoder = hook_out is not None and hook_name != hook_out
     spec = SAESpec(d_in, width, d_in, FeatureActivation.jumprelu, is_transcoder=is_transcoder)
     context = SAEContext(model_name, "cerebras/SlimPajama-627B", context_size=1024, prepend_bos=True)

@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
+from pipeline.models.sae.autoencoder import SAE, Sources, TensorSource, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext, hook_of_module
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
@@ -255,20 +255,11 @@ def _input_factor(files: Files, where: str, hook_name: str | None) -> float:
     return factor or read_config(files, SCALER).positive_float("scaling_factor")
 
 
-def _sources(
-    spec: SAESpec, subtracts_bias: bool, has_skip: bool, input_factor: float | None
-) -> dict[str, TensorSource | float]:
-    """The sources of all arrays. `input_factor` is folded like in `fold_activation_norm_scaling_factor`."""
-    scale = None if input_factor is None else multiply_by(input_factor)
-    unscale = None if input_factor is None else divide_by(input_factor)
-    sources: dict[str, TensorSource | float] = {
-        "w_enc": TensorSource("W_enc", "DF", scale),
-        "b_enc": TensorSource("b_mag" if spec.activation is FeatureActivation.gated else "b_enc", "F"),
-        "w_dec": TensorSource("W_dec", "FO", unscale),
-        "b_out": TensorSource("b_dec", "O", unscale),
-    }
-    if subtracts_bias:
-        sources["b_in"] = TensorSource("b_dec", "D", unscale)
+def _sources(spec: SAESpec, subtracts_bias: bool, has_skip: bool, factor: float | None) -> Sources:
+    """The sources of all arrays. `factor` of inputs and outputs is folded in."""
+    b_enc = "b_mag" if spec.activation is FeatureActivation.gated else "b_enc"
+    factors = None if factor is None else (factor, factor)
+    sources = coder_sources("DF FO", "W_enc", b_enc, "W_dec", "b_dec", subtracts_bias=subtracts_bias, factors=factors)
     if spec.activation is FeatureActivation.jumprelu:
         sources["threshold"] = TensorSource("threshold", "F")
     if spec.activation is FeatureActivation.gated:

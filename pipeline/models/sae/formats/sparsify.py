@@ -5,7 +5,7 @@ import re
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, coder_sources
 from pipeline.models.sae.context import MODULE_HOOKS
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
@@ -31,14 +31,8 @@ def read_sae(files: Files) -> SAE:
     if k > width:
         raise CheckpointError(f"{config.where}: k is {k}, expected at most the width {width}. Download it again.")
     spec = SAESpec(d_in, width, d_in, FeatureActivation.topk, k=k, is_transcoder=is_transcoder)
-    sources = {
-        "w_enc": TensorSource("encoder.weight", "FD"),
-        "b_enc": TensorSource("encoder.bias", "F"),
-        "w_dec": TensorSource("W_dec", "FO"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
-    if not is_transcoder:
-        sources["b_in"] = TensorSource("b_dec", "D")
+    names = ("encoder.weight", "encoder.bias", "W_dec", "b_dec")
+    sources = coder_sources("FD FO", *names, subtracts_bias=not is_transcoder)
     if has_skip:
         sources["w_skip"] = TensorSource("W_skip", "OD")
     hook_name = _hook_name(files.where.rpartition("/")[2], is_transcoder)
