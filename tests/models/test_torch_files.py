@@ -263,7 +263,6 @@ def test_hostile_files_are_refused_and_execute_nothing(case: str, members, tmp_p
     content = hostile.with_value(members, hostile.VALUES[case]) if is_value else hostile.ARCHIVES[case](members)
     message = refusal(content, tmp_path)
     assert re.search("expected .*(again|Save|Use another)", message), message
-    assert re.search(hostile.reason(case), message), message
     assert len(message) < 1500
     assert len(list(tmp_path.iterdir())) == 1
 
