@@ -121,20 +121,9 @@ class HfConfig(JsonConfig):
     def activation(self, key: str, default: str) -> Activation:
         return _ACTIVATIONS[self.choice(key, _ACTIVATIONS, default)]
 
-    def require(self, implemented: Mapping[str, object]) -> None:
-        """Raises CheckpointError for attributes with other values than these, the only implemented ones."""
-        for key, value in implemented.items():
-            if (got := self.values.get(key, value)) != value:
-                raise self._not_implemented(key, got, str(value))
-        self._taken.update(implemented)
-
     def set_defaults(self, **values: object) -> None:
         """Adds the values of absent attributes that most families require."""
         self.values = values | self.values
-
-    def ignore(self, *keys: str) -> None:
-        """Allows attributes that have no effect in this family."""
-        self._taken.update(keys)
 
     def _is_harmless(self, key: str) -> bool:
         if key in _HARMLESS or key.startswith("_") or key.endswith(("_token_id", "_token_ids", "_token_index")):

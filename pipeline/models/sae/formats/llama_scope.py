@@ -63,7 +63,7 @@ def read_sae_r1(files: Files) -> SAE:
     config = read_config(files, CONFIG_R1)
     config.choice("sae_type", ["sae"], default="sae")
     d_in = config.positive_int("d_model")
-    config.expect("jump_relu_threshold", config.values.get("jump_relu_threshold"))  # the tensor has the thresholds
+    config.ignore("jump_relu_threshold")  # the tensor has the thresholds
     tensors = SafetensorsFile(files.open(WEIGHTS_R1))
     hook_in = config.text("hook_point_in")
     hooks = hook_in, config.text("hook_point_out") or hook_in
@@ -119,8 +119,7 @@ def _sae(
     d_in = config.positive_int("d_model")
     config.choice("act_fn", ["jumprelu"])
     config.choice("norm_activation", ["dataset-wise"])
-    config.expect("apply_decoder_bias_to_pre_encoder", False)
-    config.expect("use_glu_encoder", False)
+    config.require({"apply_decoder_bias_to_pre_encoder": False, "use_glu_encoder": False})
     has_bias = config.flag("use_decoder_bias", default=True)
     hook_name, hook_out = config.text("hook_point_in"), config.text("hook_point_out")
     config.finish(_HARMLESS)

@@ -130,7 +130,7 @@ def read_sae(files: Files) -> SAE:
             f"with apply_b_dec_to_input false. Save it again with SAELens."
         )
     has_decoder_norms = spec.activation is FeatureActivation.topk and config.flag("rescale_acts_by_decoder_norm", False)
-    config.expect("rescale_acts_by_decoder_norm", has_decoder_norms)
+    config.require({"rescale_acts_by_decoder_norm": has_decoder_norms})
     config.finish(_HARMLESS)
     factor = _input_factor(files, config.where, hook_name) if normalisation == _AVERAGE else None
     sources = _sources(spec, subtracts_bias, "skip" in architecture, factor)
@@ -167,11 +167,11 @@ def _architecture(config: SAEConfig) -> str:
 
 def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
     old = config.nested("activation_fn_kwargs")
-    old.expect("signed", False)
+    old.require({"signed": False})
     k = None
     if spec.activation is FeatureActivation.topk:
         k = (old if "k" in old else config).positive_int("k")
-        config.expect("k", k)
+        config.require({"k": k})
         if k > spec.width:
             raise CheckpointError(f"{config.where}: k is {k}, expected at most d_sae, {spec.width}. Download it again.")
     old.finish()
@@ -192,8 +192,7 @@ def _hook_name(config: SAEConfig) -> str | None:
     Refuses SAEs of a single head."""
     sections = [config.nested("metadata"), config]
     for section in sections:
-        for key in ("hook_head_index", "hook_point_head_index"):
-            section.expect(key, None)
+        section.require({"hook_head_index": None, "hook_point_head_index": None})
     names = [section.text(key) for section in sections for key in ("hook_name", "hook_point")]
     hook_name = next((name for name in names if name is not None), None)
     concatenates = config.choice("reshape_activations", ["none", "hook_z"], "none") == "hook_z"
@@ -213,8 +212,7 @@ def _is_centred(config: SAEConfig) -> bool:
         for key in ("model_kwargs", "model_from_pretrained_kwargs"):
             processing = section.nested(key)
             values.append(processing.flag(_CENTRED, default=False))
-            for name in ("fold_ln", "center_unembed", "fold_value_biases"):
-                processing.expect(name, False)
+            processing.require(dict.fromkeys(("fold_ln", "center_unembed", "fold_value_biases"), False))
     return any(values)
 
 

@@ -21,7 +21,7 @@ def read_sae(files: Files) -> SAE:
     `transcode` is set. Transcoders older than that attribute do not have it."""
     config = read_config(files, CONFIG)
     config.choice("activation", ["topk"], default="topk")
-    config.expect("signed", False)  # in the first versions; keeps negative features
+    config.require({"signed": False})  # in the first versions; keeps negative features
     d_in, k = config.positive_int("d_in"), config.positive_int("k", default=32)
     expansion_factor = config.positive_float("expansion_factor", default=32.0)
     width = config.count("num_latents", default=0) or round(d_in * expansion_factor)
