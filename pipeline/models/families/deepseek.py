@@ -14,7 +14,6 @@ from pipeline.models.architecture import (
     FileTensor,
     KeyTable,
     LatentAttention,
-    RopeKind,
     RotaryPairs,
     Router,
     biases,
@@ -103,9 +102,10 @@ def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> t
     num_rotary = config.positive_int("qk_rope_head_dim", 64)
     q_rank = config.optional_int("q_lora_rank", 1536)
     values = rope_values(config)
-    mscale = values.optional_float("mscale_all_dim", None)  # YaRN also scales dimensions that do not rotate
+    is_yarn = "yarn" in (values.values.get("rope_type"), values.values.get("type"))
+    mscale = values.optional_float("mscale_all_dim", None) if is_yarn else None  # also of dimensions without rotation
     arch = llama.read_decoder(config, llama.Defaults(default_max_positions, head_dim=num_rotary), rope_config=values)
-    growth = 1 if mscale is None or arch.rope.kind is not RopeKind.yarn else mscale * yarn_growth(arch.rope.factor) + 1
+    growth = 1 if mscale is None else mscale * yarn_growth(arch.rope.factor) + 1
     head_dim = num_unrotated + num_rotary
     sizes = {"head_dim": num_rotary, "qk_head_dim": head_dim, "num_key_value_heads": arch.num_heads}
     for key, size in sizes.items():

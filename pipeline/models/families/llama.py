@@ -71,6 +71,7 @@ def read_decoder(
     Families whose config.json has different attributes for them pass `activation`, `rope` or what `rope_values`
     returned as `rope_config`, and `d_mlp`.
     """
+    config.ignore("rms_norm_eps")  # in some files of families that read `default.eps_key`
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
     num_kv_heads = config.optional_int("num_key_value_heads", default.kv_heads) or num_heads
