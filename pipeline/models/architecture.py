@@ -390,3 +390,16 @@ Matrix products with weights [outputs, inputs] measured as fast as with [inputs,
 def our_keys(entry: TableEntry) -> tuple[str, ...]:
     """The weights of a table entry."""
     return (entry,) if isinstance(entry, str) else entry.weights
+
+
+def biases(table: KeyTable, *weights: str) -> KeyTable:
+    """The biases of a table's tensors, or only of those whose first weight is named. Their axes are those of ours."""
+    chosen = {key: entry for key, entry in table.items() if not weights or our_keys(entry)[0] in weights}
+    return {
+        f"{key.removesuffix('.weight')}.bias": (
+            f"{entry}_bias"
+            if isinstance(entry, str)
+            else replace(entry, weights=tuple(f"{weight}_bias" for weight in entry.weights), axes=None)
+        )
+        for key, entry in chosen.items()
+    }

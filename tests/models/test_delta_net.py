@@ -6,8 +6,7 @@ import pytest
 
 from pipeline.job.generation.cache import CachedHistory, PromptHistory
 from pipeline.models.partition import Partition
-from pipeline.models.recurrent.delta_net import DELTA_RULE
-from pipeline.models.recurrent.mamba import DECAY_RULE
+from pipeline.models.recurrent.delta_net import DECAY_RULE, DELTA_RULE
 from pipeline.models.recurrent.recur import Heads, Rule, convolution
 
 pytestmark = pytest.mark.heavy

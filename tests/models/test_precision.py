@@ -18,8 +18,7 @@ from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 from pipeline.models.attention.splash import attend_splash
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.head import Head
-from pipeline.models.recurrent.delta_net import delta_step
-from pipeline.models.recurrent.mamba import decay_step
+from pipeline.models.recurrent.delta_net import DECAY_RULE, DELTA_RULE
 from pipeline.models.recurrent.recur import Heads
 from pipeline.models.registry import open_model
 from pipeline.models.sae.encoding import encode
@@ -65,8 +64,8 @@ def test_every_float32_product_beside_the_layers_has_float32s_precision(dtype: s
     outputs = partial(token_outputs, Head("lm_head.weight", softcap=None), num_top=2)
     assert rounded_products(lambda x, w: outputs({"head": w}, x, jnp.zeros((2, 3), int)), dtype, x, weight) == []
     heads = Heads(*(jnp.ones((2, 1, 2, *shape)) for shape in ((4,), (4,), (3, 4), (3,), (3,))))
-    for step in (delta_step, decay_step):
-        assert rounded_products(step, dtype, jnp.ones((2, 2, 3, 4, 4)), heads) == []
+    for rule in (DELTA_RULE, DECAY_RULE):
+        assert rounded_products(rule.step, dtype, jnp.ones((2, 2, 3, 4, 4)), heads) == []
     for sae in CASES.values():
         arrays = sae_arrays(sae, np.random.default_rng(0))
         params = {name: jnp.asarray(array, dtype if array.ndim == 2 else "float32") for name, array in arrays.items()}

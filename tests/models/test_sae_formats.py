@@ -4,6 +4,7 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import fsspec
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 from pipeline.core.errors import CheckpointError, PipelineError
 from pipeline.models.sae.formats import saelens
 from pipeline.models.sae.loading import open_sae
-from pipeline.models.sae.spec import ARRAYS, FeatureActivation
+from pipeline.models.sae.spec import ARRAYS
 from tests.hub import contents, hub_for_this_process
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, D_OUT, WIDTH, K, Written, decode_dense, encode_dense, normal
@@ -116,6 +117,12 @@ def lens(architecture: str, /, **config: object) -> Write:
     return lambda folder, rng: sae_files.write_saelens(folder, architecture, rng, **config)
 
 
+SPARSIFY, GEMMA, LLAMA = sae_files.write_sparsify, sae_files.write_gemma_scope, sae_files.write_llama_scope
+# From attributes to a writer of a format with these attributes.
+llama, llama_r1 = partial(partial, LLAMA), partial(partial, sae_files.write_llama_scope_r1)
+sparse, gemma_2 = partial(partial, SPARSIFY), partial(partial, sae_files.write_gemma_scope_2)
+
+
 def lens_scaled(folder: Path, rng: np.random.Generator) -> Written:
     """A checkpoint during training, with the factor of activations in another file."""
     written = sae_files.write_saelens(folder, "gated", rng, normalize_activations="expected_average_only_in")
@@ -131,84 +138,58 @@ def lens_with_scale_of_ones(folder: Path, rng: np.random.Generator) -> Written:
 
 CENTRED = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
 HOOK_Z = {"metadata": {"hook_name": "blocks.1.attn.hook_z"}, "reshape_activations": "hook_z"}
-CASES: dict[str, tuple[Write, Features, FeatureActivation]] = {
-    "standard": (lens("standard"), lens_relu, FeatureActivation.relu),
-    "standard, old": (lens("standard", is_old=True), lens_relu, FeatureActivation.relu),
-    "standard, raw input": (lens("standard", apply_b_dec_to_input=False), lens_relu, FeatureActivation.relu),
-    "standard, constant norm": (lens("standard", normalize_activations="constant_norm_rescale"), lens_relu, "relu"),
-    "standard, layer norm": (lens("standard", normalize_activations="layer_norm"), lens_relu, FeatureActivation.relu),
-    "standard, scale of ones": (lens_with_scale_of_ones, lens_relu, FeatureActivation.relu),
-    "standard, hook_z": (lens("standard", **HOOK_Z), lens_relu, FeatureActivation.relu),
-    "standard, old hook_z": (
-        lens("standard", is_old=True, hook_name="blocks.1.attn.hook_z"),
-        lens_relu,
-        FeatureActivation.relu,
-    ),
-    "standard, centred": (lens("standard", **CENTRED), centred, FeatureActivation.relu),
-    "gated": (lens("gated"), lens_gated, FeatureActivation.gated),
-    "gated, scaled input": (lens_scaled, lambda t, config, x: lens_gated(t, config, x * 0.4), FeatureActivation.gated),
-    "jumprelu": (lens("jumprelu"), lens_jumprelu, FeatureActivation.jumprelu),
-    "jumprelu, old": (lens("jumprelu", is_old=True), lens_jumprelu, FeatureActivation.jumprelu),
-    "topk": (lens("topk"), lens_topk, FeatureActivation.topk),
-    "topk, old": (lens("topk", is_old=True), lens_topk, FeatureActivation.topk),
-    "topk, decoder norms": (lens("topk", rescale_acts_by_decoder_norm=True), lens_topk, FeatureActivation.topk),
-    "transcoder": (lens("transcoder"), lens_relu, FeatureActivation.relu),
-    "skip_transcoder": (lens("skip_transcoder"), lens_relu, FeatureActivation.relu),
-    "jumprelu_transcoder": (lens("jumprelu_transcoder"), lens_jumprelu, FeatureActivation.jumprelu),
-    "jumprelu_skip_transcoder": (lens("jumprelu_skip_transcoder"), lens_jumprelu, FeatureActivation.jumprelu),
-    "gemma_scope": (sae_files.write_gemma_scope, gemma, FeatureActivation.jumprelu),
+CASES: dict[str, tuple[Write, Features]] = {
+    "standard": (lens("standard"), lens_relu),
+    "standard, old": (lens("standard", is_old=True), lens_relu),
+    "standard, raw input": (lens("standard", apply_b_dec_to_input=False), lens_relu),
+    "standard, constant norm": (lens("standard", normalize_activations="constant_norm_rescale"), lens_relu),
+    "standard, layer norm": (lens("standard", normalize_activations="layer_norm"), lens_relu),
+    "standard, scale of ones": (lens_with_scale_of_ones, lens_relu),
+    "standard, hook_z": (lens("standard", **HOOK_Z), lens_relu),
+    "standard, old hook_z": (lens("standard", is_old=True, hook_name="blocks.1.attn.hook_z"), lens_relu),
+    "standard, centred": (lens("standard", **CENTRED), centred),
+    "gated": (lens("gated"), lens_gated),
+    "gated, scaled input": (lens_scaled, lambda t, config, x: lens_gated(t, config, x * 0.4)),
+    "jumprelu": (lens("jumprelu"), lens_jumprelu),
+    "jumprelu, old": (lens("jumprelu", is_old=True), lens_jumprelu),
+    "topk": (lens("topk"), lens_topk),
+    "topk, old": (lens("topk", is_old=True), lens_topk),
+    "topk, decoder norms": (lens("topk", rescale_acts_by_decoder_norm=True), lens_topk),
+    "transcoder": (lens("transcoder"), lens_relu),
+    "skip_transcoder": (lens("skip_transcoder"), lens_relu),
+    "jumprelu_transcoder": (lens("jumprelu_transcoder"), lens_jumprelu),
+    "jumprelu_skip_transcoder": (lens("jumprelu_skip_transcoder"), lens_jumprelu),
+    "gemma_scope": (sae_files.write_gemma_scope, gemma),
     "gemma_scope, compressed": (
-        lambda folder, rng: sae_files.write_gemma_scope(folder, rng, is_compressed=True),
+        partial(sae_files.write_gemma_scope, is_compressed=True),
         gemma,
-        FeatureActivation.jumprelu,
     ),
     "gemma_scope, embedding": (
         lambda folder, rng: sae_files.write_gemma_scope(folder / "embedding" / "width_4k", rng),
         gemma_embedding,
-        FeatureActivation.jumprelu,
     ),
-    "gemma_scope_2": (sae_files.write_gemma_scope_2, gemma, FeatureActivation.jumprelu),
+    "gemma_scope_2": (sae_files.write_gemma_scope_2, gemma),
     "gemma_scope_2, transcoder": (
-        lambda folder, rng: sae_files.write_gemma_scope_2(folder, rng, kind="transcoder"),
+        gemma_2(kind="transcoder"),
         gemma,
-        FeatureActivation.jumprelu,
     ),
-    "sparsify": (sae_files.write_sparsify, sparsify, FeatureActivation.topk),
+    "sparsify": (sae_files.write_sparsify, sparsify),
     "sparsify, skip transcoder": (
-        lambda folder, rng: sae_files.write_sparsify(folder, rng, transcode=True, skip_connection=True),
+        sparse(transcode=True, skip_connection=True),
         sparsify,
-        FeatureActivation.topk,
     ),
-    "llama_scope": (sae_files.write_llama_scope, llama_scope, FeatureActivation.jumprelu),
+    "llama_scope": (sae_files.write_llama_scope, llama_scope),
     "llama_scope, transcoder": (
-        lambda folder, rng: sae_files.write_llama_scope(folder, rng, hook_out="blocks.24.hook_mlp_out"),
+        llama(hook_out="blocks.24.hook_mlp_out"),
         llama_scope,
-        FeatureActivation.jumprelu,
     ),
-}
-
-
-def llama_r1(**config: object) -> Write:
-    return lambda folder, rng: sae_files.write_llama_scope_r1(folder, rng, **config)
-
-
-CASES |= {
-    "llama_scope, norms": (
-        lambda folder, rng: sae_files.write_llama_scope(folder, rng, has_norms=True),
-        llama_scope,
-        FeatureActivation.jumprelu,
-    ),
-    "llama_scope_r1, transcoder": (llama_r1(), llama_scope_r1, FeatureActivation.jumprelu),
-    "llama_scope_r1, transcoder without norms": (
-        llama_r1(sparsity_include_decoder_norm=False),
-        llama_scope_r1,
-        FeatureActivation.jumprelu,
-    ),
-    "circuit_tracer, transcoder": (sae_files.write_circuit_tracer, circuit_tracer, FeatureActivation.relu),
+    "llama_scope, norms": (llama(has_norms=True), llama_scope),
+    "llama_scope_r1, transcoder": (llama_r1(), llama_scope_r1),
+    "llama_scope_r1, transcoder without norms": (llama_r1(sparsity_include_decoder_norm=False), llama_scope_r1),
+    "circuit_tracer, transcoder": (sae_files.write_circuit_tracer, circuit_tracer),
     "circuit_tracer, skip transcoder": (
-        lambda folder, rng: sae_files.write_circuit_tracer(folder, rng, has_skip=True),
+        partial(sae_files.write_circuit_tracer, has_skip=True),
         circuit_tracer,
-        FeatureActivation.jumprelu,
     ),
 }
 
@@ -255,7 +236,7 @@ def reconstruction(case: str, written: Written, values: np.ndarray, x: np.ndarra
 
 @pytest.mark.parametrize("case", CASES)
 def test_an_sae_follows_its_formats_definition(case: str, tmp_path: Path, rng):
-    write, features, activation = CASES[case]
+    write, features = CASES[case]
     written = write(tmp_path / "sae", rng)
     sae, x = open_sae(str(written.folder)), tokens(rng)
     arrays = sae.arrays()
@@ -264,7 +245,7 @@ def test_an_sae_follows_its_formats_definition(case: str, tmp_path: Path, rng):
     assert all(values.dtype == np.float32 and values.flags.c_contiguous for values in arrays.values())
     expected = features(in_float64(written.tensors), written.config, x.astype(np.float64))
     values = encode_dense(sae, x)
-    assert (sae.spec.activation, sae.spec.d_in, sae.spec.width) == (activation, D_IN, WIDTH)
+    assert (sae.spec.d_in, sae.spec.width) == (D_IN, WIDTH)
     assert 0 < np.count_nonzero(values) < values.size * 0.6
     np.testing.assert_array_equal(values > 0, expected > 0)
     np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
@@ -306,13 +287,6 @@ def test_arrays_keep_the_dtype_of_the_file(dtype: type, tmp_path: Path, rng):
 def test_formats_and_hook_names_are_read(case: str, hook_name: str | None, name: str, tmp_path: Path, rng):
     sae = open_sae(str(CASES[case][0](tmp_path / "sae", rng).folder))
     assert (sae.hook_name, sae.format) == (hook_name, name)
-
-
-SPARSIFY, GEMMA, LLAMA = sae_files.write_sparsify, sae_files.write_gemma_scope, sae_files.write_llama_scope
-
-
-def gemma_2(**config: object) -> Write:
-    return lambda folder, rng: sae_files.write_gemma_scope_2(folder, rng, **config)
 
 
 def gemma_2_alone(folder: Path, rng: np.random.Generator) -> Written:
@@ -388,7 +362,7 @@ def cross_layer(config: str) -> Write:
         ("layers.7.mlp", sae_files.write_sparsify, "blocks.7.mlp.hook_out", None, False),
         ("layers.7.self_attn", sae_files.write_sparsify, "blocks.7.attn.hook_out", None, False),
         ("layers.7.other", sae_files.write_sparsify, None, None, False),
-        ("h.7.mlp", lambda folder, rng: SPARSIFY(folder, rng, transcode=True), "blocks.7.mlp.hook_in", None, True),
+        ("h.7.mlp", sparse(transcode=True), "blocks.7.mlp.hook_in", None, True),
         ("gemma-scope-2b-pt-res/embedding", GEMMA, "hook_embed", "google/gemma-2-2b", False),
         ("embedding/sae", GEMMA, None, None, None),
         (
@@ -655,17 +629,9 @@ def traced(config: str) -> Damage:
     return damage
 
 
-def sparse(**config: object) -> Write:
-    return lambda folder, rng: SPARSIFY(folder, rng, **config)
-
-
-def llama(**config: object) -> Write:
-    return lambda folder, rng: LLAMA(folder, rng, **config)
-
-
 REFUSED: dict[str, tuple[Damage, str]] = {
     "a folder of several": (
-        lambda folder, rng: sae_files.write_circuit_tracer(folder, rng),
+        sae_files.write_circuit_tracer,
         "Name the file of one SAE: .*/sae/layer_7.safetensors",
     ),
     "no files": (lambda folder, rng: folder.mkdir(), "is not an SAE: expected cfg.json and sae_weights.* got no files"),

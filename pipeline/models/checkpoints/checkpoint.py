@@ -275,7 +275,7 @@ class Checkpoint:
     def _open(self, name: str) -> TensorFile:
         if name not in self._opened:
             if name.endswith(".bin"):
-                self._opened[name] = TorchFile(self._files, name).contiguous()
+                self._opened[name] = TorchFile(self._files.open(name)).contiguous()
             else:
                 self._opened[name] = SafetensorsFile(self._files.open(name))
         return self._opened[name]

@@ -2,13 +2,11 @@
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import fsspec
 import numpy as np
-from numpy.typing import NDArray
 
 from pipeline.core.errors import CheckpointError, PipelineError
 from pipeline.core.file_errors import named_errors
@@ -16,9 +14,6 @@ from pipeline.core.hub import Repository, is_hub_id, open_repository
 from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
 from pipeline.core.retries import repeated
 from pipeline.models.checkpoints.safetensors_file import ByteSource
-
-_PIECE_BYTES = 16 << 20  # read at a time
-_MAX_REQUESTS = 16  # concurrent requests for pieces of a remote file
 
 
 class Files:
@@ -65,7 +60,7 @@ class Files:
                 )
             return np.frombuffer(content, np.uint8)
 
-        return ByteSource(where, info["size"], read)
+        return ByteSource(where, info["size"], read, self.is_remote)
 
     def names(self) -> list[str]:
         """The names of all files, for messages."""
@@ -115,21 +110,6 @@ def open_files(path: str, revision: str | None) -> Files:
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
         f"got none of them{why}. Check the path."
     )
-
-
-def read_bytes(source: ByteSource, start: int, stop: int, is_remote: bool) -> NDArray[np.uint8]:
-    """Reads a large range: remote files by several concurrent requests."""
-    content = np.empty(stop - start, np.uint8)
-
-    def read_piece(offset: int) -> None:
-        piece = source.read(start + offset, start + min(offset + _PIECE_BYTES, content.size))
-        if piece.size != min(_PIECE_BYTES, content.size - offset):  # the file was complete when it was opened
-            raise CheckpointError(f"{source.name}: expected {stop:,} bytes, got fewer. Download it again.")
-        content[offset : offset + piece.size] = piece
-
-    with ThreadPoolExecutor(_MAX_REQUESTS if is_remote else 1, thread_name_prefix="weights") as pool:
-        list(pool.map(read_piece, range(0, content.size, _PIECE_BYTES)))
-    return content
 
 
 def read_json(files: Files, name: str, remedy: str = "Download the missing file.") -> dict[str, object]:

@@ -94,6 +94,17 @@ class JsonConfig:
             f"{remedy or f'Use another {self.user}.'}"
         )
 
+    def require(self, implemented: Mapping[str, object]) -> None:
+        """Raises CheckpointError for attributes with other values than these, the only implemented ones."""
+        for key, value in implemented.items():
+            if (got := self.values.get(key, value)) != value:
+                raise self._not_implemented(key, got, str(value))
+        self._taken.update(implemented)
+
+    def ignore(self, *keys: str) -> None:
+        """Allows attributes that have no effect."""
+        self._taken.update(keys)
+
     def nested(self, key: str) -> Self:
         """The mapping under `key`; empty if the key is absent."""
         return type(self)(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")

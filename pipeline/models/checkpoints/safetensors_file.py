@@ -8,6 +8,7 @@ object storage, where each process reads only its part, and errors must name a d
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -33,6 +34,8 @@ _ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+_PIECE_BYTES = 16 << 20  # read at a time
+_MAX_REQUESTS = 16  # concurrent requests for pieces of a remote file
 _MAX_AXES, _MAX_NUMBER = 32, 2**48  # limit the product of sizes
 
 
@@ -43,6 +46,21 @@ class ByteSource:
     name: str  # for messages
     size: int
     read: Callable[[int, int], NDArray[np.uint8]]
+    is_remote: bool = False  # each read is a request, so several should run at once
+
+    def read_large(self, start: int, stop: int) -> NDArray[np.uint8]:
+        """Reads a large range: of remote files by several concurrent requests."""
+        content = np.empty(stop - start, np.uint8)
+
+        def read_piece(offset: int) -> None:
+            piece = self.read(start + offset, start + min(offset + _PIECE_BYTES, content.size))
+            if piece.size != min(_PIECE_BYTES, content.size - offset):  # the file was complete when it was opened
+                raise CheckpointError(f"{self.name}: expected {stop:,} bytes, got fewer. Download it again.")
+            content[offset : offset + piece.size] = piece
+
+        with ThreadPoolExecutor(_MAX_REQUESTS if self.is_remote else 1, thread_name_prefix="weights") as pool:
+            list(pool.map(read_piece, range(0, content.size, _PIECE_BYTES)))
+        return content
 
 
 @dataclass(frozen=True)
@@ -61,6 +79,19 @@ class TensorFile:
 
     def __init__(self, source: ByteSource, tensors: Mapping[str, TensorInfo]) -> None:
         self._source, self.name, self.tensors = source, source.name, tensors
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: info.shape for name, info in self.tensors.items()}
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a tensor. Raises CheckpointError for others than `FLOAT_DTYPES`."""
+        return float_dtype(self.name, name, self.tensors[name].dtype)
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads a whole tensor of floats."""
+        info = self.tensors[name]
+        return self._source.read_large(info.start, info.stop).view(self.dtype(name)).reshape(info.shape)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop-1 of a tensor's first axis, in its dtype (floats, F8_E4M3, U8 or I32)."""
@@ -92,6 +123,16 @@ class SafetensorsFile(TensorFile):
         tensors = {name: _tensor_info(source, data_start, name, entry) for name, entry in header.items()}
         _check_layout(source, data_start, tensors)
         super().__init__(source, tensors)
+
+
+def float_dtype(file: str, tensor: str, dtype: str) -> np.dtype:
+    """The dtype with this name in safetensors. Raises CheckpointError for others than `FLOAT_DTYPES`."""
+    if dtype not in FLOAT_DTYPES:
+        raise CheckpointError(
+            f"{file}: {tensor:.200} has dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}. Save it as one of "
+            f"them."
+        )
+    return FLOAT_DTYPES[dtype]
 
 
 def _damaged(source: ByteSource, expected: str, got: str) -> CheckpointError:

@@ -14,8 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.checkpoints.checkpoint_files import Files, read_bytes
-from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, TensorFile, TensorInfo
+from pipeline.models.checkpoints.safetensors_file import (
+    FLOAT_DTYPES,
+    ByteSource,
+    TensorFile,
+    TensorInfo,
+    float_dtype,
+)
 from pipeline.models.checkpoints.torch_pickle import NotAStateDict, StoredTensor, kind_of, parse_pickle
 from pipeline.models.checkpoints.zip_archive import ZipArchive
 
@@ -40,8 +45,8 @@ class TorchFile(ZipArchive):
 
     kind, methods, resave = "torch", (zipfile.ZIP_STORED,), _SAVE_STATE
 
-    def __init__(self, files: Files, name: str) -> None:
-        self._source, self._is_remote = files.open(name), files.is_remote
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
         if self._source.read(0, min(4, self._source.size)).tobytes() != _SIGNATURE:
             raise CheckpointError(
                 f"{self._source.name} is not a zip archive: expected a file of torch.save as written since torch 1.6, "
@@ -70,13 +75,7 @@ class TorchFile(ZipArchive):
     def dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor."""
         value = self._values[name]
-        dtype = value.dtype if isinstance(value, StoredTensor) else None
-        if dtype not in FLOAT_DTYPES.values():
-            raise CheckpointError(
-                f"{self.name}: {name:.200} has dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}. Save it as "
-                f"one of them."
-            )
-        return dtype
+        return float_dtype(self.name, name, _NAMES[value.dtype] if isinstance(value, StoredTensor) else "none")
 
     def contiguous(self) -> TensorFile:
         """The tensors, to be read by ranges, without checksums. Raises CheckpointError unless all are contiguous."""
@@ -171,7 +170,7 @@ class TorchFile(ZipArchive):
         """All bytes of a member, after comparing their checksum."""
         member, start = self._member(name), self._start(name)
         size = member.file_size
-        content = read_bytes(self._source, start, start + size, self._is_remote)
+        content = self._source.read_large(start, start + size)
         if self._has_checksums and zlib.crc32(content) != member.CRC:
             raise self._damaged(f"{name:.200} with the checksum {member.CRC:08x}", f"{zlib.crc32(content):08x}")
         return content

@@ -6,33 +6,27 @@ Bidirectional; the residual stream itself is normalised. All tokens have type 0,
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, KeyTable
+from pipeline.models.architecture import Architecture, KeyTable, biases
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
-KEY_TABLE: KeyTable = {
+_EMBEDDINGS: KeyTable = {
     "embeddings.word_embeddings.weight": "embed",
     "embeddings.position_embeddings.weight": "position_embed",
     "embeddings.token_type_embeddings.weight": "type_embed",
-    "embeddings.LayerNorm.weight": "embed_norm",
-    "embeddings.LayerNorm.bias": "embed_norm_bias",
-    "encoder.layer.*.attention.self.query.weight": "attention.q",
-    "encoder.layer.*.attention.self.query.bias": "attention.q_bias",
-    "encoder.layer.*.attention.self.key.weight": "attention.k",
-    "encoder.layer.*.attention.self.key.bias": "attention.k_bias",
-    "encoder.layer.*.attention.self.value.weight": "attention.v",
-    "encoder.layer.*.attention.self.value.bias": "attention.v_bias",
-    "encoder.layer.*.attention.output.dense.weight": "attention.o",
-    "encoder.layer.*.attention.output.dense.bias": "attention.o_bias",
-    "encoder.layer.*.attention.output.LayerNorm.weight": "attention.sum_norm",
-    "encoder.layer.*.attention.output.LayerNorm.bias": "attention.sum_norm_bias",
-    "encoder.layer.*.intermediate.dense.weight": "mlp.up",
-    "encoder.layer.*.intermediate.dense.bias": "mlp.up_bias",
-    "encoder.layer.*.output.dense.weight": "mlp.down",
-    "encoder.layer.*.output.dense.bias": "mlp.down_bias",
-    "encoder.layer.*.output.LayerNorm.weight": "mlp.sum_norm",
-    "encoder.layer.*.output.LayerNorm.bias": "mlp.sum_norm_bias",
 }
+_BIASED: KeyTable = {
+    "embeddings.LayerNorm.weight": "embed_norm",
+    "encoder.layer.*.attention.self.query.weight": "attention.q",
+    "encoder.layer.*.attention.self.key.weight": "attention.k",
+    "encoder.layer.*.attention.self.value.weight": "attention.v",
+    "encoder.layer.*.attention.output.dense.weight": "attention.o",
+    "encoder.layer.*.attention.output.LayerNorm.weight": "attention.sum_norm",
+    "encoder.layer.*.intermediate.dense.weight": "mlp.up",
+    "encoder.layer.*.output.dense.weight": "mlp.down",
+    "encoder.layer.*.output.LayerNorm.weight": "mlp.sum_norm",
+}
+KEY_TABLE = _EMBEDDINGS | _BIASED | biases(_BIASED)
 
 _HEAD_AND_TRAINING_KEYS = (
     "hidden_dropout_prob",

@@ -6,7 +6,7 @@ import dataclasses
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Norm, RotaryPairs
 from pipeline.models.families import llama
-from pipeline.models.families.hf_attention import GLOBAL, LOCAL, every_nth_global, read_local, read_pattern, read_rope
+from pipeline.models.families.hf_attention import GLOBAL, LOCAL, every_nth_global, read_local, read_pattern
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE = llama.table_without("mlp.norm")
@@ -37,7 +37,7 @@ def read_cohere2(config: HfConfig) -> tuple[Architecture, KeyTable]:
             f"{config.where}: sliding_window is null, expected a length, because layers have {LOCAL}. "
             f"Is the file damaged?"
         )
-    local = read_local(config, default, window, arch.rope, arch.rope, arch.max_positions)
+    local = read_local(config, arch, default, window)
     return dataclasses.replace(arch, local=local, rotation=pattern.replace("L", "R").replace("G", "N")), table
 
 
@@ -48,13 +48,6 @@ def logit_scale(config: HfConfig) -> float:
 def _read(config: HfConfig, default_theta: float) -> tuple[Architecture, KeyTable]:
     config.require(_IMPLEMENTED)
     config.ignore("model_max_length", "use_parallel_embedding")  # not of the architecture
-    max_positions = config.positive_int("max_position_embeddings", 8192)
-    arch = llama.read_decoder(config, max_positions, rope=read_rope(config, max_positions, default_theta))
-    arch = dataclasses.replace(
-        arch,
-        norm=Norm.layer,
-        norm_eps=config.positive_float("layer_norm_eps", 1e-5),
-        parallel=True,
-        rotary_pairs=RotaryPairs.adjacent,
-    )
+    arch = llama.read_decoder(config, llama.Defaults(8192, theta=default_theta, eps_key="layer_norm_eps", eps=1e-5))
+    arch = dataclasses.replace(arch, norm=Norm.layer, parallel=True, rotary_pairs=RotaryPairs.adjacent)
     return arch, KEY_TABLE | llama.attention_biases(config)

@@ -14,14 +14,13 @@ from pipeline.models.architecture import (
     FileTensor,
     KeyTable,
     LatentAttention,
-    Rope,
-    RopeKind,
     RotaryPairs,
     Router,
+    biases,
 )
 from pipeline.models.families import llama, moe
-from pipeline.models.families.hf_attention import parse_rope, read_pattern, rope_values, yarn_growth
-from pipeline.models.families.hf_config import HfConfig, read_text
+from pipeline.models.families.hf_attention import read_pattern, rope_values, yarn_growth
+from pipeline.models.families.hf_config import HfConfig, text_reader
 
 _LATENT: KeyTable = {
     "layers.*.self_attn.kv_a_proj_with_mqa.weight": FileTensor(("attention.kv_down", "attention.k_rotary")),
@@ -32,10 +31,6 @@ _LATENT_QUERIES: KeyTable = {
     "layers.*.self_attn.q_a_proj.weight": "attention.q_down",
     "layers.*.self_attn.q_a_layernorm.weight": "attention.q_down_norm",
     "layers.*.self_attn.q_b_proj.weight": "attention.q_up",
-}
-_BIASES: KeyTable = {
-    "layers.*.self_attn.kv_a_proj_with_mqa.bias": FileTensor(("attention.kv_down_bias", "attention.k_rotary_bias")),
-    "layers.*.self_attn.o_proj.bias": "attention.o_bias",
 }
 EXPERTS: KeyTable = moe.EXPERTS | {
     f"layers.*.mlp.shared_experts.{name}_proj.weight": f"mlp.shared_{name}" for name in ("gate", "up", "down")
@@ -94,11 +89,11 @@ def read_v32(config: HfConfig) -> tuple[Architecture, KeyTable]:
     return arch, table | _INDEXER
 
 
-def read_kimi_k25(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """`read_v3` for the language model of a checkpoint with vision."""
-    config.ignore("ignore_index", "projection_hidden_size", "projection_layer_norm_eps", "video_placeholder")
-    config.ignore("use_unified_vision_chunk")
-    return read_text(config, deepseek_v3=read_v3, kimi_k2=read_v3)
+_OF_VISION = (
+    *("ignore_index", "projection_hidden_size", "projection_layer_norm_eps", "use_unified_vision_chunk"),
+    "video_placeholder",
+)
+read_kimi_k25 = text_reader(*_OF_VISION, deepseek_v3=read_v3, kimi_k2=read_v3)
 
 
 def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> tuple[Architecture, KeyTable]:
@@ -106,9 +101,11 @@ def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> t
     num_unrotated = config.positive_int("qk_nope_head_dim", 128)
     num_rotary = config.positive_int("qk_rope_head_dim", 64)
     q_rank = config.optional_int("q_lora_rank", 1536)
-    max_positions = config.positive_int("max_position_embeddings", default_max_positions)
-    rope, growth = _read_rope(config, max_positions)
-    arch = llama.read_decoder(config, max_positions, default_head_dim=num_rotary, rope=rope)
+    values = rope_values(config)
+    is_yarn = "yarn" in (values.values.get("rope_type"), values.values.get("type"))
+    mscale = values.optional_float("mscale_all_dim", None) if is_yarn else None  # also of dimensions without rotation
+    arch = llama.read_decoder(config, llama.Defaults(default_max_positions, head_dim=num_rotary), rope_config=values)
+    growth = 1 if mscale is None else mscale * yarn_growth(arch.rope.factor) + 1
     head_dim = num_unrotated + num_rotary
     sizes = {"head_dim": num_rotary, "qk_head_dim": head_dim, "num_key_value_heads": arch.num_heads}
     for key, size in sizes.items():
@@ -120,21 +117,12 @@ def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> t
     queries = {"layers.*.self_attn.q_proj.weight": "attention.q"} if q_rank is None else _LATENT_QUERIES
     table = llama.table_without("attention.q", "attention.k", "attention.v") | _LATENT | queries | EXPERTS
     if config.flag("attention_bias", False):
-        table |= _BIASES | ({} if q_rank is None else {"layers.*.self_attn.q_a_proj.bias": "attention.q_down_bias"})
+        table |= biases(table, "attention.kv_down", "attention.o", "attention.q_down")
     scale = None if growth == 1 else head_dim**-0.5 * growth * growth
     return (
         dataclasses.replace(arch, head_dim=head_dim, rotary_dim=num_rotary, latent=latent, attention_scale=scale),
         table,
     )
-
-
-def _read_rope(config: HfConfig, max_positions: int) -> tuple[Rope, float]:
-    """The rotary embedding, and the factor by which YaRN also scales the dimensions that do not rotate."""
-    values = rope_values(config)
-    rope = parse_rope(values, config.positive_float("rope_theta", 10000.0), max_positions)
-    mscale = values.optional_float("mscale_all_dim", None) if rope.kind is RopeKind.yarn else None
-    values.finish()
-    return rope, 1 if mscale is None else mscale * yarn_growth(rope.factor) + 1
 
 
 def read_experts(

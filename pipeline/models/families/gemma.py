@@ -16,9 +16,9 @@ from pipeline.models.families.hf_attention import (
     read_rope,
     require_truncating,
 )
-from pipeline.models.families.hf_config import HfConfig, read_text
+from pipeline.models.families.hf_config import HfConfig, text_reader
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
-from pipeline.models.families.llama import attention_biases, read_decoder
+from pipeline.models.families.llama import Defaults, attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
 
 KEY_TABLE: KeyTable = LLAMA_TABLE | {
@@ -33,7 +33,7 @@ def read_gemma(config: HfConfig) -> tuple[Architecture, KeyTable]:
     activation = config.activation("hidden_act", "gelu_pytorch_tanh")
     if activation is Activation.gelu:  # as in transformers: the first published files meant the approximation
         activation = Activation.gelu_tanh
-    arch = read_decoder(config, 8192, default_head_dim=256, activation=activation)
+    arch = read_decoder(config, Defaults(8192, head_dim=256), activation=activation)
     arch = dataclasses.replace(arch, norm=Norm.rms_plus_one, embed_scale=arch.d_model**0.5)
     return arch, LLAMA_TABLE | attention_biases(config)
 
@@ -54,10 +54,7 @@ def read_gemma3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     return arch, KEY_TABLE | HEAD_NORMS | attention_biases(config)
 
 
-def read_gemma3_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Like `read_gemma3`, for the language model of a checkpoint with vision."""
-    config.ignore("mm_tokens_per_image")
-    return read_text(config, gemma3_text=read_gemma3)
+read_gemma3_multimodal = text_reader("mm_tokens_per_image", gemma3_text=read_gemma3)
 
 
 def _read(
@@ -68,9 +65,7 @@ def _read(
     config.ignore("hidden_act", "sliding_window_size")  # in published files, but transformers reads other attributes
     arch = read_decoder(
         config,
-        max_positions,
-        default_kv_heads=4,
-        default_head_dim=256,
+        Defaults(max_positions, kv_heads=4, head_dim=256),
         activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
         rope=rope,
     )
@@ -81,7 +76,7 @@ def _read(
         norm=Norm.rms_plus_one,
         embed_scale=arch.d_model**0.5,
         attention_scale=config.positive_float("query_pre_attn_scalar", 256) ** -0.5,
-        local=read_local(config, pattern, window, rope, local_rope, max_positions),
+        local=read_local(config, arch, pattern, window, local_rope),
     )
 
 

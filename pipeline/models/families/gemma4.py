@@ -12,8 +12,6 @@ from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
 from pipeline.models.architecture import (
     Architecture,
-    Experts,
-    FileTensor,
     GlobalHeads,
     KeyTable,
     LocalAttention,
@@ -24,8 +22,8 @@ from pipeline.models.architecture import (
 )
 from pipeline.models.families import gemma, moe
 from pipeline.models.families.hf_attention import GLOBAL, LOCAL, every_nth_global, nested_ropes, read_pattern
-from pipeline.models.families.hf_config import HfConfig, read_text
-from pipeline.models.families.llama import attention_biases, read_decoder
+from pipeline.models.families.hf_config import HfConfig, text_reader
+from pipeline.models.families.llama import Defaults, attention_biases, read_decoder
 from pipeline.models.families.qwen import HEAD_NORMS
 
 KEY_TABLE: KeyTable = gemma.KEY_TABLE | HEAD_NORMS | {"layers.*.layer_scalar": "mlp.layer_scale"}
@@ -37,27 +35,13 @@ _LAYER_INPUTS: KeyTable = {
     "layers.*.per_layer_projection.weight": "mlp.input_out",
     "layers.*.post_per_layer_input_norm.weight": "mlp.input_norm",
 }
-_EXPERTS: KeyTable = {
-    "layers.*.router.proj.weight": "mlp.router",
+_EXPERTS: KeyTable = moe.stacked("layers.*.router.proj.weight", "layers.*.experts") | {
     "layers.*.router.scale": "mlp.router_scale",
     "layers.*.router.per_expert_scale": "mlp.router_expert_scale",
-    "layers.*.experts.gate_up_proj": FileTensor(("mlp.experts_gate", "mlp.experts_up"), "E M D", by="E"),
-    "layers.*.experts.down_proj": FileTensor(("mlp.experts_down",), "E D M"),
     "layers.*.post_feedforward_layernorm_1.weight": "mlp.dense_post_norm",
     "layers.*.pre_feedforward_layernorm_2.weight": "mlp.mixture_norm",
     "layers.*.post_feedforward_layernorm_2.weight": "mlp.mixture_post_norm",
 }
-
-
-def read_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Like `read`, for the language model of a checkpoint with vision and audio."""
-    config.ignore("vision_soft_tokens_per_image")
-    return read_text(config, gemma4_text=read)
-
-
-def read_unified_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Like `read_unified`, for the language model of a checkpoint with vision and audio."""
-    return read_text(config, gemma4_unified_text=read_unified)
 
 
 def read_unified(config: HfConfig) -> tuple[Architecture, KeyTable]:
@@ -72,9 +56,7 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     rope, local_rope = _read_ropes(config, max_positions)
     arch = read_decoder(
         config,
-        max_positions,
-        default_kv_heads=4,
-        default_head_dim=256,
+        Defaults(max_positions, kv_heads=4, head_dim=256),
         activation=config.activation("hidden_activation", "gelu_pytorch_tanh"),
         rope=rope,
     )
@@ -93,8 +75,15 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
         global_heads=_read_global_heads(config, arch),
         shared_keys=_read_shared_keys(config, arch, kinds),
         layer_inputs=_read_layer_inputs(config, arch),
-        experts=_read_experts(config, arch),
     )
+    if config.flag("enable_moe_block", False):
+        d_expert = config.positive_int("moe_intermediate_size")
+        fields = dict(sums_to_one=True, rounds_weights=False, beside_mlp=True)
+        arch = moe.with_experts(
+            config, arch, key="num_experts", per_token_key="top_k_experts", d_expert=d_expert, **fields
+        )
+    else:
+        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
     table = KEY_TABLE | (_LAYER_INPUTS if arch.layer_inputs else {}) | (_EXPERTS if arch.experts else {})
     return arch, table | attention_biases(config)
 
@@ -173,11 +162,5 @@ def _read_layer_inputs(config: HfConfig, arch: Architecture) -> int:
     return size
 
 
-def _read_experts(config: HfConfig, arch: Architecture) -> Experts | None:
-    if not config.flag("enable_moe_block", False):
-        config.ignore("num_experts", "top_k_experts", "moe_intermediate_size")
-        return None
-    num_experts, per_token = moe.read_counts(config, arch.num_layers, key="num_experts", per_token_key="top_k_experts")
-    d_expert = config.positive_int("moe_intermediate_size")
-    pattern = "S" * arch.num_layers
-    return Experts(pattern, num_experts, per_token, d_expert, sums_to_one=True, rounds_weights=False, beside_mlp=True)
+read_multimodal = text_reader("vision_soft_tokens_per_image", gemma4_text=read)
+read_unified_multimodal = text_reader(gemma4_unified_text=read_unified)

@@ -5,14 +5,12 @@ GLM-4 rotates adjacent dimensions; its 0414 models also have norms after each bl
 
 import dataclasses
 
-from pipeline.models.architecture import Architecture, FileTensor, KeyTable, RotaryPairs, Router
+from pipeline.models.architecture import Architecture, KeyTable, RotaryPairs, Router
 from pipeline.models.families import deepseek, llama
-from pipeline.models.families.hf_attention import read_partial_rope, rotary_dim
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.qwen import HEAD_NORMS, QKV_BIASES
+from pipeline.models.families.qwen import HEAD_NORMS
 
-_GLM: KeyTable = llama.KEY_TABLE | {"layers.*.mlp.gate_up_proj.weight": FileTensor(("mlp.gate", "mlp.up"))}
-_GLM = {key: entry for key, entry in _GLM.items() if entry not in ("mlp.gate", "mlp.up")}
+_GLM: KeyTable = llama.table_without("mlp.gate", "mlp.up") | llama.FUSED_MLP
 _POST_NORMS: KeyTable = {
     "layers.*.post_self_attn_layernorm.weight": "attention.post_norm",
     "layers.*.post_mlp_layernorm.weight": "mlp.post_norm",
@@ -20,9 +18,9 @@ _POST_NORMS: KeyTable = {
 
 
 def read_glm(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    arch = _read(config, default_kv_heads=2, default_head_dim=128, default_eps=1.5625e-07)
+    arch = llama.read_decoder(config, llama.Defaults(131072, kv_heads=2, head_dim=128, eps=1.5625e-07, fraction=0.5))
     arch = dataclasses.replace(arch, rotary_pairs=RotaryPairs.adjacent)
-    return arch, _GLM | (QKV_BIASES if config.flag("attention_bias", True) else {})
+    return arch, _GLM | (llama.QKV_BIASES if config.flag("attention_bias", True) else {})
 
 
 def read_glm4(config: HfConfig) -> tuple[Architecture, KeyTable]:
@@ -31,7 +29,7 @@ def read_glm4(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_glm4_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    arch = _read(config, default_kv_heads=8, default_head_dim=None, default_eps=1e-5)
+    arch = llama.read_decoder(config, llama.Defaults(131072, kv_heads=8, eps=1e-5, fraction=0.5))
     experts = deepseek.read_experts(
         config, arch.num_layers, 1, default_num=128, default_d_expert=1408, default_num_shared=1
     )
@@ -45,20 +43,6 @@ def read_glm4_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     experts = deepseek.with_groups(config, experts, num_groups, groups_per_token)
     num_ignored = config.count("num_nextn_predict_layers", 1)
     table = llama.KEY_TABLE | deepseek.EXPERTS | deepseek.CORRECTION
-    table |= QKV_BIASES if config.flag("attention_bias", False) else {}
+    table |= llama.QKV_BIASES if config.flag("attention_bias", False) else {}
     table |= HEAD_NORMS if config.flag("use_qk_norm", False) else {}
     return dataclasses.replace(arch, experts=experts, num_ignored_layers=num_ignored), table
-
-
-def _read(config: HfConfig, default_kv_heads: int, default_head_dim: int | None, default_eps: float) -> Architecture:
-    max_positions = config.positive_int("max_position_embeddings", 131072)
-    rope, fraction = read_partial_rope(config, max_positions, 0.5)
-    arch = llama.read_decoder(
-        config,
-        max_positions,
-        default_kv_heads=default_kv_heads,
-        default_head_dim=default_head_dim,
-        default_eps=default_eps,
-        rope=rope,
-    )
-    return dataclasses.replace(arch, rotary_dim=rotary_dim(config, arch.head_dim, fraction))

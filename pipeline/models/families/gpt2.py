@@ -1,27 +1,30 @@
 """GPT-2 (transformers' `GPT2Model`): learned positions, LayerNorm, weights stored as [in, out]."""
 
-from pipeline.models.architecture import Architecture, FileTensor, KeyTable
+from pipeline.models.architecture import Architecture, FileTensor, KeyTable, biases
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
-KEY_TABLE: KeyTable = {
-    "wte.weight": "embed",
-    "wpe.weight": "position_embed",
+NORMS: KeyTable = {
     "h.*.ln_1.weight": "attention.norm",
-    "h.*.ln_1.bias": "attention.norm_bias",
-    "h.*.attn.c_attn.weight": FileTensor(("attention.qkv",), "D CNH"),
-    "h.*.attn.c_attn.bias": FileTensor(("attention.qkv_bias",), "CNH"),
-    "h.*.attn.c_proj.weight": FileTensor(("attention.o",), "NW D"),
-    "h.*.attn.c_proj.bias": "attention.o_bias",
     "h.*.ln_2.weight": "mlp.norm",
-    "h.*.ln_2.bias": "mlp.norm_bias",
-    "h.*.mlp.c_fc.weight": FileTensor(("mlp.up",), "D F"),
-    "h.*.mlp.c_fc.bias": "mlp.up_bias",
-    "h.*.mlp.c_proj.weight": FileTensor(("mlp.down",), "F D"),
-    "h.*.mlp.c_proj.bias": "mlp.down_bias",
     "ln_f.weight": "final_norm",
-    "ln_f.bias": "final_norm_bias",
 }
+_MATRICES: KeyTable = {
+    "h.*.attn.c_attn.weight": FileTensor(("attention.qkv",), "D CNH"),
+    "h.*.attn.c_proj.weight": FileTensor(("attention.o",), "NW D"),
+    "h.*.mlp.c_fc.weight": FileTensor(("mlp.up",), "D F"),
+    "h.*.mlp.c_proj.weight": FileTensor(("mlp.down",), "F D"),
+}
+KEY_TABLE: KeyTable = (
+    NORMS
+    | _MATRICES
+    | biases(NORMS | _MATRICES)
+    | {
+        "wte.weight": "embed",
+        "wpe.weight": "position_embed",
+        "h.*.attn.c_attn.bias": FileTensor(("attention.qkv_bias",), "CNH"),
+    }
+)
 
 
 NAMES = {

@@ -7,29 +7,27 @@ from itertools import islice
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
-from pipeline.models.architecture import Architecture, KeyTable, LocalAttention
+from pipeline.models.architecture import Architecture, KeyTable, LocalAttention, biases
+from pipeline.models.families import gpt2
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
-KEY_TABLE: KeyTable = {
-    "wte.weight": "embed",
-    "wpe.weight": "position_embed",
-    "h.*.ln_1.weight": "attention.norm",
-    "h.*.ln_1.bias": "attention.norm_bias",
-    "h.*.attn.attention.q_proj.weight": "attention.q",
-    "h.*.attn.attention.k_proj.weight": "attention.k",
-    "h.*.attn.attention.v_proj.weight": "attention.v",
+_BIASED: KeyTable = gpt2.NORMS | {
     "h.*.attn.attention.out_proj.weight": "attention.o",
-    "h.*.attn.attention.out_proj.bias": "attention.o_bias",
-    "h.*.ln_2.weight": "mlp.norm",
-    "h.*.ln_2.bias": "mlp.norm_bias",
     "h.*.mlp.c_fc.weight": "mlp.up",
-    "h.*.mlp.c_fc.bias": "mlp.up_bias",
     "h.*.mlp.c_proj.weight": "mlp.down",
-    "h.*.mlp.c_proj.bias": "mlp.down_bias",
-    "ln_f.weight": "final_norm",
-    "ln_f.bias": "final_norm_bias",
 }
+KEY_TABLE: KeyTable = (
+    _BIASED
+    | biases(_BIASED)
+    | {
+        "wte.weight": "embed",
+        "wpe.weight": "position_embed",
+        "h.*.attn.attention.q_proj.weight": "attention.q",
+        "h.*.attn.attention.k_proj.weight": "attention.k",
+        "h.*.attn.attention.v_proj.weight": "attention.v",
+    }
+)
 _NAMES = {
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",

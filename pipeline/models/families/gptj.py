@@ -4,26 +4,28 @@ dimensions."""
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, KeyTable, Rope, RotaryPairs
+from pipeline.models.architecture import Architecture, KeyTable, Rope, RotaryPairs, biases
 from pipeline.models.families import gpt2
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
-KEY_TABLE: KeyTable = {
-    "wte.weight": "embed",
+_BIASED: KeyTable = {
     "h.*.ln_1.weight": "attention.norm",
-    "h.*.ln_1.bias": "attention.norm_bias",
-    "h.*.attn.q_proj.weight": "attention.q",
-    "h.*.attn.k_proj.weight": "attention.k",
-    "h.*.attn.v_proj.weight": "attention.v",
-    "h.*.attn.out_proj.weight": "attention.o",
     "h.*.mlp.fc_in.weight": "mlp.up",
-    "h.*.mlp.fc_in.bias": "mlp.up_bias",
     "h.*.mlp.fc_out.weight": "mlp.down",
-    "h.*.mlp.fc_out.bias": "mlp.down_bias",
     "ln_f.weight": "final_norm",
-    "ln_f.bias": "final_norm_bias",
 }
+KEY_TABLE: KeyTable = (
+    _BIASED
+    | biases(_BIASED)
+    | {
+        "wte.weight": "embed",
+        "h.*.attn.q_proj.weight": "attention.q",
+        "h.*.attn.k_proj.weight": "attention.k",
+        "h.*.attn.v_proj.weight": "attention.v",
+        "h.*.attn.out_proj.weight": "attention.o",
+    }
+)
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
@@ -12,27 +13,26 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 USUAL_KINDS = tuple(kind for kind in RopeKind if kind is not RopeKind.proportional)  # only Gemma 4 has proportional
 
 
-def read_rope(config: HfConfig, max_positions: int, default_theta: float = 10000.0) -> Rope:
-    """The rotary embedding, interpreted as in transformers 5.
+def read_rope(
+    config: HfConfig,
+    max_positions: int,
+    default_theta: float = 10000.0,
+    values: HfConfig | None = None,
+    theta_key: str = "rope_theta",
+) -> Rope:
+    """The rotary embedding, interpreted as in transformers 5; `values` is what `rope_values` returned.
 
     Older files have `rope_theta` and `rope_scaling`; newer files have everything in `rope_parameters`.
     """
-    values = rope_values(config)
-    rope = parse_rope(values, config.positive_float("rope_theta", default_theta), max_positions)
+    values = rope_values(config) if values is None else values
+    rope = parse_rope(values, config.positive_float(theta_key, default_theta), max_positions)
     values.finish()
     return rope
 
 
-def read_partial_rope(
-    config: HfConfig, max_positions: int, default_fraction: float, default_theta: float = 10000.0
-) -> tuple[Rope, float]:
-    """Like `read_rope`, with the share of a head's dimensions that rotate."""
-    values = rope_values(config)
-    default = config.positive_float("partial_rotary_factor", default_fraction)
-    fraction = values.positive_float("partial_rotary_factor", default)
-    rope = parse_rope(values, config.positive_float("rope_theta", default_theta), max_positions)
-    values.finish()
-    return rope, fraction
+def read_fraction(config: HfConfig, values: HfConfig, default: float, key: str = "partial_rotary_factor") -> float:
+    """The share of a head's dimensions that rotate, which older files have outside of `rope_values`."""
+    return values.positive_float("partial_rotary_factor", config.positive_float(key, default))
 
 
 def nested_ropes(
@@ -63,21 +63,23 @@ def require_truncating(config: HfConfig, *ropes: Rope) -> None:
         )
 
 
-def rope_values(config: HfConfig) -> HfConfig:
-    """The mapping that describes the rotary embedding; empty if the file has none."""
+def rope_values(config: HfConfig, default: Mapping[str, object] = MappingProxyType({})) -> HfConfig:
+    """The mapping that describes the rotary embedding; `default` if the file has none."""
     scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
     if scaling.values and parameters.values and scaling.values != parameters.values:
         raise CheckpointError(
             f"{config.where} has rope_scaling and rope_parameters with different values, expected one of them. "
             f"Remove the other."
         )
+    if default and not scaling.values and "rope_parameters" not in config:
+        return HfConfig(default, config.where)
     return scaling if scaling.values else parameters
 
 
 def parse_rope(
     values: HfConfig, default_theta: float, max_positions: int, kinds: Sequence[RopeKind] = USUAL_KINDS
 ) -> Rope:
-    """Reads a rotary embedding from the mapping that `rope_values` returns. The caller then calls `values.finish`."""
+    """Reads a rotary embedding from the mapping that `rope_values` returns."""
     kind = RopeKind(values.choice("rope_type" if "rope_type" in values else "type", kinds, "default"))
     if "type" in values:
         values.choice("type", (str(kind),))
@@ -189,16 +191,17 @@ def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:
 
 
 def read_local(
-    config: HfConfig, default_pattern: str, window: int | None, rope: Rope, local_rope: Rope, max_positions: int
+    config: HfConfig, arch: Architecture, default_pattern: str, window: int | None, local_rope: Rope | None = None
 ) -> LocalAttention | None:
     """The local layers, from `layer_types` or, without it, the family's default; None if all layers are global.
 
     `window` is the value of `sliding_window`, as the family interprets it. Published files have one even if no layer
-    uses it.
+    uses it. Without `local_rope`, local layers have the global layers' rotary embedding.
     """
     pattern = read_pattern(config, default_pattern, {"L": LOCAL, "G": GLOBAL})
-    window = max_positions if window is None else min(window, max_positions)
-    if "L" not in pattern or (window == max_positions and local_rope == rope):
+    local_rope = local_rope or arch.rope
+    window = arch.max_positions if window is None else min(window, arch.max_positions)
+    if "L" not in pattern or (window == arch.max_positions and local_rope == arch.rope):
         return None
     return LocalAttention(pattern, window, local_rope)
 

@@ -121,20 +121,9 @@ class HfConfig(JsonConfig):
     def activation(self, key: str, default: str) -> Activation:
         return _ACTIVATIONS[self.choice(key, _ACTIVATIONS, default)]
 
-    def require(self, implemented: Mapping[str, object]) -> None:
-        """Raises CheckpointError for attributes with other values than these, the only implemented ones."""
-        for key, value in implemented.items():
-            if (got := self.values.get(key, value)) != value:
-                raise self._not_implemented(key, got, str(value))
-        self._taken.update(implemented)
-
     def set_defaults(self, **values: object) -> None:
         """Adds the values of absent attributes that most families require."""
         self.values = values | self.values
-
-    def ignore(self, *keys: str) -> None:
-        """Allows attributes that have no effect in this family."""
-        self._taken.update(keys)
 
     def _is_harmless(self, key: str) -> bool:
         if key in _HARMLESS or key.startswith("_") or key.endswith(("_token_id", "_token_ids", "_token_index")):
@@ -146,18 +135,22 @@ Reader = Callable[[HfConfig], tuple[Architecture, KeyTable]]
 """What a family's `read` is. Raises CheckpointError for values that are not implemented."""
 
 
-def read_text(config: HfConfig, **readers: Reader) -> tuple[Architecture, KeyTable]:
-    """Reads the language model of a multimodal checkpoint, whose attributes are in `text_config`. `readers` are by its
-    `model_type`; the first is the default."""
-    config.ignore("vision_config", "audio_config")
-    text = config.nested("text_config")
-    config.ignore(*(key for key, value in text.values.items() if config.values.get(key) == value))  # written twice
-    config.ignore(*text._nulls)  # transformers 4.53 wrote outdated values of these outside of `text_config`
-    _check_quantization(text)
-    text.ignore("architectures", "auto_map", "is_decoder")
-    arch, table = readers[text.choice("model_type", readers, next(iter(readers)))](text)
-    text.finish()
-    return arch, table
+def text_reader(*ignored: str, **readers: Reader) -> Reader:
+    """A reader of the language model of a multimodal checkpoint, whose attributes are in `text_config`. `readers` are
+    by its `model_type`; the first is the default. `ignored` attributes are of other parts."""
+
+    def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
+        config.ignore("vision_config", "audio_config", *ignored)
+        text = config.nested("text_config")
+        config.ignore(*(key for key, value in text.values.items() if config.values.get(key) == value))  # written twice
+        config.ignore(*text._nulls)  # transformers 4.53 wrote outdated values of these outside of `text_config`
+        _check_quantization(text)
+        text.ignore("architectures", "auto_map", "is_decoder")
+        arch, table = readers[text.choice("model_type", readers, next(iter(readers)))](text)
+        text.finish()
+        return arch, table
+
+    return read
 
 
 def refuse_unreadable(config: HfConfig, families: Collection[str]) -> None:

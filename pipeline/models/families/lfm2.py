@@ -3,12 +3,17 @@
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Activation, Architecture, FileTensor, KeyTable, ShortConv
-from pipeline.models.families.hf_attention import GLOBAL, read_pattern, read_rope
+from pipeline.models.architecture import Activation, Architecture, FileTensor, KeyTable, ShortConv, biases
+from pipeline.models.families.hf_attention import GLOBAL, read_pattern
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import read_decoder
+from pipeline.models.families.llama import Defaults, read_decoder
 
-KEY_TABLE: KeyTable = {
+_CONV: KeyTable = {
+    "layers.*.conv.in_proj.weight": FileTensor(("conv.in_gate", "conv.out_gate", "conv.in")),
+    "layers.*.conv.conv.weight": "conv.taps",
+    "layers.*.conv.out_proj.weight": "conv.o",
+}
+KEY_TABLE: KeyTable = _CONV | {
     "embed_tokens.weight": "embed",
     "layers.*.operator_norm.weight": "attention.norm",
     "layers.*.self_attn.q_proj.weight": "attention.q",
@@ -17,19 +22,11 @@ KEY_TABLE: KeyTable = {
     "layers.*.self_attn.out_proj.weight": "attention.o",
     "layers.*.self_attn.q_layernorm.weight": "attention.q_norm",
     "layers.*.self_attn.k_layernorm.weight": "attention.k_norm",
-    "layers.*.conv.in_proj.weight": FileTensor(("conv.in_gate", "conv.out_gate", "conv.in")),
-    "layers.*.conv.conv.weight": "conv.taps",
-    "layers.*.conv.out_proj.weight": "conv.o",
     "layers.*.ffn_norm.weight": "mlp.norm",
     "layers.*.feed_forward.w1.weight": "mlp.gate",
     "layers.*.feed_forward.w3.weight": "mlp.up",
     "layers.*.feed_forward.w2.weight": "mlp.down",
     "embedding_norm.weight": "final_norm",
-}
-_CONV_BIASES: KeyTable = {
-    "layers.*.conv.in_proj.bias": FileTensor(("conv.in_gate_bias", "conv.out_gate_bias", "conv.in_bias")),
-    "layers.*.conv.conv.bias": "conv.taps_bias",
-    "layers.*.conv.out_proj.bias": "conv.o_bias",
 }
 _UNUSED = (  # in published files; transformers reads none of them
     *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu"),
@@ -44,17 +41,18 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
         raise CheckpointError(
             f"{config.where}: tie_embedding and tie_word_embeddings differ. Remove the one that is wrong."
         )
-    max_positions = config.positive_int("max_position_embeddings", 128000)
-    rope = read_rope(config, max_positions, default_theta=1e6)
     arch = read_decoder(
-        config, max_positions, default_kv_heads=8, activation=Activation.silu, rope=rope, d_mlp=_read_d_mlp(config)
+        config,
+        Defaults(128000, kv_heads=8, theta=1e6, eps_key="norm_eps", eps=1e-5),
+        activation=Activation.silu,
+        d_mlp=_read_d_mlp(config),
     )
     attention = config.whole_numbers("full_attn_idxs") if "full_attn_idxs" in config else range(arch.num_layers)
     default = "".join("A" if layer in attention else "C" for layer in range(arch.num_layers))
     pattern = read_pattern(config, default, {"A": GLOBAL, "C": "conv"})
     conv = ShortConv(pattern, config.positive_int("conv_L_cache", 3))
-    biases = _CONV_BIASES if config.flag("conv_bias", False) else {}
-    return dataclasses.replace(arch, norm_eps=config.positive_float("norm_eps", 1e-5), conv=conv), KEY_TABLE | biases
+    conv_biases = biases(_CONV) if config.flag("conv_bias", False) else {}
+    return dataclasses.replace(arch, conv=conv), KEY_TABLE | conv_biases
 
 
 def _read_d_mlp(config: HfConfig) -> int:

@@ -1,8 +1,10 @@
 """LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`)."""
 
+from typing import NamedTuple
+
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Activation, Architecture, KeyTable, Rope
-from pipeline.models.families.hf_attention import read_rope
+from pipeline.models.architecture import Activation, Architecture, FileTensor, KeyTable, Rope, biases
+from pipeline.models.families.hf_attention import read_fraction, read_rope, rope_values, rotary_dim
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE: KeyTable = {
@@ -18,19 +20,10 @@ KEY_TABLE: KeyTable = {
     "layers.*.mlp.down_proj.weight": "mlp.down",
     "norm.weight": "final_norm",
 }
-
-ATTENTION_BIASES: KeyTable = {
-    "layers.*.self_attn.q_proj.bias": "attention.q_bias",
-    "layers.*.self_attn.k_proj.bias": "attention.k_bias",
-    "layers.*.self_attn.v_proj.bias": "attention.v_bias",
-    "layers.*.self_attn.o_proj.bias": "attention.o_bias",
-}
-
-MLP_BIASES: KeyTable = {
-    "layers.*.mlp.gate_proj.bias": "mlp.gate_bias",
-    "layers.*.mlp.up_proj.bias": "mlp.up_bias",
-    "layers.*.mlp.down_proj.bias": "mlp.down_bias",
-}
+QKV_BIASES = biases(KEY_TABLE, "attention.q", "attention.k", "attention.v")
+ATTENTION_BIASES = QKV_BIASES | biases(KEY_TABLE, "attention.o")
+FUSED_MLP: KeyTable = {"layers.*.mlp.gate_up_proj.weight": FileTensor(("mlp.gate", "mlp.up"))}
+_MLP_BIASES = biases(KEY_TABLE, "mlp.gate", "mlp.up", "mlp.down")
 
 
 def table_without(*weights: str) -> KeyTable:
@@ -39,12 +32,12 @@ def table_without(*weights: str) -> KeyTable:
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    return read_decoder(config, default_max_positions=2048), read_table(config)
+    return read_decoder(config, Defaults(2048)), read_table(config)
 
 
 def read_table(config: HfConfig) -> KeyTable:
     """LLaMA's key table, with the biases that config.json enables."""
-    return KEY_TABLE | attention_biases(config) | (MLP_BIASES if config.flag("mlp_bias", False) else {})
+    return KEY_TABLE | attention_biases(config) | (_MLP_BIASES if config.flag("mlp_bias", False) else {})
 
 
 def attention_biases(config: HfConfig, default: bool = False) -> KeyTable:
@@ -52,32 +45,50 @@ def attention_biases(config: HfConfig, default: bool = False) -> KeyTable:
     return ATTENTION_BIASES if config.flag("attention_bias", default) else {}
 
 
+class Defaults(NamedTuple):
+    """What absent attributes mean in a family: the defaults of transformers' config class."""
+
+    max_positions: int
+    kv_heads: int | None = None  # None: as many as heads
+    head_dim: int | None = None  # None: hidden_size / num_attention_heads
+    eps: float = 1e-6
+    theta: float = 10000.0
+    fraction: float | None = None  # of a head's dimensions that rotate; None: all, and no attribute says otherwise
+    eps_key: str = "rms_norm_eps"
+
+
 def read_decoder(
     config: HfConfig,
-    default_max_positions: int,
+    default: Defaults,
     *,
-    default_kv_heads: int | None = None,
-    default_head_dim: int | None = None,
-    default_eps: float = 1e-6,
     activation: Activation | None = None,
+    rope_config: HfConfig | None = None,
     rope: Rope | None = None,
     d_mlp: int | None = None,
 ) -> Architecture:
-    """The architecture of LLaMA and similar families. The defaults are those of transformers' config classes.
+    """The architecture of LLaMA and similar families.
 
-    Families whose config.json has different attributes for them pass `activation`, `rope` and `d_mlp`.
+    Families whose config.json has different attributes for them pass `activation`, `rope` or what `rope_values`
+    returned as `rope_config`, and `d_mlp`.
     """
+    config.ignore("rms_norm_eps")  # in some files of families that read `default.eps_key`
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
-    num_kv_heads = config.optional_int("num_key_value_heads", default_kv_heads) or num_heads
-    head_dim = config.positive_int("head_dim", default_head_dim or max(d_model // num_heads, 1))
+    num_kv_heads = config.optional_int("num_key_value_heads", default.kv_heads) or num_heads
+    head_dim = config.positive_int("head_dim", default.head_dim or max(d_model // num_heads, 1))
     if num_heads % num_kv_heads or head_dim % 2 or ("head_dim" not in config and d_model % num_heads):
         raise CheckpointError(
             f"{config.where}: expected num_key_value_heads to divide num_attention_heads, and an even head size that "
             f"divides hidden_size if head_dim is not set, got hidden_size {d_model}, num_attention_heads {num_heads}, "
             f"num_key_value_heads {num_kv_heads}, head_dim {head_dim}. Is the file damaged?"
         )
-    max_positions = config.positive_int("max_position_embeddings", default_max_positions)
+    max_positions = config.positive_int("max_position_embeddings", default.max_positions)
+    rotary = None
+    if rope is None:
+        values = rope_values(config) if rope_config is None else rope_config
+        if default.fraction is not None:
+            rotary = rotary_dim(config, head_dim, read_fraction(config, values, default.fraction))
+        rope = read_rope(config, max_positions, default.theta, values)
     return Architecture(
         num_layers=config.num_layers("num_hidden_layers"),
         vocab_size=config.positive_int("vocab_size"),
@@ -87,7 +98,8 @@ def read_decoder(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         d_mlp=d_mlp or config.positive_int("intermediate_size"),
-        norm_eps=config.positive_float("rms_norm_eps", default_eps),
-        rope=rope or read_rope(config, max_positions),
+        norm_eps=config.positive_float(default.eps_key, default.eps),
+        rope=rope,
+        rotary_dim=rotary,
         activation=activation or config.activation("hidden_act", "silu"),
     )

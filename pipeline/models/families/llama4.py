@@ -9,7 +9,6 @@ import dataclasses
 from pipeline.models.architecture import (
     Architecture,
     Experts,
-    FileTensor,
     KeyTable,
     LocalAttention,
     QueryScaling,
@@ -17,38 +16,26 @@ from pipeline.models.architecture import (
     Router,
 )
 from pipeline.models.families import llama, moe
-from pipeline.models.families.hf_attention import GLOBAL, read_pattern, read_rope
-from pipeline.models.families.hf_config import HfConfig, read_text
+from pipeline.models.families.hf_attention import GLOBAL, read_pattern
+from pipeline.models.families.hf_config import HfConfig, text_reader
 from pipeline.models.families.smollm3 import read_rotation
 
 CHUNKED = "chunked_attention"
 
 KEY_TABLE: KeyTable = {
     **{key.replace(".mlp.", ".feed_forward."): entry for key, entry in llama.KEY_TABLE.items()},
-    "layers.*.feed_forward.router.weight": "mlp.router",
-    "layers.*.feed_forward.experts.gate_up_proj": FileTensor(("mlp.experts_gate", "mlp.experts_up"), "E D M", by="D"),
-    "layers.*.feed_forward.experts.down_proj": FileTensor(("mlp.experts_down",), "E M D"),
+    **moe.stacked("layers.*.feed_forward.router.weight", "layers.*.feed_forward.experts", inputs_first=True),
     "layers.*.feed_forward.shared_expert.gate_proj.weight": "mlp.shared_gate",
     "layers.*.feed_forward.shared_expert.up_proj.weight": "mlp.shared_up",
     "layers.*.feed_forward.shared_expert.down_proj.weight": "mlp.shared_down",
 }
 
 
-def read_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """Like `read`, for the language model of a checkpoint with vision."""
-    return read_text(config, llama4_text=read)
-
-
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("for_llm_compressor", "router_jitter_noise", *moe.TRAINING_KEYS)
-    max_positions = config.positive_int("max_position_embeddings", 131072)
     arch = llama.read_decoder(
         config,
-        max_positions,
-        default_kv_heads=8,
-        default_head_dim=128,
-        default_eps=1e-5,
-        rope=read_rope(config, max_positions, 5e5),
+        llama.Defaults(131072, kv_heads=8, head_dim=128, eps=1e-5, theta=5e5),
         d_mlp=config.positive_int("intermediate_size_mlp", 16384),
     )
     rotation = read_rotation(config, arch.num_layers)
@@ -95,3 +82,6 @@ def _read_experts(config: HfConfig, num_layers: int) -> Experts:
         d_shared=d_expert,
         scales_inputs=True,
     )
+
+
+read_multimodal = text_reader(llama4_text=read)

@@ -7,6 +7,7 @@ DeepSeek-V3's router, without groups.
 """
 
 import dataclasses
+from typing import Any
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
@@ -17,7 +18,6 @@ from pipeline.models.architecture import (
     FileTensor,
     KeyTable,
     Norm,
-    Rope,
     Router,
 )
 from pipeline.models.checkpoints.json_config import REQUIRED
@@ -25,15 +25,11 @@ from pipeline.models.families import llama, olmo
 from pipeline.models.families.hf_attention import (
     all_local,
     every_nth_global,
-    parse_rope,
     read_local,
-    read_partial_rope,
-    read_rope,
     rope_values,
-    rotary_dim,
 )
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.qwen import HEAD_NORMS, QKV_BIASES
+from pipeline.models.families.qwen import HEAD_NORMS
 
 EXPERTS: KeyTable = {
     "layers.*.mlp.gate.weight": "mlp.router",
@@ -53,6 +49,7 @@ _MIXTRAL_EXPERTS: KeyTable = {
     "layers.*.block_sparse_moe.experts.#.w3.weight": "mlp.experts_up",
     "layers.*.block_sparse_moe.experts.#.w2.weight": "mlp.experts_down",
 }
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _GPT_OSS: KeyTable = {
     "layers.*.self_attn.sinks": "attention.sinks",
     "layers.*.mlp.router.weight": "mlp.router",
@@ -78,19 +75,19 @@ _MAX_EXPERTS = 1 << 20  # in all layers together, since each has its own tensors
 
 
 def read_qwen2_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    arch = llama.read_decoder(config, default_max_positions=32768)
+    arch = llama.read_decoder(config, llama.Defaults(32768))
     experts = read_experts(config, arch.num_layers, default_num=60, default_per_token=4, default_d_expert=1408)
     experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 5632))
     window = _read_window(config)
     first_global = min(config.count("max_window_layers", 28), arch.num_layers)
     pattern = "".join("L" if window and i % 2 == 0 and i < first_global else "G" for i in range(arch.num_layers))
-    local = read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)
-    biases = QKV_BIASES if config.flag("qkv_bias", True) else {}
+    local = read_local(config, arch, pattern, window)
+    biases = llama.QKV_BIASES if config.flag("qkv_bias", True) else {}
     return dataclasses.replace(arch, local=local, experts=experts), llama.KEY_TABLE | biases | EXPERTS | SHARED
 
 
 def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    arch = llama.read_decoder(config, default_max_positions=32768)
+    arch = llama.read_decoder(config, llama.Defaults(32768))
     experts = read_experts(config, arch.num_layers, default_num=128, default_per_token=8, default_d_expert=768)
     config.ignore("max_window_layers")  # in published files, without effect: a window applies to every layer
     local = all_local(arch, _read_window(config))
@@ -100,99 +97,61 @@ def read_qwen3_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 def read_mixtral(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("router_jitter_noise", *TRAINING_KEYS)  # noise is added in training only
-    max_positions = config.positive_int("max_position_embeddings", 4096 * 32)
-    rope = read_rope(config, max_positions, default_theta=1e6)
-    arch = llama.read_decoder(config, max_positions, default_eps=1e-5, rope=rope)
-    local = all_local(arch, config.optional_int("sliding_window", None))
-    num_experts, per_token = read_counts(config, arch.num_layers, 8, 2)
-    experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one=True, rounds_weights=False)
-    return dataclasses.replace(arch, local=local, experts=experts), WITHOUT_MLP | _MIXTRAL_EXPERTS
+    arch = llama.read_decoder(config, llama.Defaults(4096 * 32, eps=1e-5, theta=1e6))
+    arch = dataclasses.replace(arch, local=all_local(arch, config.optional_int("sliding_window", None)))
+    arch = with_experts(config, arch, 8, 2, sums_to_one=True, rounds_weights=False)
+    return arch, WITHOUT_MLP | _MIXTRAL_EXPERTS
 
 
 def read_minimax_m2(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.require(_MINIMAX_IMPLEMENTED)
     config.ignore("mlp_intermediate_size", "shared_moe_mode")  # of the shared expert, which has size 0
     config.ignore("router_jitter_noise", "use_mtp", "mtp_transformer_layers", *TRAINING_KEYS)
-    max_positions = config.positive_int("max_position_embeddings", 196608)
     head_dim = config.positive_int("head_dim", 128)
-    default = config.positive_int("rotary_dim", head_dim) / head_dim
-    rope, fraction = read_partial_rope(config, max_positions, default, default_theta=5e6)
-    arch = llama.read_decoder(config, max_positions, default_kv_heads=8, default_head_dim=128, rope=rope)
+    fraction = config.positive_int("rotary_dim", head_dim) / head_dim
+    arch = llama.read_decoder(config, llama.Defaults(196608, kv_heads=8, head_dim=128, theta=5e6, fraction=fraction))
     attention_types = config.whole_numbers("attn_type_list")
     if {*attention_types} - {1}:
         raise CheckpointError(
             f"{config.where}: attn_type_list is {shown(attention_types)}, expected 1 for each layer. Use another model."
         )
-    num_experts, per_token = read_counts(config, arch.num_layers, 256, 8)
-    experts = Experts(
-        "S" * arch.num_layers,
-        num_experts,
-        per_token,
-        arch.d_mlp,
-        sums_to_one=True,
-        router=Router.sigmoid_groups,
-        rounds_weights=False,
-    )
-    arch = dataclasses.replace(
-        arch,
-        experts=experts,
-        rotary_dim=rotary_dim(config, head_dim, fraction),
-        num_ignored_layers=config.count("num_mtp_modules", 0),
-    )
+    arch = dataclasses.replace(arch, num_ignored_layers=config.count("num_mtp_modules", 0))
+    fields = dict(sums_to_one=True, router=Router.sigmoid_groups, rounds_weights=False)
+    arch = with_experts(config, arch, 256, 8, **fields)
     correction = {"layers.*.block_sparse_moe.e_score_correction_bias": "mlp.router_correction"}
     return arch, WITHOUT_MLP | _MIXTRAL_EXPERTS | correction | olmo.NORMS_OVER_HEADS
 
 
 def read_olmoe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore(*TRAINING_KEYS)
-    arch = llama.read_decoder(config, default_max_positions=4096, default_eps=1e-5)
+    arch = llama.read_decoder(config, llama.Defaults(4096, eps=1e-5))
     arch = dataclasses.replace(arch, clip_qkv=config.optional_float("clip_qkv", None))
-    num_experts, per_token = read_counts(config, arch.num_layers, 64, 8)
-    sums_to_one = config.flag("norm_topk_prob", False)
-    experts = Experts("S" * arch.num_layers, num_experts, per_token, arch.d_mlp, sums_to_one)
-    table = WITHOUT_MLP | EXPERTS | olmo.NORMS_OVER_HEADS | llama.attention_biases(config)
-    return dataclasses.replace(arch, experts=experts), table
+    arch = with_experts(config, arch, 64, 8, sums_to_one=config.flag("norm_topk_prob", False))
+    return arch, WITHOUT_MLP | EXPERTS | olmo.NORMS_OVER_HEADS | llama.attention_biases(config)
 
 
 def read_gpt_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("experts_per_token", "initial_context_length", "hidden_act", *TRAINING_KEYS)
-    max_positions = config.positive_int("max_position_embeddings", 131072)
     arch = llama.read_decoder(
         config,
-        default_max_positions=max_positions,
-        default_kv_heads=8,
-        default_head_dim=64,
-        default_eps=1e-5,
+        llama.Defaults(131072, kv_heads=8, head_dim=64, eps=1e-5, theta=150000.0),
         activation=Activation.silu,
-        rope=_read_gpt_oss_rope(config, max_positions),
+        rope_config=rope_values(config, _GPT_OSS_ROPE),
     )
-    num_experts, per_token = read_counts(config, arch.num_layers, 128, 4)
-    experts = Experts(
-        "S" * arch.num_layers,
-        num_experts,
-        per_token,
-        arch.d_mlp,
+    arch = with_experts(
+        config,
+        arch,
+        default_num=128,
+        default_per_token=4,
         sums_to_one=True,
         router=Router.top_softmax,
         alpha=config.positive_float("swiglu_alpha", 1.702),
         limit=config.positive_float("swiglu_limit", 7.0),
     )
     pattern = every_nth_global(arch.num_layers, 2)
-    window = config.optional_int("sliding_window", 128)
-    local = read_local(config, pattern, window, arch.rope, arch.rope, max_positions)
+    local = read_local(config, arch, pattern, config.optional_int("sliding_window", 128))
     table = WITHOUT_MLP | _GPT_OSS | llama.attention_biases(config, default=True)
-    return dataclasses.replace(arch, norm=Norm.rms_wide, local=local, sinks=True, experts=experts), table
-
-
-def _read_gpt_oss_rope(config: HfConfig, max_positions: int) -> Rope:
-    """The rotary embedding; by default, YaRN with the values below."""
-    values = rope_values(config)
-    if not values.values and "rope_parameters" not in config:
-        default = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
-        values = HfConfig(default, config.where)
-    rope = parse_rope(values, config.positive_float("rope_theta", 150000.0), max_positions)
-    values.finish()
-    return rope
+    return dataclasses.replace(arch, norm=Norm.rms_wide, local=local, sinks=True), table
 
 
 def read_experts(
@@ -219,6 +178,34 @@ def read_experts(
         config.positive_int("moe_intermediate_size", default_d_expert),
         sums_to_one=config.flag("norm_topk_prob", sums_to_one),
     )
+
+
+def with_experts(
+    config: HfConfig,
+    arch: Architecture,
+    default_num: object = REQUIRED,
+    default_per_token: object = REQUIRED,
+    key: str | None = None,
+    per_token_key: str = "num_experts_per_tok",
+    d_expert: int | None = None,
+    **fields: Any,
+) -> Architecture:
+    """The architecture with experts in all layers, by default as large as its MLP. `fields` are those of `Experts`."""
+    counts = read_counts(config, arch.num_layers, default_num, default_per_token, key, per_token_key)
+    experts = Experts("S" * arch.num_layers, *counts, d_expert or arch.d_mlp, **fields)
+    return dataclasses.replace(arch, experts=experts)
+
+
+def stacked(
+    router: str, place: str, up: str = "gate_up_proj", down: str = "down_proj", *, inputs_first: bool = False
+) -> KeyTable:
+    """The key table of experts that are in two tensors, each expert's gates before its ups."""
+    axes, by, down_axes = ("E D M", "D", "E M D") if inputs_first else ("E M D", "E", "E D M")
+    return {
+        router: "mlp.router",
+        f"{place}.{up}": FileTensor(("mlp.experts_gate", "mlp.experts_up"), axes, by=by),
+        f"{place}.{down}": FileTensor(("mlp.experts_down",), down_axes),
+    }
 
 
 def _read_window(config: HfConfig) -> int | None:

@@ -1,9 +1,11 @@
 """Nemotron-H and Nemotron Nano 2 (transformers' `NemotronHModel`): each layer is one block, with Mamba 2, attention
 without rotation, or an MLP. Layers with experts (Nemotron 3) are not implemented."""
 
+from itertools import chain
+
 from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
-from pipeline.models.architecture import Architecture, DeltaNet, FileTensor, KeyTable, Norm
+from pipeline.models.architecture import Architecture, DeltaNet, FileTensor, KeyTable, Norm, biases
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE: KeyTable = {
@@ -24,19 +26,7 @@ KEY_TABLE: KeyTable = {
     "layers.*.mixer.down_proj.weight": "mlp.down",
     "norm_f.weight": "final_norm",
 }
-_BIASES: KeyTable = {
-    "layers.*.mixer.in_proj.bias": FileTensor(
-        ("delta.z_bias", "delta.v_bias", "delta.k_bias", "delta.q_bias", "delta.decay_bias")
-    ),
-    "layers.*.mixer.out_proj.bias": "delta.o_bias",
-}
-_CONV_BIASES: KeyTable = {
-    "layers.*.mixer.conv1d.bias": FileTensor(("delta.v_taps_bias", "delta.k_taps_bias", "delta.q_taps_bias")),
-}
-_MLP_BIASES: KeyTable = {
-    "layers.*.mixer.up_proj.bias": "mlp.up_bias",
-    "layers.*.mixer.down_proj.bias": "mlp.down_bias",
-}
+_BIASED = {"use_bias": ("delta.z", "delta.o"), "use_conv_bias": ("delta.v_taps",), "mlp_bias": ("mlp.up", "mlp.down")}
 _LETTERS = {
     **{"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"},
     **{letter: letter for letter in "M*-E"},
@@ -82,9 +72,8 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
         blocks="".join("F" if letter == "-" else "M" for letter in pattern),
         delta=_read_mamba(config, "".join("D" if letter == "M" else "A" for letter in pattern)),
     )
-    table = KEY_TABLE | (_BIASES if config.flag("use_bias", False) else {})
-    table |= _CONV_BIASES if config.flag("use_conv_bias", True) else {}
-    return arch, table | (_MLP_BIASES if config.flag("mlp_bias", False) else {})
+    biased = [weights for key, weights in _BIASED.items() if config.flag(key, default=key == "use_conv_bias")]
+    return arch, KEY_TABLE | biases(KEY_TABLE, *chain.from_iterable(biased)) if biased else KEY_TABLE
 
 
 def _read_pattern(config: HfConfig) -> str:

@@ -16,7 +16,7 @@ from pipeline.models.families.hf_attention import (
     require_truncating,
 )
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import attention_biases, read_decoder, table_without
+from pipeline.models.families.llama import Defaults, attention_biases, read_decoder, table_without
 
 NORMS_OVER_HEADS: KeyTable = {
     "layers.*.self_attn.q_norm.weight": FileTensor(("attention.q_norm",), "NH"),
@@ -32,7 +32,7 @@ _OLMO3_THETA = 500_000.0
 
 def read_olmo(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch = dataclasses.replace(
-        read_decoder(config, default_max_positions=2048),
+        read_decoder(config, Defaults(2048)),
         norm=Norm.layer_plain,
         norm_eps=1e-5,
         clip_qkv=config.optional_float("clip_qkv", None),
@@ -41,7 +41,7 @@ def read_olmo(config: HfConfig) -> tuple[Architecture, KeyTable]:
 
 
 def read_olmo2(config: HfConfig, rope: Rope | None = None) -> tuple[Architecture, KeyTable]:
-    arch = read_decoder(config, default_max_positions=2048, default_eps=1e-5, rope=rope)
+    arch = read_decoder(config, Defaults(2048, eps=1e-5), rope=rope)
     return dataclasses.replace(arch, norm=Norm.rms_wide), KEY_TABLE | attention_biases(config)
 
 
@@ -51,8 +51,7 @@ def read_olmo3(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch, table = read_olmo2(config, rope)
     pattern = every_nth_global(arch.num_layers, 4)
     window = config.optional_int("sliding_window", 4096)
-    local = read_local(config, pattern, window, rope, local_rope, max_positions)
-    return dataclasses.replace(arch, local=local), table
+    return dataclasses.replace(arch, local=read_local(config, arch, pattern, window, local_rope)), table
 
 
 def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:

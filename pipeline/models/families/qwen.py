@@ -11,11 +11,6 @@ from pipeline.models.families import llama
 from pipeline.models.families.hf_attention import read_local
 from pipeline.models.families.hf_config import HfConfig
 
-QKV_BIASES: KeyTable = {
-    "layers.*.self_attn.q_proj.bias": "attention.q_bias",
-    "layers.*.self_attn.k_proj.bias": "attention.k_bias",
-    "layers.*.self_attn.v_proj.bias": "attention.v_bias",
-}
 HEAD_NORMS: KeyTable = {
     "layers.*.self_attn.q_norm.weight": "attention.q_norm",
     "layers.*.self_attn.k_norm.weight": "attention.k_norm",
@@ -23,12 +18,12 @@ HEAD_NORMS: KeyTable = {
 
 
 def read_qwen2(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    arch = llama.read_decoder(config, default_max_positions=32768)
-    return with_windows(config, arch), llama.KEY_TABLE | QKV_BIASES
+    arch = llama.read_decoder(config, llama.Defaults(32768))
+    return with_windows(config, arch), llama.KEY_TABLE | llama.QKV_BIASES
 
 
 def read_qwen3(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    arch = llama.read_decoder(config, default_max_positions=32768, default_head_dim=128)
+    arch = llama.read_decoder(config, llama.Defaults(32768, head_dim=128))
     return with_windows(config, arch), llama.KEY_TABLE | HEAD_NORMS | llama.attention_biases(config)
 
 
@@ -38,5 +33,4 @@ def with_windows(config: HfConfig, arch: Architecture, default_first: int = 28) 
     window = config.optional_int("sliding_window", 4096)
     first = min(config.count("max_window_layers", default_first), arch.num_layers)
     pattern = "G" * first + "L" * (arch.num_layers - first)
-    local = read_local(config, pattern, window if is_used else None, arch.rope, arch.rope, arch.max_positions)
-    return dataclasses.replace(arch, local=local)
+    return dataclasses.replace(arch, local=read_local(config, arch, pattern, window if is_used else None))

@@ -8,20 +8,15 @@ Most layers have a gated DeltaNet; by default, every fourth layer has attention,
 import dataclasses
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.architecture import Architecture, DeltaNet, Experts, FileTensor, KeyTable, Norm
+from pipeline.models.architecture import Architecture, DeltaNet, FileTensor, KeyTable, Norm, biases
 from pipeline.models.families import llama, moe
-from pipeline.models.families.hf_attention import GLOBAL, parse_rope, read_pattern, rope_values, rotary_dim
-from pipeline.models.families.hf_config import HfConfig, read_text
+from pipeline.models.families.hf_attention import GLOBAL, read_pattern, rope_values
+from pipeline.models.families.hf_config import HfConfig, text_reader
 from pipeline.models.families.qwen import HEAD_NORMS
 
 LINEAR = "linear_attention"
 
-_ATTENTION: KeyTable = HEAD_NORMS | {
-    "layers.*.self_attn.q_proj.weight": FileTensor(("attention.q", "attention.gate"), by="N"),
-}
-_BIASES: KeyTable = llama.ATTENTION_BIASES | {
-    "layers.*.self_attn.q_proj.bias": FileTensor(("attention.q_bias", "attention.gate_bias"), by="N"),
-}
+_GATED: KeyTable = {"layers.*.self_attn.q_proj.weight": FileTensor(("attention.q", "attention.gate"), by="N")}
 _DELTA: KeyTable = {
     "layers.*.linear_attn.conv1d.weight": FileTensor(("delta.q_taps", "delta.k_taps", "delta.v_taps")),
     "layers.*.linear_attn.dt_bias": "delta.decay_offset",
@@ -38,11 +33,6 @@ _SEPARATE_PROJECTIONS: KeyTable = {
     "layers.*.linear_attn.in_proj_z.weight": "delta.z",
     "layers.*.linear_attn.in_proj_b.weight": "delta.write",
     "layers.*.linear_attn.in_proj_a.weight": "delta.decay",
-}
-_STACKED_EXPERTS: KeyTable = {
-    "layers.*.mlp.gate.weight": "mlp.router",
-    "layers.*.mlp.experts.gate_up_proj": FileTensor(("mlp.experts_gate", "mlp.experts_up"), "E M D", by="E"),
-    "layers.*.mlp.experts.down_proj": FileTensor(("mlp.experts_down",), "E D M"),
 }
 
 
@@ -65,23 +55,20 @@ def read_qwen3_5(config: HfConfig) -> tuple[Architecture, KeyTable]:
 def read_qwen3_5_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """For a checkpoint of the language model alone, in which transformers writes a tensor per expert."""
     config.ignore(*moe.TRAINING_KEYS)
-    d_expert = config.positive_int("moe_intermediate_size", 512)
-    arch, table = _read_qwen3_5(config, default_kv_heads=2, d_mlp=d_expert)
-    num_experts, per_token = moe.read_counts(config, arch.num_layers, 256, 8, "num_experts")
+    arch, table = _read_qwen3_5(config, 2, config.positive_int("moe_intermediate_size", 512))
     d_shared = config.positive_int("shared_expert_intermediate_size", 512)
-    experts = Experts("S" * arch.num_layers, num_experts, per_token, d_expert, sums_to_one=True, d_shared=d_shared)
-    return dataclasses.replace(arch, experts=experts), table | moe.EXPERTS | moe.SHARED
+    arch = moe.with_experts(config, arch, 256, 8, "num_experts", sums_to_one=True, d_shared=d_shared)
+    return arch, table | moe.EXPERTS | moe.SHARED
 
 
-def read_qwen3_5_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    """`read_qwen3_5` for the language model of a checkpoint with vision."""
-    return read_text(config, qwen3_5_text=read_qwen3_5)
+read_qwen3_5_multimodal = text_reader(qwen3_5_text=read_qwen3_5)
 
 
 def read_qwen3_5_moe_multimodal(config: HfConfig) -> tuple[Architecture, KeyTable]:
     """`read_qwen3_5_moe` for the language model of a checkpoint with vision, in which all experts are in one tensor."""
-    arch, table = read_text(config, qwen3_5_moe_text=read_qwen3_5_moe)
-    return arch, {key: entry for key, entry in table.items() if key not in moe.EXPERTS} | _STACKED_EXPERTS
+    arch, table = text_reader(qwen3_5_moe_text=read_qwen3_5_moe)(config)
+    table = {key: entry for key, entry in table.items() if key not in moe.EXPERTS}
+    return arch, table | moe.stacked("layers.*.mlp.gate.weight", "layers.*.mlp.experts")
 
 
 def _read_qwen3_5(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> tuple[Architecture, KeyTable]:
@@ -98,23 +85,18 @@ def _read_qwen3_5(config: HfConfig, default_kv_heads: int, d_mlp: int | None = N
 
 def _read(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> tuple[Architecture, KeyTable]:
     """Everything except the experts and the projections of DeltaNet."""
-    max_positions = config.positive_int("max_position_embeddings", 32768)
     values = rope_values(config)
     values.ignore("mrope_section", "mrope_interleaved")  # for images; in text, all sections have the same positions
-    rope = parse_rope(values, config.positive_float("rope_theta", 10000.0), max_positions)
-    fraction = values.positive_float("partial_rotary_factor", config.positive_float("partial_rotary_factor", 0.25))
-    values.finish()
     arch = llama.read_decoder(
-        config, max_positions, default_kv_heads=default_kv_heads, default_head_dim=256, rope=rope, d_mlp=d_mlp
+        config,
+        llama.Defaults(32768, kv_heads=default_kv_heads, head_dim=256, fraction=0.25),
+        rope_config=values,
+        d_mlp=d_mlp,
     )
-    arch = dataclasses.replace(
-        arch,
-        norm=Norm.rms_plus_one,
-        rotary_dim=rotary_dim(config, arch.head_dim, fraction),
-        delta=_read_delta(config, arch.num_layers),
-    )
-    table = llama.KEY_TABLE | _ATTENTION | (_BIASES if config.flag("attention_bias", False) else {})
-    return arch, table | _DELTA
+    arch = dataclasses.replace(arch, norm=Norm.rms_plus_one, delta=_read_delta(config, arch.num_layers))
+    has_biases = config.flag("attention_bias", False)
+    bias_table = llama.ATTENTION_BIASES | biases(_GATED) if has_biases else {}
+    return arch, llama.KEY_TABLE | HEAD_NORMS | _GATED | _DELTA | bias_table
 
 
 def _read_delta(config: HfConfig, num_layers: int) -> DeltaNet:

@@ -4,16 +4,14 @@ import dataclasses
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, LocalAttention
-from pipeline.models.families.hf_attention import LOCAL, read_local, read_rope
+from pipeline.models.families.hf_attention import LOCAL, read_local
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.families.llama import read_decoder, read_table
+from pipeline.models.families.llama import Defaults, read_decoder, read_table
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("max_window_layers")  # in published files, but transformers does not read it
-    max_positions = config.positive_int("max_position_embeddings", 32768)
-    rope = read_rope(config, max_positions, default_theta=2e6)
-    arch = read_decoder(config, max_positions, default_kv_heads=4, rope=rope)
+    arch = read_decoder(config, Defaults(32768, kv_heads=4, theta=2e6))
     rotation = read_rotation(config, arch.num_layers)
     local = _read_local(config, arch, rotation)
     rotation = rotation if "N" in rotation else None
@@ -43,4 +41,4 @@ def _read_local(config: HfConfig, arch: Architecture, rotation: str) -> LocalAtt
             f"and sliding_window to be a length. Is the file damaged?"
         )
     pattern = "".join("L" if window and letter == "N" else "G" for letter in rotation)
-    return read_local(config, pattern, window, arch.rope, arch.rope, arch.max_positions)
+    return read_local(config, arch, pattern, window)

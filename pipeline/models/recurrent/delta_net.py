@@ -77,22 +77,16 @@ class _Chunks(NamedTuple):
     to_state: Float32[Array, "n B J O C"]  # decay until the chunk ends; 0 in documents that end in it
 
 
-def delta_rule(
-    segments: Int32[Array, "B T"], heads: Heads
+def chunkwise(
+    segments: Int32[Array, "B T"], heads: Heads, has_delta: bool
 ) -> tuple[Float32[Array, "B T J O v"], Float32[Array, "B 1 J O k v"]]:
     """The outputs of all value heads, and the states at the end of the rows.
 
     As in transformers' `torch_chunk_gated_delta_rule`, each document starts with a state S = 0, and each position
     computes S *= decay; S += write * k (v - S^T k)^T; output = S^T q. Within a chunk, solving a triangular system
-    replaces these steps, so that the work is matrix products.
+    replaces these steps, so that the work is matrix products. Without `has_delta`, as in `mamba2_chunk_scan`, positions
+    add write * k v^T, and chunks need no such system.
     """
-    return chunkwise(segments, heads, has_delta=True)
-
-
-def chunkwise(
-    segments: Int32[Array, "B T"], heads: Heads, has_delta: bool
-) -> tuple[Float32[Array, "B T J O v"], Float32[Array, "B 1 J O k v"]]:
-    """`delta_rule`, or without `has_delta` the same with S += write * k v^T, whose chunks need no triangular system."""
     num_rows, length = segments.shape
     segments, heads = _chunked(segments, mode="edge"), jax.tree.map(_chunked, heads)  # padding keeps the state
 
@@ -112,18 +106,21 @@ def chunkwise(
     return outputs[:, :length], state[:, None]
 
 
-def delta_step(
-    state: Float32[Array, "B J O k v"], heads: Heads
+def _step(
+    state: Float32[Array, "B J O k v"], heads: Heads, has_delta: bool
 ) -> tuple[Float32[Array, "B 1 J O v"], Float32[Array, "B J O k v"]]:
-    """The delta rule for one position: its outputs, and the states after it."""
+    """`chunkwise` for one position: its outputs, and the states after it."""
     q, k, v, write, log_decay = (x[:, 0] for x in heads)
     state = state * jnp.exp(log_decay)[..., None, None]
-    predicted = float32_einsum("BJk,BJOkv->BJOv", k, state)
-    state += float32_einsum("BJk,BJOv->BJOkv", k, write[..., None] * (v - predicted))
+    if has_delta:
+        v = v - float32_einsum("BJk,BJOkv->BJOv", k, state)
+    state += float32_einsum("BJk,BJOv->BJOkv", k, write[..., None] * v)
     return float32_einsum("BJk,BJOkv->BJOv", q, state)[:, None], state
 
 
-DELTA_RULE = Rule(delta_rule, delta_step)
+DELTA_RULE, DECAY_RULE = (
+    Rule(partial(chunkwise, has_delta=has_delta), partial(_step, has_delta=has_delta)) for has_delta in (True, False)
+)
 
 
 def _chunked(x: Array, mode: str = "constant") -> Array:

@@ -10,11 +10,10 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture
-from pipeline.models.attention.arithmetic import float32_einsum
 from pipeline.models.layers import BlockWeights, norm_if_any, normalised, project
 from pipeline.models.partition import Partition
-from pipeline.models.recurrent.delta_net import chunkwise
-from pipeline.models.recurrent.recur import Heads, Recur, Rule
+from pipeline.models.recurrent.delta_net import DECAY_RULE
+from pipeline.models.recurrent.recur import Heads, Recur
 
 
 @jax.named_scope("mamba")
@@ -52,27 +51,3 @@ def _heads(
         write=time,
         log_decay=-jnp.exp(weights["decay_log_rate"]) * time,
     )
-
-
-def decay_rule(
-    segments: Int32[Array, "B T"], heads: Heads
-) -> tuple[Float32[Array, "B T J O v"], Float32[Array, "B 1 J O k v"]]:
-    """The outputs of all value heads, and the states at the end of the rows.
-
-    As in transformers' `mamba2_chunk_scan`, each document starts with a state S = 0, and each position computes
-    S *= decay; S += write * k v^T; output = S^T q.
-    """
-    return chunkwise(segments, heads, has_delta=False)
-
-
-def decay_step(
-    state: Float32[Array, "B J O k v"], heads: Heads
-) -> tuple[Float32[Array, "B 1 J O v"], Float32[Array, "B J O k v"]]:
-    """`decay_rule` for one position: its outputs, and the states after it."""
-    q, k, v, write, log_decay = (x[:, 0] for x in heads)
-    state = state * jnp.exp(log_decay)[..., None, None]
-    state += float32_einsum("BJk,BJOv->BJOkv", k, write[..., None] * v)
-    return float32_einsum("BJk,BJOkv->BJOv", q, state)[:, None], state
-
-
-DECAY_RULE = Rule(decay_rule, decay_step)

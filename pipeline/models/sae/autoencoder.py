@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -12,7 +13,21 @@ from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import without_defaults
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.spec import ARRAYS, SAESpec
-from pipeline.models.sae.tensors import Tensors
+
+
+class Tensors(Protocol):
+    """The tensors of a file by name. Methods raise CheckpointError for damaged files and dtypes other than 16- and
+    32-bit floats."""
+
+    name: str  # the file's name, for messages
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype of a tensor."""
+
+    def read(self, name: str) -> np.ndarray:
+        """Reads a tensor, in C order."""
+
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -36,6 +51,34 @@ class TensorSource:
     change: Change | None = None  # a function of the float32 values, in our order of axes
 
 
+Sources = dict[str, TensorSource | float]
+"""By our names; a number stands for an array filled with it."""
+
+
+def coder_sources(
+    axes: str,
+    w_enc: str,
+    b_enc: str,
+    w_dec: str,
+    b_out: str,
+    *,
+    subtracts_bias: bool = False,
+    factors: tuple[float, float] | None = None,
+) -> Sources:
+    """The arrays that every SAE with a decoder has, from tensors of these names. `axes` are those of the two matrices,
+    such as "DF FO". With `subtracts_bias`, the output's bias is first subtracted from the input. `factors` of inputs
+    and outputs are folded in, like in SAELens' `fold_activation_norm_scaling_factor`."""
+    scale, unscale = (None, None) if factors is None else (multiply_by(factors[0]), divide_by(factors[1]))
+    encoder_axes, decoder_axes = axes.split()
+    sources: Sources = {
+        "w_enc": TensorSource(w_enc, encoder_axes, scale),
+        "b_enc": TensorSource(b_enc, "F"),
+        "w_dec": TensorSource(w_dec, decoder_axes, unscale),
+        "b_out": TensorSource(b_out, "O", unscale),
+    }
+    return sources | ({"b_in": TensorSource(b_out, "D", unscale)} if subtracts_bias else {})
+
+
 @dataclass(frozen=True, eq=False)
 class SAE:
     """A trained sparse autoencoder or transcoder, from `open_sae`. Its arrays have the names of `spec.ARRAYS`, and are
@@ -48,7 +91,7 @@ class SAE:
     spec: SAESpec
     hook_name: str | None  # what it was trained on, if its file says so: `blocks.12.hook_resid_post`
     tensors: Tensors
-    sources: Mapping[str, TensorSource | float]  # by our names; a number stands for an array filled with it
+    sources: Sources
     context: SAEContext = field(default_factory=SAEContext)
 
     @cached_property

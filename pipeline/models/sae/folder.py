@@ -92,12 +92,6 @@ class SAEConfig(JsonConfig):
 
     user, results = "SAE", "features"
 
-    def expect(self, key: str, value: object) -> None:
-        """Reads an attribute for which only one value, or its absence, is implemented."""
-        self._taken.add(key)
-        if key in self.values and self.values[key] != value:
-            raise self._not_implemented(key, self.values[key], shown(value))
-
 
 def read_config(files: Files, name: str) -> SAEConfig:
     """Reads a JSON file in the folder. Raises CheckpointError if it is missing or damaged."""

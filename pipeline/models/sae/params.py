@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
+from pipeline.models.exchange.context import MESH_AXES
 from pipeline.models.sae.spec import ARRAYS, SAESpec
 
 SAEParams = dict[str, Array]
@@ -37,7 +38,9 @@ def load_params(
     return {name: load(name) for name in names}
 
 
-def abstract_params(sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_params(
+    sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh | AbstractMesh
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and shardings of the result of `load_params`. Reads nothing, and needs no device."""
     return {
         name: jax.ShapeDtypeStruct(
@@ -51,21 +54,16 @@ def abstract_params(sae: SAESpec, names: Collection[str], dtype: str, mesh: Mesh
 
 def params_bytes(sae: SAESpec, names: Collection[str], dtype: str, tensor: int) -> int:
     """Bytes of the arrays on each device, if `tensor` devices divide the features."""
-    num_parts = tensor if sae.width % tensor == 0 else 1
-    return sum(
-        math.prod(sae.axis_sizes(ARRAYS[name]))
-        * np.dtype(_dtype(name, dtype)).itemsize
-        // (num_parts if "F" in ARRAYS[name] else 1)
-        for name in names
-    )
+    arrays = abstract_params(sae, names, dtype, AbstractMesh((1, 1, tensor), MESH_AXES)).values()
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
 
 
-def tensor_axis(sae: SAESpec, mesh: Mesh) -> str | None:
+def tensor_axis(sae: SAESpec, mesh: Mesh | AbstractMesh) -> str | None:
     """The mesh axis that divides the features; None if none does."""
     return "tensor" if mesh.shape["tensor"] > 1 and sae.width % mesh.shape["tensor"] == 0 else None
 
 
-def params_partition(name: str, sae: SAESpec, mesh: Mesh) -> PartitionSpec:
+def params_partition(name: str, sae: SAESpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """How an array is divided over the mesh, by features."""
     return PartitionSpec(*(tensor_axis(sae, mesh) if axis == "F" else None for axis in ARRAYS[name]))
 

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping
 
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.folder import SAEConfig, read_flat_yaml
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, _KEYS = "config.yaml", ("model_name", "feature_input_hook", "activation")
 TRANSCODER, CROSS_LAYER = r"layer_(\d+)\.safetensors", r"W_enc_(\d+)\.safetensors"
@@ -25,14 +25,9 @@ _ACTIVATIONS = {"relu": FeatureActivation.relu, "jump_relu": FeatureActivation.j
 
 def read_transcoder(files: Files, name: str) -> SAE:
     """Reads a transcoder with or without thresholds (otherwise ReLU) and a skip connection."""
-    tensors = SafetensorsTensors(files, name)
+    tensors = SafetensorsFile(files.open(name))
     sizes = axis_sizes(tensors, {"W_enc": "FD", "b_dec": "O"})
-    sources = {
-        "w_enc": TensorSource("W_enc", "FD"),
-        "b_enc": TensorSource("b_enc", "F"),
-        "w_dec": TensorSource("W_dec", "FO"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
+    sources = coder_sources("FD FO", "W_enc", "b_enc", "W_dec", "b_dec")
     if _THRESHOLD in tensors.shapes:
         sources["threshold"] = TensorSource(_THRESHOLD, "F")
     if "W_skip" in tensors.shapes:
@@ -43,7 +38,7 @@ def read_transcoder(files: Files, name: str) -> SAE:
 def read_cross_layer(files: Files, name: str) -> SAE:
     """Reads the encoder of one layer. Its features write to this layer and all later ones: there is no decoder here."""
     layer = re.fullmatch(CROSS_LAYER, name)[1]
-    tensors = SafetensorsTensors(files, name)
+    tensors = SafetensorsFile(files.open(name))
     sizes = axis_sizes(tensors, {f"W_enc_{layer}": "FD", f"b_dec_{layer}": "O"})
     sources = {"w_enc": TensorSource(f"W_enc_{layer}", "FD"), "b_enc": TensorSource(f"b_enc_{layer}", "F")}
     if (threshold := f"threshold_{layer}") in tensors.shapes:
@@ -55,7 +50,7 @@ def _sae(
     files: Files,
     layer: str,
     sizes: Mapping[str, int],
-    tensors: SafetensorsTensors,
+    tensors: SafetensorsFile,
     sources: Mapping[str, TensorSource],
     hook: str | None,
 ) -> SAE:

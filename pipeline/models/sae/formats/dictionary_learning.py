@@ -13,7 +13,7 @@ import numpy as np
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.torch_file import TorchFile
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
+from pipeline.models.sae.autoencoder import SAE, Sources, TensorSource, check_tensors, coder_sources
 from pipeline.models.sae.context import MODULE_HOOKS, SAEContext
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
@@ -45,7 +45,7 @@ def read_sae(files: Files) -> SAE:
     class_name = trainer.choice("dict_class", _CLASSES)
     activation, subtracts_bias = _CLASSES[class_name]
     d_in, width = trainer.positive_int("activation_dim"), trainer.positive_int("dict_size")
-    tensors = TorchFile(files, WEIGHTS)
+    tensors = TorchFile(files.open(WEIGHTS))
     k = _top_k(trainer, tensors, width) if activation is FeatureActivation.topk else None
     context = SAEContext(
         trainer.text("lm_name"), context_size=buffer.positive_int("ctx_len") if "ctx_len" in buffer else None
@@ -76,22 +76,13 @@ def _hook_name(trainer: SAEConfig, *, reads_input: bool) -> str | None:
     return hooks and f"blocks.{match[2]}.{hooks[0 if reads_input else 1]}"
 
 
-def _sources(
-    tensors: TorchFile, activation: FeatureActivation, subtracts_bias: bool
-) -> dict[str, TensorSource | float]:
+def _sources(tensors: TorchFile, activation: FeatureActivation, subtracts_bias: bool) -> Sources:
     """The sources of all arrays. Some classes have matrices as parameters, others a torch.nn.Linear, whose weight has a
     row per output."""
     names = tensors.shapes
-    is_linear = "encoder.weight" in names
     bias = next((name for name in _OUTPUT_BIASES if name in names), _OUTPUT_BIASES[0])
-    sources: dict[str, TensorSource | float] = {
-        "w_enc": TensorSource("encoder.weight", "FD") if is_linear else TensorSource("W_enc", "DF"),
-        "b_enc": TensorSource("encoder.bias" if is_linear else "b_enc", "F"),
-        "w_dec": TensorSource("decoder.weight", "OF") if is_linear else TensorSource("W_dec", "FO"),
-        "b_out": TensorSource(bias, "O"),
-    }
-    if subtracts_bias:
-        sources["b_in"] = TensorSource(bias, "D")
+    linear, plain = ("FD OF", "encoder.weight", "encoder.bias", "decoder.weight"), ("DF FO", "W_enc", "b_enc", "W_dec")
+    sources = coder_sources(*(linear if "encoder.weight" in names else plain), bias, subtracts_bias=subtracts_bias)
     if activation is FeatureActivation.jumprelu:
         is_number = names.get("threshold") == ()
         sources["threshold"] = tensors.number("threshold") if is_number else TensorSource("threshold", "F")

@@ -12,12 +12,22 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors, divide_by, multiply_by
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.sae.autoencoder import (
+    SAE,
+    Sources,
+    Tensors,
+    TensorSource,
+    axis_sizes,
+    check_tensors,
+    coder_sources,
+    divide_by,
+    multiply_by,
+)
 from pipeline.models.sae.context import SAEContext, hook_of_module
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.npz_file import NpzFile
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors, Tensors
 
 WEIGHTS = "params.npz"
 CONFIG_2, WEIGHTS_2 = "config.json", "params.safetensors"
@@ -63,7 +73,7 @@ def read_sae(files: Files) -> SAE:
 
 def read_sae_2(files: Files) -> SAE:
     """Reads an SAE or transcoder, with or without a skip connection."""
-    tensors = SafetensorsTensors(files, WEIGHTS_2)
+    tensors = SafetensorsFile(files.open(WEIGHTS_2))
     model_name = files.where
     place = re.search(r"/(resid_post|attn_out|mlp_out|transcoder)(?:_all)?/layer_(\d+)_", f"{files.where}/")
     hook_name = place and f"blocks.{place[2]}.{_HOOKS_2[place[1]]}"
@@ -90,7 +100,7 @@ def read_sae_2(files: Files) -> SAE:
 def read_cross_layer(files: Files, name: str) -> SAE:
     """Reads the encoder of one layer of a cross-layer transcoder. Its features write to this layer and all later ones:
     there is no decoder here."""
-    tensors = SafetensorsTensors(files, name)
+    tensors = SafetensorsFile(files.open(name))
     sizes = axis_sizes(tensors, {"b_enc": "F", "w_enc": "DF"})
     spec = SAESpec(sizes["D"], sizes["F"], sizes["D"], FeatureActivation.jumprelu, is_transcoder=True)
     sources = {key: source for key, source in _sources(tensors).items() if key in ("w_enc", "b_enc", "threshold")}
@@ -109,12 +119,6 @@ def _context(model_name: str) -> SAEContext:
     return SAEContext(model_name, context_size=1024, prepend_bos=True)
 
 
-def _sources(tensors: Tensors) -> dict[str, TensorSource]:
+def _sources(tensors: Tensors) -> Sources:
     encoder, decoder = ("w_enc", "w_dec") if "w_enc" in tensors.shapes else ("W_enc", "W_dec")
-    return {
-        "w_enc": TensorSource(encoder, "DF"),
-        "b_enc": TensorSource("b_enc", "F"),
-        "threshold": TensorSource("threshold", "F"),
-        "w_dec": TensorSource(decoder, "FO"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
+    return coder_sources("DF FO", encoder, "b_enc", decoder, "b_dec") | {"threshold": TensorSource("threshold", "F")}

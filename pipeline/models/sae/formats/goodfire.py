@@ -5,7 +5,7 @@ import re
 
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.torch_file import TorchFile
-from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors
+from pipeline.models.sae.autoencoder import SAE, axis_sizes, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
 
@@ -14,15 +14,10 @@ WEIGHTS = r"(.+)-SAE-l(\d+)\.pth?"
 
 def read_sae(files: Files, name: str) -> SAE:
     """Reads a ReLU SAE of the residual stream, made of two torch.nn.Linear. No bias is subtracted from the input."""
-    tensors = TorchFile(files, name)
+    tensors = TorchFile(files.open(name))
     linear = "_linear" if "encoder_linear.weight" in tensors.shapes else ""
-    sizes = axis_sizes(tensors, {f"encoder{linear}.weight": "FD"})
-    sources = {
-        "w_enc": TensorSource(f"encoder{linear}.weight", "FD"),
-        "b_enc": TensorSource(f"encoder{linear}.bias", "F"),
-        "w_dec": TensorSource(f"decoder{linear}.weight", "OF"),
-        "b_out": TensorSource(f"decoder{linear}.bias", "O"),
-    }
+    names = [f"{coder}coder{linear}.{kind}" for coder in ("en", "de") for kind in ("weight", "bias")]
+    sizes, sources = axis_sizes(tensors, {names[0]: "FD"}), coder_sources("FD OF", *names)
     model_name, layer = re.fullmatch(WEIGHTS, name).groups()
     spec = SAESpec(sizes["D"], sizes["F"], sizes["D"], FeatureActivation.relu)
     hook_name = f"blocks.{layer}.hook_resid_post"

@@ -4,7 +4,7 @@ TransformerLens' GPT-2 computes them: without biases (`pipeline/planning/trained
 
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.torch_file import TorchFile
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
+from pipeline.models.sae.autoencoder import SAE, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
@@ -19,12 +19,6 @@ def read_sae(files: Files, name: str) -> SAE:
     context = SAEContext(
         config.text("model_name"), context_size=config.positive_int("seq_len", default=128), prepend_bos=True
     )
-    sources = {
-        "w_enc": TensorSource("W_enc", "DF"),
-        "b_enc": TensorSource("b_enc", "F"),
-        "b_in": TensorSource("b_dec", "D"),
-        "w_dec": TensorSource("W_dec", "FO"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
+    sources = coder_sources("DF FO", "W_enc", "b_enc", "W_dec", "b_dec", subtracts_bias=True)
     spec = SAESpec(d_in, width, d_in, FeatureActivation.relu)
-    return check_tensors(SAE(FORMAT, spec, config.text("act_name"), TorchFile(files, name), sources, context))
+    return check_tensors(SAE(FORMAT, spec, config.text("act_name"), TorchFile(files.open(name)), sources, context))

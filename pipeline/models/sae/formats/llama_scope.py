@@ -18,11 +18,11 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.sae.autoencoder import SAE, Tensors, TensorSource, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors, Tensors
 
 CONFIG, WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
 CONFIG_R1, WEIGHTS_R1 = "config.json", "sae_weights.safetensors"
@@ -50,7 +50,7 @@ def read_sae(files: Files) -> SAE:
     source = TensorSource("decoder.weight", "OF", partial(_divided_by_norms, threshold))
     return _sae(
         config,
-        SafetensorsTensors(files, WEIGHTS),
+        SafetensorsFile(files.open(WEIGHTS)),
         width=width,
         threshold=source if _includes_norms(config) else threshold,
         factors=factors,
@@ -63,8 +63,8 @@ def read_sae_r1(files: Files) -> SAE:
     config = read_config(files, CONFIG_R1)
     config.choice("sae_type", ["sae"], default="sae")
     d_in = config.positive_int("d_model")
-    config.expect("jump_relu_threshold", config.values.get("jump_relu_threshold"))  # the tensor has the thresholds
-    tensors = SafetensorsTensors(files, WEIGHTS_R1)
+    config.ignore("jump_relu_threshold")  # the tensor has the thresholds
+    tensors = SafetensorsFile(files.open(WEIGHTS_R1))
     hook_in = config.text("hook_point_in")
     hooks = hook_in, config.text("hook_point_out") or hook_in
 
@@ -112,27 +112,21 @@ def _sae(
     *,
     width: int,
     threshold: TensorSource | float,
-    factors: tuple[float, ...],
+    factors: tuple[float, float],
     model_name: str,
 ) -> SAE:
     """factors: of input and output. b_dec is not subtracted from the input."""
     d_in = config.positive_int("d_model")
     config.choice("act_fn", ["jumprelu"])
     config.choice("norm_activation", ["dataset-wise"])
-    config.expect("apply_decoder_bias_to_pre_encoder", False)
-    config.expect("use_glu_encoder", False)
+    config.require({"apply_decoder_bias_to_pre_encoder": False, "use_glu_encoder": False})
     has_bias = config.flag("use_decoder_bias", default=True)
     hook_name, hook_out = config.text("hook_point_in"), config.text("hook_point_out")
     config.finish(_HARMLESS)
-    input_factor, output_factor = factors
-    sources = {
-        "w_enc": TensorSource("encoder.weight", "FD", multiply_by(input_factor)),
-        "b_enc": TensorSource("encoder.bias", "F"),
-        "threshold": threshold,
-        "w_dec": TensorSource("decoder.weight", "OF", divide_by(output_factor)),
-    }
-    if has_bias:
-        sources["b_out"] = TensorSource("decoder.bias", "O", divide_by(output_factor))
+    names = ("encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias")
+    sources = coder_sources("FD OF", *names, factors=factors) | {"threshold": threshold}
+    if not has_bias:
+        del sources["b_out"]
     is_transcoder = hook_out is not None and hook_name != hook_out
     spec = SAESpec(d_in, width, d_in, FeatureActivation.jumprelu, is_transcoder=is_transcoder)
     context = SAEContext(model_name, "cerebras/SlimPajama-627B", context_size=1024, prepend_bos=True)

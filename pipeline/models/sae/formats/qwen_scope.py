@@ -6,7 +6,7 @@ import re
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.torch_file import TorchFile
-from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors
+from pipeline.models.sae.autoencoder import SAE, axis_sizes, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
 
@@ -22,7 +22,7 @@ def read_sae(files: Files, name: str) -> SAE:
             f"{files.where}: expected a folder with the name of Qwen-Scope's repository, such as "
             f"SAE-Res-Qwen3-8B-Base-W64K-L0_50, since {name} does not contain its k (50). Rename the folder."
         )
-    tensors = TorchFile(files, name)
+    tensors = TorchFile(files.open(name))
     sizes = axis_sizes(tensors, {"b_dec": "D", "b_enc": "F"})
     width, k = 1024 * int(repository[2]), int(repository[3])
     if width != sizes["F"] or not 0 < k <= width:
@@ -30,12 +30,7 @@ def read_sae(files: Files, name: str) -> SAE:
             f"{tensors.name} has {sizes['F']:,} features, of which {k} fire, expected {width:,} as in the name "
             f"{repository[0]}. Is the file from that repository?"
         )
-    sources = {
-        "w_enc": TensorSource("W_enc", "FD"),
-        "b_enc": TensorSource("b_enc", "F"),
-        "w_dec": TensorSource("W_dec", "OF"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
+    sources = coder_sources("FD OF", "W_enc", "b_enc", "W_dec", "b_dec")
     spec = SAESpec(sizes["D"], width, sizes["D"], FeatureActivation.topk, k)
     hook_name = f"blocks.{re.fullmatch(WEIGHTS, name)[1]}.hook_resid_post"
     return check_tensors(SAE("qwen_scope", spec, hook_name, tensors, sources, SAEContext(f"Qwen/{repository[1]}")))

@@ -15,11 +15,11 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, divide_by, multiply_by
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.sae.autoencoder import SAE, Sources, TensorSource, check_tensors, coder_sources
 from pipeline.models.sae.context import SAEContext, hook_of_module
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
 TEMPORAL = ("conf.yaml", "latest_ckpt.safetensors")  # canrager/temporalSAEs, the first of that architecture
@@ -130,13 +130,13 @@ def read_sae(files: Files) -> SAE:
             f"with apply_b_dec_to_input false. Save it again with SAELens."
         )
     has_decoder_norms = spec.activation is FeatureActivation.topk and config.flag("rescale_acts_by_decoder_norm", False)
-    config.expect("rescale_acts_by_decoder_norm", has_decoder_norms)
+    config.require({"rescale_acts_by_decoder_norm": has_decoder_norms})
     config.finish(_HARMLESS)
     factor = _input_factor(files, config.where, hook_name) if normalisation == _AVERAGE else None
     sources = _sources(spec, subtracts_bias, "skip" in architecture, factor)
     if has_decoder_norms:
         sources["feature_scale"] = TensorSource("W_dec", "FO", partial(_row_norms, factor))
-    tensors = SafetensorsTensors(files, WEIGHTS)
+    tensors = SafetensorsFile(files.open(WEIGHTS))
     sae = SAE("saelens", spec, hook_name, tensors, sources, _context(config))
     return check_tensors(sae, _neutral_scales(tensors))
 
@@ -167,11 +167,11 @@ def _architecture(config: SAEConfig) -> str:
 
 def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
     old = config.nested("activation_fn_kwargs")
-    old.expect("signed", False)
+    old.require({"signed": False})
     k = None
     if spec.activation is FeatureActivation.topk:
         k = (old if "k" in old else config).positive_int("k")
-        config.expect("k", k)
+        config.require({"k": k})
         if k > spec.width:
             raise CheckpointError(f"{config.where}: k is {k}, expected at most d_sae, {spec.width}. Download it again.")
     old.finish()
@@ -192,8 +192,7 @@ def _hook_name(config: SAEConfig) -> str | None:
     Refuses SAEs of a single head."""
     sections = [config.nested("metadata"), config]
     for section in sections:
-        for key in ("hook_head_index", "hook_point_head_index"):
-            section.expect(key, None)
+        section.require({"hook_head_index": None, "hook_point_head_index": None})
     names = [section.text(key) for section in sections for key in ("hook_name", "hook_point")]
     hook_name = next((name for name in names if name is not None), None)
     concatenates = config.choice("reshape_activations", ["none", "hook_z"], "none") == "hook_z"
@@ -213,8 +212,7 @@ def _is_centred(config: SAEConfig) -> bool:
         for key in ("model_kwargs", "model_from_pretrained_kwargs"):
             processing = section.nested(key)
             values.append(processing.flag(_CENTRED, default=False))
-            for name in ("fold_ln", "center_unembed", "fold_value_biases"):
-                processing.expect(name, False)
+            processing.require(dict.fromkeys(("fold_ln", "center_unembed", "fold_value_biases"), False))
     return any(values)
 
 
@@ -255,20 +253,11 @@ def _input_factor(files: Files, where: str, hook_name: str | None) -> float:
     return factor or read_config(files, SCALER).positive_float("scaling_factor")
 
 
-def _sources(
-    spec: SAESpec, subtracts_bias: bool, has_skip: bool, input_factor: float | None
-) -> dict[str, TensorSource | float]:
-    """The sources of all arrays. `input_factor` is folded like in `fold_activation_norm_scaling_factor`."""
-    scale = None if input_factor is None else multiply_by(input_factor)
-    unscale = None if input_factor is None else divide_by(input_factor)
-    sources: dict[str, TensorSource | float] = {
-        "w_enc": TensorSource("W_enc", "DF", scale),
-        "b_enc": TensorSource("b_mag" if spec.activation is FeatureActivation.gated else "b_enc", "F"),
-        "w_dec": TensorSource("W_dec", "FO", unscale),
-        "b_out": TensorSource("b_dec", "O", unscale),
-    }
-    if subtracts_bias:
-        sources["b_in"] = TensorSource("b_dec", "D", unscale)
+def _sources(spec: SAESpec, subtracts_bias: bool, has_skip: bool, factor: float | None) -> Sources:
+    """The sources of all arrays. `factor` of inputs and outputs is folded in."""
+    b_enc = "b_mag" if spec.activation is FeatureActivation.gated else "b_enc"
+    factors = None if factor is None else (factor, factor)
+    sources = coder_sources("DF FO", "W_enc", b_enc, "W_dec", "b_dec", subtracts_bias=subtracts_bias, factors=factors)
     if spec.activation is FeatureActivation.jumprelu:
         sources["threshold"] = TensorSource("threshold", "F")
     if spec.activation is FeatureActivation.gated:
@@ -283,7 +272,7 @@ def _row_norms(input_factor: float | None, values: np.ndarray) -> np.ndarray:
     return (np.sqrt(squares) / (input_factor or 1)).astype(np.float32)
 
 
-def _neutral_scales(tensors: SafetensorsTensors) -> list[str]:
+def _neutral_scales(tensors: SafetensorsFile) -> list[str]:
     """The names of feature scales that some versions save although all of them are 1."""
     scales = [name for name in _FEATURE_SCALES if name in tensors.shapes]
     return [name for name in scales if tensors.shapes[name] and np.allclose(tensors.read(name), 1)]

@@ -4,11 +4,11 @@ import re
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, coder_sources
 from pipeline.models.sae.context import MODULE_HOOKS
 from pipeline.models.sae.folder import read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
-from pipeline.models.sae.tensors import SafetensorsTensors
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 # For training only. `normalize_decoder` was applied before the weights were saved.
@@ -21,7 +21,7 @@ def read_sae(files: Files) -> SAE:
     `transcode` is set. Transcoders older than that attribute do not have it."""
     config = read_config(files, CONFIG)
     config.choice("activation", ["topk"], default="topk")
-    config.expect("signed", False)  # in the first versions; keeps negative features
+    config.require({"signed": False})  # in the first versions; keeps negative features
     d_in, k = config.positive_int("d_in"), config.positive_int("k", default=32)
     expansion_factor = config.positive_float("expansion_factor", default=32.0)
     width = config.count("num_latents", default=0) or round(d_in * expansion_factor)
@@ -31,18 +31,12 @@ def read_sae(files: Files) -> SAE:
     if k > width:
         raise CheckpointError(f"{config.where}: k is {k}, expected at most the width {width}. Download it again.")
     spec = SAESpec(d_in, width, d_in, FeatureActivation.topk, k=k, is_transcoder=is_transcoder)
-    sources = {
-        "w_enc": TensorSource("encoder.weight", "FD"),
-        "b_enc": TensorSource("encoder.bias", "F"),
-        "w_dec": TensorSource("W_dec", "FO"),
-        "b_out": TensorSource("b_dec", "O"),
-    }
-    if not is_transcoder:
-        sources["b_in"] = TensorSource("b_dec", "D")
+    names = ("encoder.weight", "encoder.bias", "W_dec", "b_dec")
+    sources = coder_sources("FD FO", *names, subtracts_bias=not is_transcoder)
     if has_skip:
         sources["w_skip"] = TensorSource("W_skip", "OD")
     hook_name = _hook_name(files.where.rpartition("/")[2], is_transcoder)
-    return check_tensors(SAE("sparsify", spec, hook_name, SafetensorsTensors(files, WEIGHTS), sources))
+    return check_tensors(SAE("sparsify", spec, hook_name, SafetensorsFile(files.open(WEIGHTS)), sources))
 
 
 def _hook_name(folder: str, is_transcoder: bool) -> str | None:
