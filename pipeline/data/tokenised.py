@@ -22,7 +22,7 @@ _BATCH_CHARACTERS = 1 << 20
 _REASON_CHARACTERS = 1000
 # The labels of tokens that are put before and after a text.
 ADDED = {Label.message: -1, Label.role: Role.none, Label.part: Part.markup, Label.written: 0}
-_LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
+LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
 
 Encoded = tuple[Int32[np.ndarray, "_"], Int16[np.ndarray, "_ 5"] | None]  # tokens and their labels
 
@@ -128,7 +128,7 @@ class TokenisedDocuments:
         except ValueError as error:
             if len(documents) > 1:
                 return [result for document in documents for result in self._encode([document])]
-            return [_LONE_SURROGATE.format("the text") if isinstance(error, UnicodeEncodeError) else str(error)]
+            return [LONE_SURROGATE.format("the text") if isinstance(error, UnicodeEncodeError) else str(error)]
 
     def _problem(self, tokens: Int32[np.ndarray, "_"], is_given: bool = False) -> str | None:
         """Why the tokens cannot be used; None if they can. is_given: they are from a column of the data."""
@@ -223,7 +223,7 @@ def _unicode_problem(document: Document) -> str | None:
         try:
             str(value).encode()
         except UnicodeEncodeError:
-            return _LONE_SURROGATE.format(f"its {name}")
+            return LONE_SURROGATE.format(f"its {name}")
     return None
 
 
