@@ -241,13 +241,12 @@ class TokenStream:
         """The block of the items `taken`. `following`: the next piece; None if the stream is exhausted."""
         pieces = [item for item in taken if isinstance(item, _Piece)]
         numbers = np.array([self._number(piece) for piece in pieces], np.int64)
-        labels = [piece.labels for piece in pieces]  # an Extractor's documents may be chats and texts
-        none = (
-            []
-            if all(part is None for part in labels)
-            else [np.zeros((piece.size, len(Label)), np.int16) for piece in pieces]
-        )
-        labels = [nothing if part is None else part for part, nothing in zip(labels, none, strict=False)]
+        labels = [piece.labels for piece in pieces]
+        if any(part is not None for part in labels):  # an Extractor's documents may be chats and texts
+            nothing = [np.zeros((piece.size, len(Label)), np.int16) for piece in pieces]
+            labels = [zeros if part is None else part for part, zeros in zip(labels, nothing, strict=True)]
+        else:
+            labels = []
         contexts = [piece.context for piece in pieces]
         rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length, labels, contexts)
         selected, num_selected = None, None
@@ -259,11 +258,7 @@ class TokenStream:
         return TokenBlock(
             stream=self.stream,
             index=index,
-            tokens=rows.tokens,
-            segments=rows.segments,
-            positions=rows.positions,
-            documents=rows.documents,
-            labels=rows.labels,
+            **rows,
             selected=selected,
             table=self._table(pieces, num_selected),
             skipped=tuple(item for item in taken if isinstance(item, SkippedDocument)),

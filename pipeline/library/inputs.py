@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -100,13 +100,12 @@ class MemorySource:
 
     def _rendered(self, index: int, chat: Chat) -> tuple[str, Labels | None]:
         """A chat's text, and its labels if the template's texts can be followed. Raises ValueError."""
-        messages = _conversations(self._tokenizer).messages({_NAME: chat})
+        messages, template = _conversations(self._tokenizer).messages({_NAME: chat}), self._tokenizer.chat()
         try:
-            rendered = self._tokenizer.render_labelled(messages, add_generation_prompt=self._add_generation_prompt)
+            rendered = template.render_labelled(messages, add_generation_prompt=self._add_generation_prompt)
         except RenderError as error:
-            text = self._tokenizer.render_chat(messages, add_generation_prompt=self._add_generation_prompt)
             self._say_once("has no labels", index, str(error))
-            return text, None
+            return template.render(messages, add_generation_prompt=self._add_generation_prompt), None
         if rendered.dropped:
             self._say_once("is not whole", index, f"the chat template leaves out {rendered.dropped} characters of it")
         return rendered.text, rendered.labels
@@ -154,8 +153,7 @@ def write_documents(
 @lru_cache(maxsize=1)
 def _conversations(tokenizer: TextTokenizer) -> Conversations:
     """Reads chats for the tokenizer's template."""
-    forms = TemplateForms.of(partial(tokenizer.render_chat, add_generation_prompt=False))
-    return Conversations(_NAME, None, None, forms)
+    return Conversations(_NAME, None, None, TemplateForms.of(tokenizer.chat()))
 
 
 def _as_list(documents: Iterable[DocumentInput]) -> list[DocumentInput]:

@@ -13,14 +13,14 @@ Data sets write conversations in many ways. Here they become the messages and to
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import shown
 from pipeline.data.text.labels import Role
-from pipeline.data.text.templates import RenderError
+from pipeline.data.text.templates import ChatTemplate, RenderError
 
 log = logging.getLogger("pipeline")
 
@@ -88,14 +88,16 @@ class TemplateForms:
     parts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, render: Callable[..., str], *, has_tools: bool = False) -> "TemplateForms":
+    def of(cls, template: ChatTemplate, *, has_tools: bool = False) -> "TemplateForms":
         """Tries them: the first ones, in the order above, with which the template writes the whole call; else those
-        with which it writes anything. render: of messages and tools; raises RenderError. has_tools: whether to try with
-        definitions of tools, which some templates need to write calls."""
+        with which it writes anything. has_tools: whether to try with definitions of tools, which some templates need
+        to write calls."""
+
+        tools = [_TOOL] if has_tools else None
 
         def attempt(messages: Sequence[Message], plain: str | None = None) -> str:
             try:
-                text = render(messages, tools=[_TOOL] if has_tools else None)
+                text = template.render(messages, tools=tools, add_generation_prompt=False)
             except RenderError:
                 return ""
             is_wrong = plain is not None and any(text.count(word) > plain.count(word) for word in _MISTAKES)

@@ -217,10 +217,20 @@ def as_text(value: Any) -> str:
     return str(value)
 
 
-def json_text(value: Any, **options: Any) -> Tagged:
-    """`json.dumps(value, **options)`, with tags."""
+def tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON with tags, without the HTML escapes of Jinja's filter."""
+    options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
+    plain = json.dumps(value, **options)
+    if not has_tags(value):
+        return plain
     text = _json(value, options, 0)
-    if text != json.dumps(value, **options):
+    if text != plain:
         refuse("this JSON")
     return text
 
