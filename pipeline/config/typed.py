@@ -15,11 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config.effects import effective
-from pipeline.config.limits import COUNT, SIZE, Limit, shown
+from pipeline.config.limits import COUNT, SIZE, Limit
 from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields
 from pipeline.core.addresses import has_credentials, unusable_store_path
 from pipeline.core.errors import ConfigError
-from pipeline.core.messages import did_you_mean
+from pipeline.core.messages import did_you_mean, shown
 
 _DATA = ("data", "data.prompts")  # keys whose groups depend on the source
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}

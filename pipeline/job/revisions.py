@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pipeline.cluster.processes import any_process, from_first_process
-from pipeline.config.limits import shown
 from pipeline.config.schema import DataConfig, GenerateData, ModelConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import dataset_commit, is_hub_id
+from pipeline.core.messages import shown
 from pipeline.data.sources import hub_repository, renders_chat
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.store.format.metadata import StoreMetadata

@@ -13,9 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.choices import OnError
-from pipeline.config.limits import shown
 from pipeline.core.arguments import flag, items
 from pipeline.core.errors import InputError
+from pipeline.core.messages import shown
 from pipeline.data.documents import Cursor, Document, SkippedDocument
 from pipeline.data.text.contexts import Added
 from pipeline.data.text.conversations import Conversations, TemplateForms
