@@ -40,35 +40,11 @@ _COLUMN_ROLES = {
 _CALL_ROLES = ("function_call", "tool_call")  # of messages whose text is a call, as JSON
 _CONTENT = ("content", "value", "text", "system_prompt")  # the first with a text is a message's content
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_DETAILS = {  # of a message, which are no content
-    *(
-        "name",
-        "id",
-        "tool_call_id",
-        "weight",
-        "loss",
-        "type",
-        "index",
-        "model",
-        "source",
-        "lang",
-        "language",
-        "metadata",
-    ),
-    *(
-        "meta",
-        "date",
-        "time",
-        "timestamp",
-        "created_at",
-        "country",
-        "state",
-        "header",
-        "hashed_ip",
-        "recipient",
-        "channel",
-    ),
-}
+# Keys of a message which are no content.
+_DETAILS = """
+    name id tool_call_id weight loss type index model source lang language metadata meta date time timestamp created_at
+    country state header hashed_ip recipient channel
+"""
 _TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _THINKING_PARTS = ("thinking", "reasoning")
 _THINKING_TEXTS = ("thinking", "reasoning", "text", "content", "summary")  # keys of such a part
@@ -314,7 +290,7 @@ def _with_reasoning(message: Message, thinking: str) -> Message:
 def _require_no_other(number: int, message: Message) -> None:
     """Raises ValueError if a message without content has some under another key."""
     names = {name for name, value in message.items() if value and isinstance(value, str | list | dict)}
-    if names := sorted(names - {"role", *_CONTENT, *_DETAILS}):
+    if names := sorted(names - {"role", *_CONTENT, *_DETAILS.split()}):
         raise ValueError(
             f"message {number} has no content, but {', '.join(names)}. Its text may be one of {', '.join(_CONTENT)}"
         )
