@@ -15,7 +15,6 @@ from jaxtyping import Int16, Int32, Int64
 
 from pipeline.config.choices import LongDocuments, Packing
 from pipeline.core.errors import ConfigError
-from pipeline.data.demand import Demand
 from pipeline.data.documents import (
     DOCUMENT_SCHEMA,
     SELECTED_FIELDS,
@@ -85,12 +84,13 @@ class TokenStream:
     selection: Selection | None = None
 
     def __post_init__(self) -> None:
-        added = {field.name for field in SELECTED_FIELDS} if self.selection is not None else set()
-        if reserved := sorted(added & {*self.documents.info_schema.names}):
+        added = [] if self.selection is None else [field.name for field in SELECTED_FIELDS]
+        if reserved := [name for name in added if name in self.documents.info_schema.names]:
             raise ConfigError(f"the data has a column {reserved[0]}, which capture.positions adds. Remove it.")
 
     @property
-    def _overlap(self) -> int:
+    def overlap(self) -> int:
+        """`batch.overlap`."""
         return 0 if self.selection is None else self.selection.overlap
 
     def blocks(
@@ -127,12 +127,6 @@ class TokenStream:
             if block.exhausted:
                 return
             start, index = block.next, index + 1
-
-    def demand(self, start: Cursor, wanted: int | None) -> Demand:
-        """The documents from `start` on that are read for blocks with `wanted` tokens; None for all."""
-        return Demand(
-            wanted, self.rows_per_block, self.length, self.packing, self.long_documents, start.token, self._overlap
-        )
 
     def _read_ahead(
         self,
@@ -201,10 +195,10 @@ class TokenStream:
         """The token ranges of a document's pieces from token `begin` on, and how many tokens before each are its
         context. ends: 0, and where each of its texts ends. Raises ConfigError unless a window begins at `begin`."""
         all_windows = (
-            (start + first, start + last, min(first, self._overlap))
+            (start + first, start + last, min(first, self.overlap))
             for start, stop in pairwise(ends)
             for first, last in windows(
-                stop - start, self.length, LongDocuments.split, 0, self._place(column + start), self._overlap
+                stop - start, self.length, LongDocuments.split, 0, self._place(column + start), self.overlap
             )
         )
         left = [window for window in all_windows if window[0] >= begin]
