@@ -142,8 +142,9 @@ class Extractor:
     ) -> list[ExtractedDocument]:
         """Computes the activations of each document, in order, in memory.
 
-        A document is a text, a list of token ids (used unchanged), or a chat, [{"role": ..., "content": ...}, ...],
-        which the tokenizer's chat template renders. add_generation_prompt: append the beginning of an answer to chats.
+        A document is a text, a list of token ids (without padding, used unchanged), or a chat,
+        [{"role": ..., "content": ...}, ...], which the tokenizer's chat template renders. add_generation_prompt: append
+        the beginning of an answer to chats.
         framework, dtype: of the returned activations, as in `ActivationStore.batches`: numpy's are float32 unless dtype
         is "stored", for the Extractor's.
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +18,7 @@ from pipeline.core.arguments import flag, items
 from pipeline.core.errors import InputError
 from pipeline.core.messages import shown
 from pipeline.data.documents import Cursor, Document, SkippedDocument
+from pipeline.data.rows import documents_of_rows
 from pipeline.data.text.contexts import Added
 from pipeline.data.text.conversations import Conversations, TemplateForms
 from pipeline.data.text.labels import Labels
@@ -32,10 +34,11 @@ DocumentInput = str | Sequence[int] | np.ndarray | Chat
 
 _NAME = "documents"  # the source in messages
 _ROW_GROUP = 1000  # documents
+_LONE = re.compile("[\ud800-\udfff]")
 
 
 class MemorySource:
-    """An Extractor's documents as a source with one shard. Chats are rendered."""
+    """An Extractor's documents, read like a source with one shard. Chats are rendered."""
 
     shards = (_NAME,)
     info_schema = pa.schema([])
@@ -65,13 +68,8 @@ class MemorySource:
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """Raises InputError for what is no document, and for a bad one unless these are skipped."""
-        for index in range(start, len(self._documents)):
-            try:
-                yield self._document(Document(str(index), "", _NAME, index), self._documents[index])
-            except ValueError as error:
-                reason = LONE_SURROGATE.format("the text") if isinstance(error, UnicodeEncodeError) else str(error)
-                skip = SkippedDocument(_NAME, index, reason)
-                yield skip.if_allowed(self._on_error, f"{_NAME}[{index}]", "Correct it")
+        rows = enumerate(self._documents[start:], start)
+        return documents_of_rows(rows, self._document, _NAME, _NAME, self._on_error, "Correct it")
 
     def contents(self) -> list[str | list[int]]:
         """The texts, and the rendered chats; or, if all documents are token ids, these. Empty where one is skipped."""
@@ -80,22 +78,20 @@ class MemorySource:
             return [[] if isinstance(item, SkippedDocument) else item.tokens.tolist() for item in read]
         return ["" if isinstance(item, SkippedDocument) else item.text for item in read]
 
-    def fingerprint(self) -> dict[str, object]:
-        raise NotImplementedError("documents in memory are saved as a parquet file, which has a fingerprint")
-
-    def _document(self, document: Document, given: DocumentInput) -> Document:
+    def _document(self, index: int, given: DocumentInput) -> Document:
         """Raises ValueError for a bad document."""
+        document = Document(str(index), "", _NAME, index)
         if self._takes_tokens and _is_tokens(given):
             return with_tokens(document, {"tokens": given}, "tokens")
         if not isinstance(given, str) and not _is_chat(given):
             expected = "a text, a list of token ids, or" if self._takes_tokens else "a text (or only token ids), or"
             raise InputError(
-                f"{_NAME}[{document.index}] is {shown(given)}. Expected {expected} a chat: a list of messages such as "
+                f"{_NAME}[{index}] is {shown(given)}. Expected {expected} a chat: a list of messages such as "
                 "{'role': 'user', 'content': '...'}."
             )
-        text, labels = (given, None) if isinstance(given, str) else self._rendered(document.index, given)
-        if not text.encode():
-            raise ValueError("the text is empty")
+        text, labels = (given, None) if isinstance(given, str) else self._rendered(index, given)
+        if not text or _LONE.search(text):
+            raise ValueError(LONE_SURROGATE.format("the text") if text else "the text is empty")
         return replace(document, text=text, labels=labels)
 
     def _rendered(self, index: int, chat: Chat) -> tuple[str, Labels | None]:
