@@ -28,7 +28,6 @@ SMALL_JOB = (
     "capture.layers=[0,1]",
     "capture.sites=[resid_post,attn_out]",
     "store.rows_per_block=8",
-    "run.metrics_interval_s=0.2",
     "run.progress=false",
 )
 """Overrides of a job whose store has many small blocks, and whose metrics are written often."""

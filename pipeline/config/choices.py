@@ -5,7 +5,6 @@ from enum import StrEnum
 ComputeDtype = StrEnum("ComputeDtype", "float32 bfloat16")
 WeightsDtype = StrEnum("WeightsDtype", "same int8 int4")  # `same`: as `model.dtype`
 Int8OrSame = StrEnum("Int8OrSame", "same int8")
-FeatureDtype = StrEnum("FeatureDtype", "bfloat16 float32")
 StorageDtype = StrEnum("StorageDtype", "float32 bfloat16 float16 int8 float8_e4m3fn")
 Attention = StrEnum("Attention", "auto xla splash flash")
 Weights = StrEnum("Weights", "auto replicated tensor fsdp")

@@ -7,10 +7,10 @@ from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pipeline.config.limits import shown
 from pipeline.config.schema import RunConfig, default_of
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import is_hub_id
+from pipeline.core.messages import shown
 
 log = logging.getLogger("pipeline")
 

@@ -30,11 +30,6 @@ def between(first: float, last: float, *, above_first: bool = False, below_last:
     return Limit(f"number of {least} and {'less than' if below_last else 'at most'} {last:,}", admits)
 
 
-def shown(value: object) -> str:
-    """A value for messages, shortened."""
-    return shortened(repr(value) if isinstance(value, str) else str(value), 80)
-
-
 def shortened(text: str, max_characters: int) -> str:
     """The text, or if it is longer, its beginning and its length."""
     return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text):,} characters)"

@@ -398,11 +398,6 @@ class CaptureConfig:
     encode_top: int = key(
         64, "features stored per token: those with the largest values", "encode", allowed=between(1, 4096)
     )
-    encode_dtype: choices.FeatureDtype | None = key(
-        None,
-        "store values as `bfloat16` or `float32`; null: `float32` if `capture.dtype` is, else `bfloat16`",
-        "encode",
-    )
     encode_threshold: float = key(
         0.0, "a feature fires if its value is larger than this", "encode", allowed=limits.NOT_NEGATIVE
     )
@@ -421,8 +416,6 @@ class CaptureConfig:
     @property
     def features_dtype(self) -> str:
         """The dtype of the values of SAEs' features."""
-        if self.encode_dtype is not None:
-            return str(self.encode_dtype)
         return "float32" if self.dtype is choices.StorageDtype.float32 else "bfloat16"
 
 
@@ -526,11 +519,6 @@ class RunOptions:
         allowed=limits.LOCAL_FOLDER,
     )
     progress: bool = key(True, "show a progress bar")
-    metrics_interval_s: float = key(
-        10.0,
-        "minimum seconds between lines of the run's log in `_metrics`; at least 1 % of the run's time",
-        allowed=limits.NOT_NEGATIVE,
-    )
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.config.effects import effective
-from pipeline.config.limits import COUNT, SIZE, Limit, shown
+from pipeline.config.limits import COUNT, SIZE, Limit
 from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields
 from pipeline.core.addresses import has_credentials, unusable_store_path
 from pipeline.core.errors import ConfigError
-from pipeline.core.messages import did_you_mean
+from pipeline.core.messages import did_you_mean, shown
 
 _DATA = ("data", "data.prompts")  # keys whose groups depend on the source
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -29,7 +29,6 @@ _MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 def typed_config(composed: DictConfig, typed: Set[str] = frozenset()) -> RunConfig:
     """The typed configuration. Raises ConfigError for an unknown key, a required key without a value, a value that is
     not allowed, a URL with credentials, and a value without effect of a key in `typed` (see `effective`)."""
-    _require_known(RunConfig, OmegaConf.to_container(composed), "")
     if missing := sorted(_missing_keys(composed)):
         raise ConfigError(f"no value for {', '.join(missing)}. Set it on the command line, e.g. {missing[0]}=...")
     try:
@@ -56,18 +55,6 @@ def in_words(key: Field) -> str:
     return ", or to ".join(_kind_in_words(kind, limit and limit.words) for kind in kinds)
 
 
-def _require_known(cls: type | None, values: object, prefix: str) -> None:
-    """Raises ConfigError for a key that the class does not have, such as one that `+run.foo=1` adds."""
-    if not (is_dataclass(cls) and isinstance(values, Mapping)):
-        return
-    kinds = {field.name: field.type for field in fields(cls)}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if name not in kinds:
-            raise ConfigError(f"{key} is not a key of the configuration.{key_remedy(key)}")
-        _require_known(_source(value) if key in _DATA else kinds[name], value, f"{key}.")
-
-
 def _missing_keys(node: DictConfig, prefix: str = "") -> Iterator[str]:
     """Required keys without a value, and not the keys whose values refer to them, as `OmegaConf.missing_keys` would."""
     for name in node:
@@ -83,6 +70,8 @@ def _group(cls: type, values: object, prefix: str) -> Any:
     if not isinstance(values, Mapping):
         raise ConfigError(f"{prefix[:-1]} is {shown(values)}. Set it to a group of keys.")
     known = {field.name: field for field in fields(cls)}
+    if unknown := next((f"{prefix}{name}" for name in values if name not in known), None):  # `+run.foo=1` adds one
+        raise ConfigError(f"{unknown} is not a key of the configuration.{key_remedy(unknown)}")
     if deleted := next((name for name in known if name not in values), None):
         raise ConfigError(f"no value for {prefix}{deleted}, which was deleted. Set it to its default instead.")
     return cls(**{name: _value(field, values[name], prefix + name) for name, field in known.items()})

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from pipeline.config.choices import LongDocuments, Packing
+from pipeline.config.choices import Packing
+from pipeline.data.documents import Cursor
 from pipeline.data.packing import windows
+from pipeline.data.stream import TokenStream
 
 _NAMED_STREAMS = 8
 
@@ -15,31 +17,21 @@ class Demand:
     are read than fit into it. So these are the wanted tokens and a whole block more, however the pieces are packed.
     """
 
-    def __init__(
-        self,
-        wanted: int | None,
-        rows_per_block: int,
-        length: int,
-        packing: Packing,
-        long_documents: LongDocuments,
-        first_token: int = 0,
-        overlap: int = 0,
-    ) -> None:
-        """wanted: None is never met. first_token: the token of the first document at which the blocks begin. overlap:
-        see `windows`."""
+    def __init__(self, stream: TokenStream, start: Cursor, wanted: int | None) -> None:
+        """Of the documents from `start` on. wanted: None is never met."""
         self.has_limit = wanted is not None
-        is_pad = packing is Packing.pad
-        self._tokens = (wanted or 0) + (0 if is_pad else rows_per_block * length)
-        self._pieces = rows_per_block if is_pad else 0  # after these tokens
-        self._length = length
-        self._long_documents = long_documents
-        self._first_token = first_token
-        self._overlap = overlap
+        self._stream = stream
+        is_pad = stream.packing is Packing.pad
+        self._tokens = (wanted or 0) + (0 if is_pad else stream.rows_per_block * stream.length)
+        self._pieces = stream.rows_per_block if is_pad else 0  # after these tokens
+        self._first_token = start.token  # of the first document, at which the blocks begin
 
     def add(self, num_tokens: int) -> None:
         """Adds the next document."""
-        first_token, self._first_token = self._first_token, 0
-        for first, last in windows(num_tokens, self._length, self._long_documents, first_token, overlap=self._overlap):
+        stream, first_token, self._first_token = self._stream, self._first_token, 0
+        for first, last in windows(
+            num_tokens, stream.length, stream.long_documents, first_token, overlap=stream.overlap
+        ):
             if self._tokens > 0:
                 self._tokens -= last - first
             else:

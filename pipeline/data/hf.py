@@ -81,7 +81,6 @@ class HfSource:
         self._manifest = agree(lambda _: Manifest(file_entries(self._files)))
         if all(file.size == 0 for file in self._files):
             raise InputError(f"{config.path}: all files are empty. Check data.path and data.data_files.")
-        self.first_file = self._files[0]
         self.shards = tuple(file.name for file in self._files)
         self._dataset = None
         if not is_read_here:
@@ -247,8 +246,7 @@ class _Chats:
     def __init__(self, config: HfData, tokenizer: TextTokenizer, are_prompts: bool, is_padded: bool) -> None:
         """is_padded: as in `Conversations`. Raises ConfigError, also for a tokenizer without a usable chat template."""
         tokenizer.require_chat()
-        render = partial(tokenizer.render_chat, add_generation_prompt=False)
-        forms = TemplateForms.of(render, has_tools=config.tools is not None)
+        forms = TemplateForms.of(tokenizer.chat(config.tools and []), has_tools=config.tools is not None)
         self._conversations = Conversations(config.messages, config.tools, config.roles, forms, is_padded=is_padded)
         self.columns = self._conversations.columns
         self._tokenizer = tokenizer
@@ -264,10 +262,10 @@ class _Chats:
     def rendered(self, document: Document, row: Row) -> Document:
         """The document with its text and, unless it is a prompt, labels and `n_dropped`. Raises ValueError."""
         messages, tools = self._conversations.messages(row), self._conversations.tools(row)
+        template = self._tokenizer.chat(tools)
         if self._are_prompts:  # they need no labels
-            text = self._tokenizer.render_chat(messages, tools=tools, add_generation_prompt=True)
-            return replace(document, text=text)
-        chat = self._tokenizer.render_labelled(messages, tools=tools, add_generation_prompt=False)
+            return replace(document, text=template.render(messages, tools=tools, add_generation_prompt=True))
+        chat = template.render_labelled(messages, tools=tools, add_generation_prompt=False)
         if chat.dropped and not self._has_warned:
             self._has_warned = True
             log.warning(

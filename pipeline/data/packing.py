@@ -135,18 +135,6 @@ def _ordered(
     return Placement(row, column, segment, len(used))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """The arrays of a block. Padding is 0; in `documents`, it and the context of windows are -1. labels: None if the
-    pieces have none."""
-
-    tokens: Int32[np.ndarray, "R T"]
-    segments: Int32[np.ndarray, "R T"]
-    positions: Int32[np.ndarray, "R T"]
-    documents: Int64[np.ndarray, "R T"]
-    labels: Int16[np.ndarray, "R T 5"] | None = None
-
-
 def fill(
     placement: Placement,
     tokens: list[Int32[np.ndarray, "_"]],
@@ -154,10 +142,11 @@ def fill(
     length: int,
     labels: Sequence[Int16[np.ndarray, "_ 5"]] = (),
     contexts: Sequence[int] = (),
-) -> Rows:
-    """The arrays of a block with the given pieces. tokens: of each piece. documents: each piece's document number.
-    labels: of each piece, or none. contexts: how many of each piece's tokens, its first, are of no document; or none.
-    Positions restart at 0 in every piece, or with joined pieces in every row."""
+) -> dict[str, np.ndarray | None]:
+    """The arrays of a `TokenBlock` with the given pieces, by name; padding is 0, and -1 in `documents`. tokens: of each
+    piece. documents: each piece's document number. labels: of each piece, or none. contexts: how many of each piece's
+    tokens, its first, are of no document; or none. Positions restart at 0 in every piece, or with joined pieces in
+    every row."""
     sizes = np.array([len(piece) for piece in tokens], np.int64)
     first = np.cumsum(sizes) - sizes
     position = np.arange(sizes.sum()) - np.repeat(first, sizes)
@@ -173,10 +162,10 @@ def fill(
         array.reshape(-1, *values.shape[1:])[slot] = values
         return array
 
-    return Rows(
-        tokens=scatter(np.concatenate(tokens) if tokens else np.empty(0, np.int32), np.int32, 0),
-        segments=scatter(np.repeat(placement.segment, sizes), np.int32, 0),
-        positions=scatter(position, np.int32, 0),
-        documents=scatter(numbers, np.int64, -1),
-        labels=scatter(np.concatenate(labels), np.int16, 0) if labels else None,
-    )
+    return {
+        "tokens": scatter(np.concatenate(tokens) if tokens else np.empty(0, np.int32), np.int32, 0),
+        "segments": scatter(np.repeat(placement.segment, sizes), np.int32, 0),
+        "positions": scatter(position, np.int32, 0),
+        "documents": scatter(numbers, np.int64, -1),
+        "labels": scatter(np.concatenate(labels), np.int16, 0) if labels else None,
+    }

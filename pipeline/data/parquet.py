@@ -77,7 +77,6 @@ class ParquetSource:
         ]
         self.shards = tuple(shard.name for shard in self._shards)
         used = {config.tokens or config.text_column, config.id_column}
-        self.first_file = self._shards[0].file
         names = [name for name in manifest.info_columns if name not in used]
         self.info_schema = pa.schema([(name, _INFO_TYPES[name]) for name in names])
 

@@ -20,7 +20,7 @@ from pipeline.config.choices import Positions
 from pipeline.config.schema import BatchConfig, CaptureConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.packing import Placement
-from pipeline.data.text.label_words import LAST, WORDS, chosen
+from pipeline.data.text.labels import LAST, WORDS, chosen
 from pipeline.data.text.tokenizer import TextTokenizer
 
 _TOKENS_PER_SLOT = 16  # default for capture.per_row: with shorter documents, slots run out before a row is full

@@ -131,7 +131,7 @@ class ChatSource:
     def _rendered(self, document: Document) -> Document | SkippedDocument:
         messages = [{"role": "user", "content": document.text}]
         try:
-            return replace(document, text=self._tokenizer.render_chat(messages, add_generation_prompt=True))
+            return replace(document, text=self._tokenizer.chat().render(messages, add_generation_prompt=True))
         except RenderError as error:
             skip = SkippedDocument(document.source, document.index, str(error))
             where = f"{skip.source} row {skip.index}"

@@ -6,7 +6,7 @@ a run asks for.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,6 @@ from jaxtyping import Int16, Int32, Int64
 
 from pipeline.config.choices import LongDocuments, Packing
 from pipeline.core.errors import ConfigError
-from pipeline.data.demand import Demand
 from pipeline.data.documents import (
     DOCUMENT_SCHEMA,
     SELECTED_FIELDS,
@@ -67,35 +66,32 @@ class _Piece:
         return replace(self.document.cursor, token=self.first)
 
 
+@dataclass(frozen=True)
 class TokenStream:
-    """The blocks of stream `stream` of `num_streams`. The constructor does not read anything."""
+    """The blocks of stream `stream` of `num_streams`. Making one does not read anything.
 
-    def __init__(
-        self,
-        documents: StreamDocuments,
-        *,
-        stream: int,
-        num_streams: int,
-        rows_per_block: int,
-        length: int,
-        packing: Packing = Packing.pack,
-        long_documents: LongDocuments = LongDocuments.split,
-        selection: Selection | None = None,
-    ) -> None:
-        """selection: None selects all tokens. Raises ConfigError if documents have a column that a selection adds."""
-        added = {field.name for field in SELECTED_FIELDS} if selection is not None else set()
-        if reserved := sorted(added & {*documents.info_schema.names}):
+    selection: None selects all tokens. Raises ConfigError if documents have a column that a selection adds.
+    """
+
+    documents: StreamDocuments
+    _: KW_ONLY
+    stream: int
+    num_streams: int
+    rows_per_block: int
+    length: int
+    packing: Packing = Packing.pack
+    long_documents: LongDocuments = LongDocuments.split
+    selection: Selection | None = None
+
+    def __post_init__(self) -> None:
+        added = [] if self.selection is None else [field.name for field in SELECTED_FIELDS]
+        if reserved := [name for name in added if name in self.documents.info_schema.names]:
             raise ConfigError(f"the data has a column {reserved[0]}, which capture.positions adds. Remove it.")
-        self.stream = stream
-        self._num_streams = num_streams
-        self._num_rows = rows_per_block
-        self._length = length
-        self._packing = packing
-        self._long_documents = long_documents
-        self._overlap = 0 if selection is None else selection.overlap
-        self._documents = documents
-        self._selection = selection
-        self._added = documents.added
+
+    @property
+    def overlap(self) -> int:
+        """`batch.overlap`."""
+        return 0 if self.selection is None else self.selection.overlap
 
     def blocks(
         self,
@@ -113,7 +109,7 @@ class TokenStream:
         Raises InputError for bad documents, depending on `on_error`, and ConfigError for a cursor that was made with
         different batch settings.
         """
-        documents = self._documents.read(start, should_stop)
+        documents = self.documents.read(start, should_stop)
         pending: list[_Piece | SkippedDocument] = []  # what was read, but is in no block yet
         while True:
             self._read_ahead(documents, pending, start)
@@ -132,12 +128,6 @@ class TokenStream:
                 return
             start, index = block.next, index + 1
 
-    def demand(self, start: Cursor, wanted: int | None) -> Demand:
-        """The documents from `start` on that are read for blocks with `wanted` tokens; None for all."""
-        return Demand(
-            wanted, self._num_rows, self._length, self._packing, self._long_documents, start.token, self._overlap
-        )
-
     def _read_ahead(
         self,
         documents: Iterator[TokenisedDocument | SkippedDocument],
@@ -145,8 +135,8 @@ class TokenStream:
         start: Cursor,
     ) -> None:
         """Reads more than a block of pieces, so that the next block's first piece is known."""
-        is_pad = self._packing is Packing.pad
-        missing = self._num_rows if is_pad else self._num_rows * self._length
+        is_pad = self.packing is Packing.pad
+        missing = self.rows_per_block if is_pad else self.rows_per_block * self.length
 
         def take(item: _Piece) -> int:
             return 1 if is_pad else item.size
@@ -168,33 +158,33 @@ class TokenStream:
     def _pieces(self, item: TokenisedDocument, begin: int, column: int) -> Iterator[_Piece]:
         """The pieces of a document from token `begin` on. column: where its first token is in a row, with concat."""
         document, ends = self._laid_out(item, column)
-        is_labelled = None if self._selection is None else self._selection.labelled(document.labels)
+        is_labelled = None if self.selection is None else self.selection.labelled(document.labels)
         for first, last, context in self._windows(ends, begin, column):
             place = self._place(column + first)
             piece = _Piece(document, first, last, column=place, context=context)
-            if self._selection is not None:
+            if self.selection is not None:
                 among = None if is_labelled is None else is_labelled[first:last]
                 tokens, number = document.tokens[first:last], self._number(piece)
-                places, ranks = self._selection.choose(tokens, number, first, last in ends, among, place + context)
+                places, ranks = self.selection.choose(tokens, number, first, last in ends, among, place + context)
                 piece = replace(piece, chosen=Chosen(places + context, ranks))
             yield piece
 
     def _place(self, column: int) -> int:
         """The place in its row of a token that follows `column` others of joined rows; 0 unless rows are joined."""
-        return column % self._length if self._packing is Packing.concat else 0
+        return column % self.length if self.packing is Packing.concat else 0
 
     def _laid_out(self, item: TokenisedDocument, column: int) -> tuple[TokenisedDocument, list[int]]:
         """The document with the tokens that stand in rows, and where each of its texts ends in these."""
-        is_cut, length = self._long_documents is LongDocuments.cut, self._length
+        is_cut, length = self.long_documents is LongDocuments.cut, self.length
         tokens, labels, ends, num_cut = [], None, [0], 0
         for text in np.split(item.tokens, item.document.breaks):
             num_cut += max(0, len(text) - length) if is_cut else 0
-            if self._packing is Packing.concat:
+            if self.packing is Packing.concat:
                 text = text[: length if is_cut else None]
-                places = joined(text, length, self._place(column + ends[-1]), self._added)
+                places = joined(text, length, self._place(column + ends[-1]), self.documents.added)
             else:
-                places = restarted(text, length, self._added)[: length if is_cut else None]
-            tokens.append(self._added.take(text, places))
+                places = restarted(text, length, self.documents.added)[: length if is_cut else None]
+            tokens.append(self.documents.added.take(text, places))
             ends.append(ends[-1] + len(places))
         if item.labels is not None:  # a conversation is one text
             labels = labels_at(item.labels[: len(text)], places)
@@ -205,30 +195,30 @@ class TokenStream:
         """The token ranges of a document's pieces from token `begin` on, and how many tokens before each are its
         context. ends: 0, and where each of its texts ends. Raises ConfigError unless a window begins at `begin`."""
         all_windows = (
-            (start + first, start + last, min(first, self._overlap))
+            (start + first, start + last, min(first, self.overlap))
             for start, stop in pairwise(ends)
             for first, last in windows(
-                stop - start, self._length, LongDocuments.split, 0, self._place(column + start), self._overlap
+                stop - start, self.length, LongDocuments.split, 0, self._place(column + start), self.overlap
             )
         )
         left = [window for window in all_windows if window[0] >= begin]
         if begin and (not left or left[0][0] != begin):
             raise ConfigError(
-                f"stream {self.stream} cannot start at token {begin} of a document with rows of {self._length} "
+                f"stream {self.stream} cannot start at token {begin} of a document with rows of {self.length} "
                 "tokens. Resume with the batch settings of the run that created the store."
             )
         return left
 
     def _placed(self, pieces: Sequence[_Piece]) -> Placement:
         sizes = np.array([piece.size for piece in pieces], np.int64)
-        if self._packing is Packing.concat:
-            return join(sizes, self._num_rows, self._length)
-        if self._packing is Packing.pad:
-            return pad(sizes, self._num_rows)
-        if self._selection is None:
-            return pack(sizes, self._num_rows, self._length)
-        piece_costs, row_budget = costs(self._selection, sizes, [piece.chosen for piece in pieces], self._length)
-        return pack(sizes, self._num_rows, self._length, piece_costs, row_budget)
+        if self.packing is Packing.concat:
+            return join(sizes, self.rows_per_block, self.length)
+        if self.packing is Packing.pad:
+            return pad(sizes, self.rows_per_block)
+        if self.selection is None:
+            return pack(sizes, self.rows_per_block, self.length)
+        piece_costs, row_budget = costs(self.selection, sizes, [piece.chosen for piece in pieces], self.length)
+        return pack(sizes, self.rows_per_block, self.length, piece_costs, row_budget)
 
     def _block(
         self,
@@ -241,29 +231,24 @@ class TokenStream:
         """The block of the items `taken`. `following`: the next piece; None if the stream is exhausted."""
         pieces = [item for item in taken if isinstance(item, _Piece)]
         numbers = np.array([self._number(piece) for piece in pieces], np.int64)
-        labels = [piece.labels for piece in pieces]  # an Extractor's documents may be chats and texts
-        none = (
-            []
-            if all(part is None for part in labels)
-            else [np.zeros((piece.size, len(Label)), np.int16) for piece in pieces]
-        )
-        labels = [nothing if part is None else part for part, nothing in zip(labels, none, strict=False)]
+        labels = [piece.labels for piece in pieces]
+        if any(part is not None for part in labels):  # an Extractor's documents may be chats and texts
+            nothing = [np.zeros((piece.size, len(Label)), np.int16) for piece in pieces]
+            labels = [zeros if part is None else part for part, zeros in zip(labels, nothing, strict=True)]
+        else:
+            labels = []
         contexts = [piece.context for piece in pieces]
-        rows = fill(placement, [piece.tokens for piece in pieces], numbers, self._length, labels, contexts)
+        rows = fill(placement, [piece.tokens for piece in pieces], numbers, self.length, labels, contexts)
         selected, num_selected = None, None
-        if self._selection is not None:
+        if self.selection is not None:
             chosen = [piece.chosen for piece in pieces]
-            selected, num_selected = selected_slots(placement, chosen, self._selection.slots)
+            selected, num_selected = selected_slots(placement, chosen, self.selection.slots)
         num_documents = pieces[-1].cursor.ordinal + 1 if pieces else start.ordinal
-        end = Cursor(shard=self._documents.num_shards, ordinal=num_documents)
+        end = Cursor(shard=self.documents.num_shards, ordinal=num_documents)
         return TokenBlock(
             stream=self.stream,
             index=index,
-            tokens=rows.tokens,
-            segments=rows.segments,
-            positions=rows.positions,
-            documents=rows.documents,
-            labels=rows.labels,
+            **rows,
             selected=selected,
             table=self._table(pieces, num_selected),
             skipped=tuple(item for item in taken if isinstance(item, SkippedDocument)),
@@ -274,7 +259,7 @@ class TokenStream:
 
     def _number(self, piece: _Piece) -> int:
         """The document's number in the store."""
-        return piece.cursor.ordinal * self._num_streams + self.stream
+        return piece.cursor.ordinal * self.num_streams + self.stream
 
     def _table(self, pieces: Sequence[_Piece], num_selected: Int64[np.ndarray, " P"] | None) -> pa.Table:
         """The document table: one row per document. A document's pieces in a block are contiguous."""
@@ -300,6 +285,6 @@ class TokenStream:
             columns["n_selected"] = list(stored.values())
             columns["n_unselected"] = [chosen[number] - count for number, count in stored.items()]
             schema = pa.schema([*schema, *SELECTED_FIELDS])
-        for name in self._documents.info_schema.names:
+        for name in self.documents.info_schema.names:
             columns[name] = [item.document.info.get(name) for item in documents]
-        return pa.table(columns, schema=pa.unify_schemas([schema, self._documents.info_schema]))
+        return pa.table(columns, schema=pa.unify_schemas([schema, self.documents.info_schema]))

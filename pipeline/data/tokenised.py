@@ -1,7 +1,7 @@
 """Reads the documents of one stream, in order and with their token ids, from any cursor on."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ _BATCH_CHARACTERS = 1 << 20
 _REASON_CHARACTERS = 1000
 # The labels of tokens that are put before and after a text.
 ADDED = {Label.message: -1, Label.role: Role.none, Label.part: Part.markup, Label.written: 0}
-_LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
+LONE_SURROGATE = "{} has a lone surrogate, so is not UTF-8"
 
 Encoded = tuple[Int32[np.ndarray, "_"], Int16[np.ndarray, "_ 5"] | None]  # tokens and their labels
 
@@ -56,37 +56,33 @@ class StreamDocuments(Protocol):
         """
 
 
+@dataclass
 class TokenisedDocuments:
     """Tokenises the documents of some source shards in batches.
 
-    shards: indices into `source.shards`. Neither token ids nor errors depend on which documents share a batch.
+    tokenizer: None if all documents have tokens. shards: indices into `source.shards`. vocab_size: the model's; None
+    accepts every token id. added: see `open_added`. max_prompt: longer prompts are cut or refused. Neither token ids
+    nor errors depend on which documents share a batch.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        tokenizer: TextTokenizer | None,
-        shards: Sequence[int],
-        *,
-        on_error: OnError,
-        vocab_size: int | None,
-        added: Added = NOTHING,
-        max_prompt: int | None = None,
-        long_prompts: LongPrompts = LongPrompts.refuse,
-    ) -> None:
-        """tokenizer: None if all documents have tokens. vocab_size: the model's; None accepts every token id. added:
-        see `open_added`. max_prompt: longer prompts are cut or refused."""
-        self.num_shards = len(shards)
-        self.info_schema = source.info_schema
-        self._source = source
-        self._tokenizer = tokenizer
-        self._shards = shards
-        self._on_error = on_error
-        self._vocab_size = vocab_size
-        self.added = added
-        self._has_checked_first = False
-        self._max_prompt = max_prompt
-        self._long_prompts = long_prompts
+    source: Source
+    tokenizer: TextTokenizer | None
+    shards: Sequence[int]
+    _: KW_ONLY
+    on_error: OnError
+    vocab_size: int | None
+    added: Added = NOTHING
+    max_prompt: int | None = None
+    long_prompts: LongPrompts = LongPrompts.refuse
+    _has_checked_first: bool = field(default=False, init=False)
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
+
+    @property
+    def info_schema(self) -> pa.Schema:
+        return self.source.info_schema
 
     def read(
         self, start: Cursor, should_stop: Callable[[], bool] = lambda: False
@@ -114,8 +110,8 @@ class TokenisedDocuments:
 
     def _rows(self, start: Cursor, should_stop: Callable[[], bool]) -> Iterator[tuple[int, Document | SkippedDocument]]:
         """The source's rows from `start` on, each with the index of its source shard in the stream."""
-        for shard in range(start.shard, len(self._shards)):
-            for item in self._source.read(self._shards[shard], start.document if shard == start.shard else 0):
+        for shard in range(start.shard, len(self.shards)):
+            for item in self.source.read(self.shards[shard], start.document if shard == start.shard else 0):
                 if should_stop():
                     return
                 yield shard, item
@@ -123,42 +119,42 @@ class TokenisedDocuments:
     def _encode(self, documents: list[Document]) -> list[Encoded | str]:
         """The tokens of each document and their labels, or the reason why it cannot be used."""
         try:
-            results = encoded(self._tokenizer, documents, with_ends=self.added.separator is None)
+            results = encoded(self.tokenizer, documents, with_ends=self.added.separator is None)
             return [self._problem(tokens) or (tokens, labels) for tokens, labels in results]
         except ValueError as error:
             if len(documents) > 1:
                 return [result for document in documents for result in self._encode([document])]
-            return [_LONE_SURROGATE.format("the text") if isinstance(error, UnicodeEncodeError) else str(error)]
+            return [LONE_SURROGATE.format("the text") if isinstance(error, UnicodeEncodeError) else str(error)]
 
     def _problem(self, tokens: Int32[np.ndarray, "_"], is_given: bool = False) -> str | None:
         """Why the tokens cannot be used; None if they can. is_given: they are from a column of the data."""
         if not len(tokens):
             return "the tokenizer gives no token for the text"
-        if self._vocab_size is not None and (largest := int(tokens.max())) >= self._vocab_size:
-            return f"token id {largest} is outside the model's vocabulary of {self._vocab_size}"
-        if self._long_prompts is LongPrompts.refuse and self._max_prompt and len(tokens) > self._max_prompt:
-            return f"the prompt has {len(tokens)} tokens, more than data.prompt_length={self._max_prompt}"
+        if self.vocab_size is not None and (largest := int(tokens.max())) >= self.vocab_size:
+            return f"token id {largest} is outside the model's vocabulary of {self.vocab_size}"
+        if self.long_prompts is LongPrompts.refuse and self.max_prompt and len(tokens) > self.max_prompt:
+            return f"the prompt has {len(tokens)} tokens, more than data.prompt_length={self.max_prompt}"
         if is_given and (problem := self.added.problem(tokens)):
             return problem
-        if is_given and self._tokenizer is not None:
+        if is_given and self.tokenizer is not None:
             if not self._has_checked_first:
                 self._has_checked_first = True
-                warn_without_start(tokens, self._tokenizer)
-            return padding_problem(tokens, self._tokenizer.padding)
+                warn_without_start(tokens, self.tokenizer)
+            return padding_problem(tokens, self.tokenizer.padding)
         return None
 
     def _cut(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
         """At most `max_prompt` tokens: those that precede every text (BOS, the prefix), and the last ones."""
-        num_cut = len(tokens) - (self._max_prompt or len(tokens))
+        num_cut = len(tokens) - (self.max_prompt or len(tokens))
         if num_cut <= 0:
             return tokens
-        before = self._tokenizer.encode([""])[0][: self._max_prompt - 1]
+        before = self.tokenizer.encode([""])[0][: self.max_prompt - 1]
         num_before = int(np.cumprod(before == tokens[: len(before)]).sum())
         return np.concatenate([tokens[:num_before], tokens[num_before + num_cut :]])
 
     def _bad(self, document: Document, reason: str) -> SkippedDocument:
         return SkippedDocument(document.source, document.index, reason).if_allowed(
-            self._on_error,
+            self.on_error,
             f"{document.source} row {document.index} (id {_storable(document.id)})",
             "Repair the data, check that the tokenizer belongs to the model",
         )
@@ -223,7 +219,7 @@ def _unicode_problem(document: Document) -> str | None:
         try:
             str(value).encode()
         except UnicodeEncodeError:
-            return _LONE_SURROGATE.format(f"its {name}")
+            return LONE_SURROGATE.format(f"its {name}")
     return None
 
 

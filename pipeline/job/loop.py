@@ -45,7 +45,6 @@ def fill(job: Job, store: StoreWriter, stop: StopRequest, step: LoadedStep) -> M
         total_tokens=job.plan.streams.max_tokens,
         stored_tokens=processes.total_of_all(stored_tokens),
         progress=options.progress and processes.is_first(),
-        interval_s=options.metrics_interval_s,
     )
     with ExitStack() as stack:
         stack.enter_context(closing(metrics))

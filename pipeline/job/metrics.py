@@ -63,7 +63,7 @@ class Metrics:
         total_tokens: int | None = None,
         stored_tokens: int = 0,
         progress: bool = False,
-        interval_s: float = 3600.0,
+        interval_s: float = 10.0,
     ) -> None:
         """total_tokens, stored_tokens: of the progress bar. interval_s: between lines of the run's log."""
         self.tokens = 0

@@ -1,6 +1,5 @@
 """Opens a job: its model, data and tokenizer, its plan, and the storage of its store. Computes nothing."""
 
-import logging
 from dataclasses import replace
 
 from pipeline.cluster.devices import topology
@@ -12,7 +11,6 @@ from pipeline.core.messages import counted
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.selection import NEEDS_LABELS, open_selection
 from pipeline.data.sources import has_labels, open_source, renders_chat
-from pipeline.data.text.token_ids import pretokenised_notes
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.data.text.tokenizer_files import NoTokenizer
 from pipeline.job.job import Job
@@ -29,8 +27,6 @@ from pipeline.store.format.metadata import read_root
 from pipeline.store.generated.documents import RESERVED_COLUMNS
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
-
-log = logging.getLogger("pipeline")
 
 
 def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
@@ -59,9 +55,6 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     compare_contexts(config, encoders, tokenizer)
     manifest = JobManifest(storage)
     source = open_source(config.data, tokenizer, manifest.agree)
-    if tokens is not None:
-        for note in pretokenised_notes(source.first_file, config):
-            log.warning("sae_lens.json of the data: %s", note)
     geometry = stored and StoredGeometry(stored.num_streams, stored.rows_per_block, stored.store.get("shard_bytes"))
     specs = tuple(encoder.spec for encoder in encoders)
     plan = make_plan(config, model, len(source.shards), devices or topology(config.run), geometry, specs)

@@ -2,14 +2,14 @@
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from pipeline.cluster.processes import any_process, from_first_process
-from pipeline.config.limits import shown
 from pipeline.config.schema import DataConfig, GenerateData, ModelConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import dataset_commit, is_hub_id
+from pipeline.core.messages import shown
 from pipeline.data.sources import hub_repository, renders_chat
 from pipeline.models.checkpoints.checkpoint_files import open_files
 from pipeline.store.format.metadata import StoreMetadata
@@ -35,10 +35,12 @@ def pinned(config: RunConfig, stored: StoreMetadata | None) -> tuple[RunConfig, 
         stored_data = before.get("data") if isinstance(before.get("data"), dict) else {}
         pins = {"date": data.date or stored_data.get("date") or datetime.date.today().isoformat()}
         if are_on_hub["model"]:
-            pins["model"] = open_files(model.path, _stored_commit(model, before.get("model")) or model.revision).commit
+            kept = _stored_commit(model, before.get("model"), ("path", "revision"), "commit")
+            pins["model"] = open_files(model.path, kept or model.revision).commit
         if are_on_hub["data"]:
             stored_documents = stored_data.get("prompts") if isinstance(data, GenerateData) else stored_data
-            pins["data"] = dataset_commit(repo, documents.revision or _stored_revision(documents, stored_documents))
+            kept = _stored_commit(documents, stored_documents, ("source", "path"), "revision")
+            pins["data"] = dataset_commit(repo, documents.revision or kept)
         return json.dumps(pins)
 
     pins = json.loads(from_first_process(resolve))
@@ -66,18 +68,8 @@ def _require_chat(data: DataConfig) -> None:
             )
 
 
-def _stored_commit(model: ModelConfig, stored: object) -> str | None:
-    """The commit of the existing store's model, if the configuration names the same model and revision."""
-    if not isinstance(stored, Mapping):
+def _stored_commit(settings: ModelConfig | DataConfig, stored: object, names: Sequence[str], commit: str) -> str | None:
+    """The commit in the existing store's settings, if those in `names` are the same."""
+    if not isinstance(stored, Mapping) or any(stored.get(name) != getattr(settings, name, None) for name in names):
         return None
-    is_same = all(stored.get(name) == getattr(model, name) for name in ("path", "revision"))
-    commit = stored.get("commit")
-    return commit if is_same and isinstance(commit, str) else None
-
-
-def _stored_revision(data: DataConfig, stored: object) -> str | None:
-    """The commit of the existing store's data set, if the configuration names the same one."""
-    if not isinstance(stored, Mapping):
-        return None
-    is_same = all(stored.get(name) == getattr(data, name, None) for name in ("source", "path"))
-    return stored.get("revision") if is_same else None
+    return stored[commit] if isinstance(stored.get(commit), str) else None

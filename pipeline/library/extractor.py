@@ -15,12 +15,12 @@ from pipeline.config.choices import Attention, Packing, Positions
 from pipeline.core import arguments
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import ConfigError, StoreMismatch
-from pipeline.data.documents import SkippedDocument, TokenBlock
+from pipeline.data.documents import STREAM_START, SkippedDocument, TokenBlock
 from pipeline.data.packing import windows
 from pipeline.data.selection import open_selection
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.contexts import open_added, restarted
-from pipeline.data.tokenised import TokenisedDocument
+from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
 from pipeline.job.job import weights_identity
 from pipeline.job.loaded_step import LoadedStep, load_weights
 from pipeline.job.opening import open_job, open_model_and_tokenizer
@@ -28,7 +28,7 @@ from pipeline.job.revisions import pinned
 from pipeline.job.running import run_job
 from pipeline.job.writing.block_warnings import SlotChecks, check_finite
 from pipeline.job.writing.transfer import in_flight
-from pipeline.library.inputs import DocumentInput, DocumentReader, GivenDocuments, as_list, write_documents
+from pipeline.library.inputs import DocumentInput, GivenDocuments, MemorySource, write_documents
 from pipeline.library.results import Collector, ExtractedDocument
 from pipeline.library.settings import configuration, settings
 from pipeline.library.shapes import Shape, ladder, smallest
@@ -142,8 +142,9 @@ class Extractor:
     ) -> list[ExtractedDocument]:
         """Computes the activations of each document, in order, in memory.
 
-        A document is a text, a list of token ids (used unchanged), or a chat, [{"role": ..., "content": ...}, ...],
-        which the tokenizer's chat template renders. add_generation_prompt: append the beginning of an answer to chats.
+        A document is a text, a list of token ids (without padding, used unchanged), or a chat,
+        [{"role": ..., "content": ...}, ...], which the tokenizer's chat template renders. add_generation_prompt: append
+        the beginning of an answer to chats.
         framework, dtype: of the returned activations, as in `ActivationStore.batches`: numpy's are float32 unless dtype
         is "stored", for the Extractor's.
 
@@ -163,7 +164,9 @@ class Extractor:
                 "Use save(), or packing='pack'."
             )
         convert = converter(parsed_framework(framework), parsed_dtype(dtype))
-        items = self._reader(add_generation_prompt).tokenised(as_list(documents))
+        source = self._source(documents, add_generation_prompt)
+        settings = {"on_error": self.config.data.on_error, "vocab_size": self.model.vocab_size, "added": self._added}
+        items = list(TokenisedDocuments(source, self.tokenizer, range(1), **settings).read(STREAM_START))
         tokenised = [item for item in items if not isinstance(item, SkippedDocument)]
         if len(tokenised) < len(items):
             log.warning("skipped %d of %d documents; result.skipped says why", len(items) - len(tokenised), len(items))
@@ -198,7 +201,7 @@ class Extractor:
                 "positions='labels', but save() stores texts without labels. Call the Extractor, or use the command "
                 "with data=hf and data.messages."
             )
-        contents = self._reader(add_generation_prompt).contents(as_list(documents))
+        contents = self._source(documents, add_generation_prompt, are_alike=True).contents()
         with tempfile.TemporaryDirectory() as folder:
             settings = _RENDERED | write_documents(contents, folder, ids)
             settings |= {"store.path": arguments.path("path", path), "run.max_tokens": max_tokens}
@@ -217,9 +220,11 @@ class Extractor:
         """Whether rows may be shorter. Kernels restrict the length; slots of selected tokens are per whole row."""
         return self.config.model.attention in (Attention.auto, Attention.xla) and self.plan.step.selected is None
 
-    def _reader(self, add_generation_prompt: bool) -> DocumentReader:
+    def _source(
+        self, documents: Iterable[DocumentInput], add_generation_prompt: bool, are_alike: bool = False
+    ) -> MemorySource:
         on_error = self.config.data.on_error
-        return DocumentReader(self.tokenizer, self.model.vocab_size, on_error, add_generation_prompt, self._added)
+        return MemorySource(documents, self.tokenizer, on_error, add_generation_prompt, are_alike=are_alike)
 
     def _loaded(self, shape: Shape) -> LoadedStep:
         """The step for one shape, compiled on first use."""

@@ -4,25 +4,28 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.config.choices import OnError
-from pipeline.config.limits import shown
 from pipeline.core.arguments import flag, items
 from pipeline.core.errors import InputError
+from pipeline.core.messages import shown
 from pipeline.data.documents import Cursor, Document, SkippedDocument
-from pipeline.data.text.contexts import NOTHING, Added
+from pipeline.data.rows import documents_of_rows
+from pipeline.data.text.contexts import Added
 from pipeline.data.text.conversations import Conversations, TemplateForms
 from pipeline.data.text.labels import Labels
 from pipeline.data.text.templates import RenderError
+from pipeline.data.text.token_ids import with_tokens
 from pipeline.data.text.tokenizer import TextTokenizer
-from pipeline.data.tokenised import Encoded, TokenisedDocument, encoded
+from pipeline.data.tokenised import LONE_SURROGATE, TokenisedDocument
 
 log = logging.getLogger("pipeline")
 
@@ -31,84 +34,74 @@ DocumentInput = str | Sequence[int] | np.ndarray | Chat
 
 _NAME = "documents"  # the source in messages
 _ROW_GROUP = 1000  # documents
+_LONE = re.compile("[\ud800-\udfff]")
 
 
-@dataclass(frozen=True)
-class DocumentReader:
-    """Renders chats and tokenises texts. tokenizer: None for a model without one, which takes token ids. on_error:
-    whether a bad document raises InputError or is skipped. added: see `open_added`."""
+class MemorySource:
+    """An Extractor's documents, read like a source with one shard. Chats are rendered."""
 
-    tokenizer: TextTokenizer | None
-    vocab_size: int
-    on_error: OnError
-    add_generation_prompt: bool
-    added: Added = NOTHING
-    _said: set[str] = field(default_factory=set, init=False)
+    shards = (_NAME,)
+    info_schema = pa.schema([])
 
-    def __post_init__(self) -> None:
-        flag("add_generation_prompt", self.add_generation_prompt)
-
-    def contents(self, documents: Sequence[DocumentInput]) -> list[str | list[int]]:
-        """The texts, and the rendered chats; or, if all documents are token ids, these. Empty for a skipped document.
-        Raises InputError for anything else, and ConfigError for a chat if the tokenizer has no usable template."""
-        if documents and all(map(_is_tokens, documents)):
-            ids = self.tokenised(documents)
-            return [[] if isinstance(item, SkippedDocument) else item.tokens.tolist() for item in ids]
-        self._require_usable(documents)
-        expected = "a text (or only token ids), or"
-        read = [self._document(index, document, expected) for index, document in enumerate(documents)]
-        return [item.text if isinstance(item, Document) else "" for item in read]
-
-    def tokenised(self, documents: Sequence[DocumentInput]) -> list[TokenisedDocument | SkippedDocument]:
-        """Every document's tokens, in order; token ids are used unchanged. A document without tokens, or with tokens
-        outside the model's vocabulary, is a bad one."""
-        self._require_usable([document for document in documents if not _is_tokens(document)])
-        expected = "a text, a list of token ids, or"
-        read: list[Document | SkippedDocument | Encoded] = [
-            (np.asarray(document), None) if _is_tokens(document) else self._document(index, document, expected)
-            for index, document in enumerate(documents)
-        ]
-        results = iter(self._encoded([item for item in read if isinstance(item, Document)]))
-        with_tokens = [next(results) if isinstance(item, Document) else item for item in read]
-        return [
-            item if isinstance(item, SkippedDocument) else self._checked(index, item, _is_tokens(documents[index]))
-            for index, item in enumerate(with_tokens)
-        ]
-
-    def _require_usable(self, texts: Sequence[DocumentInput]) -> None:
-        if texts and self.tokenizer is None:
+    def __init__(
+        self,
+        documents: Iterable[DocumentInput],
+        tokenizer: TextTokenizer | None,
+        on_error: OnError,
+        add_generation_prompt: bool,
+        *,
+        are_alike: bool = False,
+    ) -> None:
+        """are_alike: whether token ids are refused beside texts. Raises InputError for a single document, or for texts
+        without a tokenizer, and ConfigError for chats if the tokenizer has no usable template."""
+        self._documents = _as_list(documents)
+        self._tokenizer = tokenizer
+        self._on_error = on_error
+        self._add_generation_prompt = flag("add_generation_prompt", add_generation_prompt)
+        self._said: set[str] = set()
+        texts = [document for document in self._documents if not _is_tokens(document)]
+        self._takes_tokens = not (are_alike and texts)
+        if texts and tokenizer is None:
             raise InputError(f"{_NAME} has texts, but the model has no tokenizer. Give token ids, or set tokenizer.")
         if any(map(_is_chat, texts)):
-            self.tokenizer.require_chat()
+            tokenizer.require_chat()
 
-    def _document(self, index: int, document: DocumentInput, expected: str) -> Document | SkippedDocument:
-        if not isinstance(document, str) and not _is_chat(document):
+    def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
+        """Raises InputError for what is no document, and for a bad one unless these are skipped."""
+        rows = enumerate(self._documents[start:], start)
+        return documents_of_rows(rows, self._document, _NAME, _NAME, self._on_error, "Correct it")
+
+    def contents(self) -> list[str | list[int]]:
+        """The texts, and the rendered chats; or, if all documents are token ids, these. Empty where one is skipped."""
+        read = list(self.read(0, 0))
+        if any(map(_is_tokens, self._documents)):
+            return [[] if isinstance(item, SkippedDocument) else item.tokens.tolist() for item in read]
+        return ["" if isinstance(item, SkippedDocument) else item.text for item in read]
+
+    def _document(self, index: int, given: DocumentInput) -> Document:
+        """Raises ValueError for a bad document."""
+        document = Document(str(index), "", _NAME, index)
+        if self._takes_tokens and _is_tokens(given):
+            return with_tokens(document, {"tokens": given}, "tokens")
+        if not isinstance(given, str) and not _is_chat(given):
+            expected = "a text, a list of token ids, or" if self._takes_tokens else "a text (or only token ids), or"
             raise InputError(
-                f"{_NAME}[{index}] is {shown(document)}. Expected {expected} a chat: a list of messages such as "
+                f"{_NAME}[{index}] is {shown(given)}. Expected {expected} a chat: a list of messages such as "
                 "{'role': 'user', 'content': '...'}."
             )
-        text, labels = document, None
-        try:
-            if not isinstance(document, str):
-                text, labels = self._rendered(index, document)
-            text.encode()
-        except UnicodeEncodeError:
-            return self._bad(index, "the text has a lone surrogate, so is not UTF-8")
-        except ValueError as error:
-            return self._bad(index, str(error))
-        return (
-            Document(str(index), text, _NAME, index, labels=labels) if text else self._bad(index, "the text is empty")
-        )
+        text, labels = (given, None) if isinstance(given, str) else self._rendered(index, given)
+        if not text or _LONE.search(text):
+            raise ValueError(LONE_SURROGATE.format("the text") if text else "the text is empty")
+        return replace(document, text=text, labels=labels)
 
     def _rendered(self, index: int, chat: Chat) -> tuple[str, Labels | None]:
         """A chat's text, and its labels if the template's texts can be followed. Raises ValueError."""
-        messages = _conversations(self.tokenizer).messages({_NAME: chat})
+        messages, template = _conversations(self._tokenizer).messages({_NAME: chat}), self._tokenizer.chat()
         try:
-            rendered = self.tokenizer.render_labelled(messages, add_generation_prompt=self.add_generation_prompt)
+            rendered = template.render_labelled(messages, add_generation_prompt=self._add_generation_prompt)
         except RenderError as error:
-            text = self.tokenizer.render_chat(messages, add_generation_prompt=self.add_generation_prompt)
             self._say_once("has no labels", index, str(error))
-            return text, None
+            return template.render(messages, add_generation_prompt=self._add_generation_prompt), None
         if rendered.dropped:
             self._say_once("is not whole", index, f"the chat template leaves out {rendered.dropped} characters of it")
         return rendered.text, rendered.labels
@@ -118,48 +111,18 @@ class DocumentReader:
             self._said.add(what)
             log.warning("%s[%d] %s: %s", _NAME, index, what, reason)
 
-    def _encoded(self, documents: list[Document]) -> list[Encoded | str]:
-        """The tokens and labels of each document, or why it cannot be tokenised."""
-        try:
-            return list(encoded(self.tokenizer, documents))
-        except ValueError as error:
-            if len(documents) == 1:
-                return [str(error)]
-            return [result for document in documents for result in self._encoded([document])]
 
-    def _checked(self, index: int, result: Encoded | str, is_given: bool) -> TokenisedDocument | SkippedDocument:
-        if isinstance(result, str):
-            return self._bad(index, result)
-        tokens, labels = result
-        if not len(tokens):
-            return self._bad(index, "it has no tokens")
-        if is_given and (problem := self.added.problem(tokens)):
-            return self._bad(index, problem)
-        for token in (int(tokens.min()), int(tokens.max())):
-            if not 0 <= token < self.vocab_size:
-                return self._bad(index, f"token id {token} is outside the model's vocabulary of {self.vocab_size}")
-        document = Document(str(index), "", _NAME, index)
-        return TokenisedDocument(document, tokens.astype(np.int32), Cursor(), labels=labels)
-
-    def _bad(self, index: int, reason: str) -> SkippedDocument:
-        if self.on_error is OnError.fail:
-            raise InputError(f"{_NAME}[{index}]: {reason}. Correct it, or set on_error='skip' for an empty result.")
-        return SkippedDocument(_NAME, index, reason)
-
-
+@dataclass(frozen=True)
 class GivenDocuments:
-    """Tokenised documents in memory, as the documents of a stream. Their numbers are their places in it."""
+    """Tokenised documents in memory, as the documents of a stream."""
 
     num_shards = 1
     info_schema = pa.schema([])
-
-    def __init__(self, documents: Sequence[TokenisedDocument], added: Added = NOTHING) -> None:
-        self._documents = documents
-        self.added = added
+    documents: Sequence[TokenisedDocument]
+    added: Added
 
     def read(self, start: Cursor, should_stop: Callable[[], bool] = lambda: False) -> Iterator[TokenisedDocument]:
-        for number in range(start.ordinal, len(self._documents)):
-            yield replace(self._documents[number], cursor=Cursor(0, number, 0, number))
+        yield from self.documents[start.ordinal :]
 
 
 def write_documents(
@@ -186,11 +149,10 @@ def write_documents(
 @lru_cache(maxsize=1)
 def _conversations(tokenizer: TextTokenizer) -> Conversations:
     """Reads chats for the tokenizer's template."""
-    forms = TemplateForms.of(partial(tokenizer.render_chat, add_generation_prompt=False))
-    return Conversations(_NAME, None, None, forms)
+    return Conversations(_NAME, None, None, TemplateForms.of(tokenizer.chat()))
 
 
-def as_list(documents: Iterable[DocumentInput]) -> list[DocumentInput]:
+def _as_list(documents: Iterable[DocumentInput]) -> list[DocumentInput]:
     """The documents as a list. Raises InputError for a single document."""
     if isinstance(documents, str | Mapping) or not isinstance(documents, Iterable) or _is_chat(documents):
         raise InputError(

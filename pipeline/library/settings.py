@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from pipeline.config.composing import from_values
-from pipeline.config.limits import shown
 from pipeline.config.schema import BatchConfig, CaptureConfig, ModelConfig, ParquetData, RunConfig, all_fields
 from pipeline.core.errors import ConfigError
-from pipeline.core.messages import did_you_mean
+from pipeline.core.messages import did_you_mean, shown
 from pipeline.core.sites import site_name
 from pipeline.store.read.frameworks import parsed_dtype
 

@@ -11,11 +11,10 @@ import jax
 from pipeline.cluster.devices import open_devices, topology
 from pipeline.cluster.topology import Topology
 from pipeline.config import composing
-from pipeline.config.limits import shown
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
 from pipeline.core.arguments import flag, integer, items, path
 from pipeline.core.errors import ArgumentError, ConfigError, StoreMismatch
-from pipeline.core.messages import counted
+from pipeline.core.messages import counted, shown
 from pipeline.core.sites import ActivationKey
 from pipeline.data.files import NoSuchFiles
 from pipeline.job.job import Job, weights_identity

@@ -35,8 +35,7 @@ class StoreTee:
             measure_rounding(job, self._store)
 
     def __enter__(self) -> Self:
-        interval_s = self._job.config.run.metrics_interval_s
-        self._metrics = Metrics(interval_s=interval_s)
+        self._metrics = Metrics()
         self._writer = BlockWriter(self._store, self._job.plan, self._metrics)
         return self
 

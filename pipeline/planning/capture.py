@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection, Sequence
 
 from pipeline.config.choices import Keep, Packing, Positions, When, Windows
-from pipeline.config.limits import shown
 from pipeline.config.schema import BatchConfig, CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
+from pipeline.core.messages import shown
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
 from pipeline.models.registry import Model

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 
 from jax.sharding import Mesh
 
-from pipeline.config.limits import shown
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import ConfigError
+from pipeline.core.messages import shown
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.registry import Model
 from pipeline.models.sae.loading import SAE, open_sae

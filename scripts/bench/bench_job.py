@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
+from published_shapes import SHAPES
 
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
@@ -31,20 +32,9 @@ from pipeline.step.compiled_step import CompiledStep, compile_step, make_partiti
 from pipeline.store.write.store_writer import StoreWriter
 
 BUILD = Path("build/bench")
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "vocab_size": 50304,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
+MODEL = SHAPES["Qwen2.5-0.5B"] | {
+    **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 50304},
+    **{"num_attention_heads": 12, "num_key_value_heads": 12},
 }
 ROWS, LENGTH, EARLY_LAYER, LAST_LAYER = 8, 256, 5, 11
 

@@ -6,22 +6,14 @@ First writes a store with three layers, d=768, bfloat16, and rows of 256 tokens.
 files without checks (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
 process, because the speed of a shared machine drifts; the ratio is the median over neighbouring pairs. On a busy
 machine, the CPU seconds are more reliable than the speed. Writes build/bench-reader.json.
-
-    PYTHONPATH=. python scripts/bench/bench_reader.py --slowdown 20 --tokens 600000
-
-instead reads stores with 3 and 26 layers from `gcs_standin`, where a request takes 50 ms and is served at 100 MB/s, and
-prints MiB/s. The server does both 20 times more slowly, since a small machine could not serve this speed; the printed
-speed is 20 times the measured one.
 """
 
 import argparse
 import json
-import os
-import resource
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -37,23 +29,21 @@ from pipeline.store.write.store_writer import StoreWriter
 
 PATH = Path("build/bench-reader/store")
 LAYERS, WIDTH, LENGTH, ROWS = (2, 6, 10), 768, 256, 40
-MANY_LAYERS = tuple(range(26))
-REMOTE = "gs://bench-reader/store"
 BATCH_SIZE = 4096
 GIB = 1 << 30
 
 
-def write_store(num_tokens: int, path: str = str(PATH), layers: Sequence[int] = LAYERS) -> None:
+def write_store(num_tokens: int) -> None:
     """Writes a store of random activations. A layer's blocks have 15 MiB each; 3 % of their slots are padding."""
     shutil.rmtree(PATH, ignore_errors=True)
-    keys = [ActivationKey(layer, Site.resid_post) for layer in layers]
+    keys = [ActivationKey(layer, Site.resid_post) for layer in LAYERS]
     arrays = tuple(activation_spec(key, key.hook_name(), WIDTH, "bfloat16", TOKENS.slots) for key in keys)
     layout = StoreLayout(1, ROWS, LENGTH, arrays)
     names, batch = [key.name for key in keys], {"length": LENGTH}
     capture = {"arrays": names, "dtype": "bfloat16", "statistics": False}
     config = {"run": {"max_tokens": 0}}
     metadata = StoreMetadata({}, {}, {}, batch, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
-    writer = StoreWriter.open(path, metadata, layout)
+    writer = StoreWriter.open(str(PATH), metadata, layout)
     rng = np.random.default_rng(0)
     valid = np.arange(LENGTH) < LENGTH * 97 // 100
     activations = rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32).astype(ml_dtypes.bfloat16)
@@ -95,45 +85,12 @@ def timed(read: Callable[[], int]) -> tuple[float, float]:
     return gib / (time.perf_counter() - began), (time.process_time() - cpu) / gib
 
 
-def read_remote(num_tokens: int, slowdown: float) -> None:
-    """Prints the speed and the number of requests of one epoch for each case."""
-    from scripts.bench.gcs_standin import control, environment, server
-
-    with server() as url:
-        os.environ.update(environment(url))
-        for name, tokens, all_layers, cases in (
-            ("few", num_tokens, LAYERS, (LAYERS[:1], LAYERS)),
-            ("many", num_tokens // 3, MANY_LAYERS, (MANY_LAYERS,)),
-        ):
-            write_store(tokens, f"{REMOTE}-{name}", all_layers)
-            store = ActivationStore.open(f"{REMOTE}-{name}")
-            for layers in cases:
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                control(url, latency_s=0.05 * slowdown, bytes_per_s=1e8 / slowdown)
-                began = time.perf_counter()
-                mib = reader_bytes(store, layers, epochs=1, stack=False) / (1 << 20)
-                seconds = (time.perf_counter() - began) / slowdown
-                counters = control(url, latency_s=0)
-                peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10
-                print(
-                    f"{len(layers)} layers: {mib / seconds:.0f} MiB/s, {mib:.0f} MiB, {counters['get']} requests, peak "
-                    f"of memory {peak} MiB higher",
-                    flush=True,
-                )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=12, help="epochs of one layer; with three layers, a third of it")
-    parser.add_argument(
-        "--slowdown", type=float, help="read from a bucket that is slower than a real one by this factor"
-    )
     options = parser.parse_args()
-    if options.slowdown is not None:
-        read_remote(options.tokens, options.slowdown)
-        return
     write_store(options.tokens)
 
     store = ActivationStore.open(PATH)

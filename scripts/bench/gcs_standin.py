@@ -23,7 +23,6 @@ from urllib.request import Request, urlopen
 from aiohttp import web
 
 PAGE_KEYS = 1000
-_LARGE = 1 << 20  # bytes
 CONTROL = "/control"
 _OBJECT = re.compile(r"(?:/download|/upload)?/storage/v1/b/([^/]+)/o(?:/(.+))?")
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
@@ -35,7 +34,6 @@ class Objects:
     def __init__(self) -> None:
         self._objects: dict[str, tuple[bytes, int]] = {}
         self._sorted: list[str] = []
-        self._large: dict[bytes, bytes] = {}  # kept once, since benchmarks write the same activations repeatedly
         self._generations = itertools.count(1)
 
     def get(self, key: str) -> tuple[bytes, int] | None:
@@ -46,8 +44,6 @@ class Objects:
         """Writes an object. Returns the new generation."""
         if key not in self._objects:
             bisect.insort(self._sorted, key)
-        if len(content) >= _LARGE:
-            content = self._large.setdefault(content, content)
         self._objects[key] = content, next(self._generations)
         return self._objects[key][1]
 
@@ -67,9 +63,9 @@ class StandIn:
         self.objects = Objects()
         self.set_costs(0)
 
-    def set_costs(self, latency_s: float, bytes_per_s: float | None = None) -> None:
-        """Sets the latency of every request and the speed of its body, and resets the counters."""
-        self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
+    def set_costs(self, latency_s: float) -> None:
+        """Sets the latency of every request, and resets the counters."""
+        self.latency_s = latency_s
         self.counters: Counter[str] = Counter()
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
@@ -86,10 +82,7 @@ class StandIn:
         self.counters[kind] += 1
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
-        response = self._answer(kind, bucket, name, query, request, body)
-        if self.bytes_per_s:
-            await asyncio.sleep((len(body) + (response.content_length or 0)) / self.bytes_per_s)
-        return response
+        return self._answer(kind, bucket, name, query, request, body)
 
     def _answer(
         self, kind: str, bucket: str, name: str, query: Mapping[str, str], request: web.BaseRequest, body: bytes
@@ -247,7 +240,7 @@ def _serve_process(ready: Connection) -> None:
     asyncio.run(serve())
 
 
-def control(url: str, **costs: float | None) -> dict[str, int]:
+def control(url: str, **costs: float) -> dict[str, int]:
     """The requests by kind since the costs were last set. Sets them if given: `StandIn.set_costs`."""
     body = json.dumps(costs).encode() if costs else None
     with urlopen(Request(url + CONTROL, body, method="POST" if body else "GET"), timeout=60) as answer:

@@ -2,8 +2,8 @@
 
     python scripts/demo/make_demo_text.py --out DIR [--shards 6]
 
-Three to four megabytes without a download: the language reference's help topics, the docstrings and block comments of
-the standard library (read with `ast`; nothing is imported or run), and its text files. The same Python version gives
+Three megabytes without a download: the language reference's help topics, the docstrings of the standard library (read
+with `ast`; nothing is imported or run), and its text files. The same Python version gives
 the same documents with the same ids. `token_count` is the number of words separated by white space.
 """
 
@@ -82,51 +82,24 @@ def module_texts(source: bytes, file: Path) -> Iterator[Text]:
     """One document per top-level class, and one for the rest of the module."""
     module = ".".join(part for part in file.with_suffix("").parts if part != "__init__")
     tree = ast.parse(source)
-    comments = block_comments(source, tree)
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}  # the last of a name wins
-    for node in classes.values():
-        inside = {line: text for line, text in comments.items() if node.lineno <= line <= node.end_lineno}
-        yield Text(f"{module}.{node.name}", file.as_posix(), render(list(definitions(node, "")), inside))
-        comments = {line: text for line, text in comments.items() if line not in inside}
-    rest = [entry for node in tree.body if not isinstance(node, ast.ClassDef) for entry in definitions(node, "")]
-    head = [(0, ast.get_docstring(tree) or "")]
-    yield Text(module, file.as_posix(), render(head + rest, comments))
+    for name, node in classes.items():
+        yield Text(f"{module}.{name}", file.as_posix(), "\n\n".join(definitions(node, "")))
+    rest = [text for node in tree.body if not isinstance(node, ast.ClassDef) for text in definitions(node, "")]
+    yield Text(module, file.as_posix(), "\n\n".join([ast.get_docstring(tree) or "", *rest]).strip())
 
 
-def definitions(node: ast.AST, prefix: str) -> Iterator[tuple[int, str]]:
-    """(line, heading and docstring) of each documented class and function in `node`, including `node`."""
+def definitions(node: ast.AST, prefix: str) -> Iterator[str]:
+    """Heading and docstring of each documented class and function in `node`, including `node`."""
     if isinstance(node, Definition):
         name = prefix + node.name
         if docstring := ast.get_docstring(node):
             bases = node.bases if isinstance(node, ast.ClassDef) else [node.args]
-            yield node.lineno, f"{name}({', '.join(map(ast.unparse, bases))})\n\n{docstring}"
+            yield f"{name}({', '.join(map(ast.unparse, bases))})\n\n{docstring}"
         prefix = name + "."
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt | ast.ExceptHandler):
             yield from definitions(child, prefix)
-
-
-def block_comments(source: bytes, tree: ast.Module) -> dict[int, str]:
-    """First line -> text, for each run of two or more comment lines, which are mostly prose."""
-    strings = (node for node in ast.walk(tree) if isinstance(node, ast.Constant | ast.JoinedStr))
-    inside = {line for node in strings for line in range(node.lineno + 1, node.end_lineno + 1)}
-    blocks: dict[int, list[str]] = {}
-    first, last_indent = 0, None
-    for number, line in enumerate(source.decode("utf-8", errors="replace").split("\n"), start=1):
-        comment = line.lstrip()
-        indent = len(line) - len(comment)
-        if not comment.startswith("#") or number in inside:
-            last_indent = None
-            continue
-        if indent != last_indent:
-            first, last_indent = number, indent
-        blocks.setdefault(first, []).append(comment.lstrip("#").removeprefix(" ").rstrip())
-    return {line: "\n".join(text).strip() for line, text in blocks.items() if len(text) > 1}
-
-
-def render(headed: list[tuple[int, str]], comments: dict[int, str]) -> str:
-    """Docstrings and comments in source order, as paragraphs."""
-    return "\n\n".join(text for _, text in sorted(headed + list(comments.items())) if text)
 
 
 def write_shards(texts: list[Text], out: Path, num_shards: int) -> None:

@@ -65,17 +65,11 @@ ASKED_FOR = """
 """.split()  # noqa: SIM905 - five lines of words are easier to read than sixty of one
 NOT_IN_TRANSFORMERS = {"kimi_k2"}  # its repository has code of its own
 MISSING_BLOCKS = {  # why a type that is asked for is not supported; others need no new block
-    "llama4": "chunked attention, scaled queries",
     "gemma3n": "AltUp, LAuReL",
     "bloom": "ALiBi",
     "falcon": "ALiBi in some sizes",
     "phimoe": "SparseMixer's routing",
-    "deepseek_v32": "sparse attention by an indexer",
-    "kimi_k2": "INT4 weights",
-    "kimi_k25": "INT4 weights",
-    "nemotron_h": "Mamba 2",
     "mamba": "state space layers",
-    "lfm2": "short convolutions",
     "modernbert": "an encoder with local attention",
 }
 

@@ -197,8 +197,8 @@ def main() -> None:
         (args.out / "sae_weights.safetensors").write_bytes(save(tensors))
         width = len(tensors["b_dec"])
         write_config(args.out, width, {})
-        encoding = [f'capture.encode={{{KEY.name}: "{args.out}"}}', f"capture.encode_top={K}", "capture.keep=both"]
-        measured = measure(make_store(work, "held_out", *encoding, "capture.dtype=float32"), args.out)
+        encoding = [f'capture.encode={{{KEY.name}: "{args.out}"}}', f"capture.encode_top={K}"]
+        measured = measure(make_store(work, "held_out", *encoding, "capture.encode_error=true"))
     write_config(args.out, width, measured)
     result = (
         f"It explains {measured['explained_variance']:.1%} of the variance of {measured['held_out_tokens']:,} held-out "

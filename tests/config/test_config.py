@@ -182,7 +182,7 @@ REFUSED = {
     "store.path=FILE/below": f"store.path is .*{PATH}",
     "store.path=''": f"store.path is ''. {PATH}",
     "store.path='~nosuchuser/x'": "store.path is '~nosuchuser/x'.*home directory",
-    "store.path=LONG": r"store.path is 'a{79}... \(302 characters\). Set it to",
+    "store.path=LONG": r"store.path is 'a+\.\.\.a+'. Set it to",
     "data.path=DEEP": "data.path is 'a/a/.*Set it to a non-empty path or URL",
     "distributed.coordinator='host:99999'": "coordinator is 'host:99999'. Set it to host:port, with a port from 1 to",
     "distributed.coordinator='http://host:1'": "distributed.coordinator is 'http://host:1'. Set it to host:port",
@@ -235,7 +235,7 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path, override, mess
 @pytest.mark.parametrize(
     "override",
     [
-        *("run.max_tokens=1", "run.metrics_interval_s=0", "model.init=random model.seed=-5", "batch.rows=1e1"),
+        *("run.max_tokens=1", "model.init=random model.seed=-5", "batch.rows=1e1"),
         *("distributed.coordinator='[::1]:1234'", "distributed.coordinator=host-1.example.org:8476"),
         "store.path=gs://bucket/store store.retry_delay_s=0 run.exclusive=1",
         *("run.compilation_cache=gs://bucket/cache", "topology=v5e-4 plan.mfu=1", "data.path=a/*.x"),

@@ -52,10 +52,7 @@ ROWS = [
     ("", "capture.scale_group=3", "capture.dtype=int8"),
     ("capture.outputs=[loss]", "capture.top_logprobs=3", "capture.outputs=[top_logprobs]"),
     *(("", f"capture.{key}", "capture.encode={a:b}") for key in ("encode_top=3", "encode_threshold=1", "keep=both")),
-    *(
-        ("", f"capture.{key}", "capture.encode={a:b}")
-        for key in ("encode_error=true", "encode_index=false", "encode_dtype=float32")
-    ),
+    *(("", f"capture.{key}", "capture.encode={a:b}") for key in ("encode_error=true", "encode_index=false")),
     ("store.rows_per_block=8", "store.shard_mib=3", "store.rows_per_block=null"),
     ("", "store.retry_delay_s=2", "store.path=gs://a/b"),
     ("", "run.exclusive=true", "store.path=gs://a/b"),

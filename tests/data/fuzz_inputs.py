@@ -1,12 +1,11 @@
 """Damaged inputs: files and templates with changed bytes or values.
 
-    python tests/data/fuzz_inputs.py --count 1000 [--seed 0] [--kind parquet] [--case 17]
+    python tests/data/fuzz_inputs.py COUNT SEED [KIND ...]
 
 A job's code reads each case: it opens the source, tokenises every document and packs it into blocks. This must end in
 blocks or in one error with exit code 2, within 10 s of CPU time and 2 GiB, without ending the process.
 """
 
-import argparse
 import gzip
 import io
 import json
@@ -18,7 +17,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -108,68 +106,16 @@ SEEDS: dict[str, Callable[[], bytes]] = {
 }
 
 
-# The damage.
-
-_ODD_BYTES = [b"\x00", b"\xff", b"\xed\xa0\x80", b"\n", b'"', b"{", b"[" * 5000, b'{"a":' * 3000, b"1e999", b"9" * 5000]
-_ODD_VALUES = [
-    *(None, True, -1, 0, 2**31, 2**63, 2**64, 10**30, 0.5, float("nan"), float("inf"), 1e308, "", "\ud800", "a\x00b"),
-    *("é" * 1000, [], {}, [[]], [{}], {"": None}, [None], [[[[[[]]]]]], "{{ range(9)|random }}", "x" * 100_000),
-]
-
-
-def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """The content after one to four changes."""
-    data = bytearray(content)
-    for _ in range(rng.choice([1, 1, 1, 2, 4])):
-        at, other = (rng.randrange(len(data) + 1) for _ in range(2))
-        first, last = sorted((at, min(other, at + rng.choice([1, 4, 64, 4096]))))
-        match rng.choice(["set", "cut", "delete", "double", "insert", "number"]):
-            case "set" if at < len(data):
-                data[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF, data[at] ^ 1 << rng.randrange(8)])
-            case "cut":
-                del data[at:]
-            case "delete":
-                del data[first:last]
-            case "double":
-                data[at:at] = data[first:last] * rng.choice([1, 2, 50])
-            case "insert":
-                data[at:at] = rng.choice([*_ODD_BYTES, rng.randbytes(rng.randint(1, 30))])
-            case "number":  # lengths and offsets of binary formats
-                data[at : at + 4] = rng.choice([0, 1, 2**31 - 1, 2**32 - 1, rng.getrandbits(32)]).to_bytes(4, "little")
-    return bytes(data)
-
-
-def changed_json(value: object, rng: random.Random) -> bytes:
-    """JSON of the value with one to three of its parts replaced, removed, renamed or nested deeply."""
-    root = {"": json.loads(json.dumps(value))}
-    for _ in range(rng.randint(1, 3)):
-        parent, key = root, ""  # found by random steps, so that a large vocabulary does not dominate
-        while isinstance(parent[key], dict | list) and parent[key] and rng.random() < 0.8:
-            parent = parent[key]
-            key = rng.choice(list(parent)) if isinstance(parent, dict) else rng.randrange(len(parent))
-        match rng.choice(["replace", "remove", "nest", "rename"]):
-            case "replace":
-                parent[key] = rng.choice(_ODD_VALUES)
-            case "remove" if parent is not root:
-                del parent[key]
-            case "nest":
-                for _ in range(rng.choice([1, 2, 300])):
-                    parent[key] = [parent[key]]
-            case "rename" if isinstance(parent, dict) and parent is not root:
-                parent[rng.choice(["", "\ud800", "name", "x" * 1000])] = parent.pop(key)
-    return "".join(json.JSONEncoder().iterencode(root[""])).encode()
-
-
 def changed(kind: str, rng: random.Random) -> bytes:
     """The changed file or template of a case."""
+    from tests.damaging import damaged_bytes, damaged_value, to_json
+
     content = SEEDS[kind]()
     if not kind.endswith((".json", ".jsonl")) or rng.random() < 0.3:
-        return changed_bytes(content, rng)
-    if kind.endswith(".json"):
-        return changed_json(json.loads(content), rng)
-    lines = content.splitlines()
+        return damaged_bytes(content, rng)
+    lines = content.splitlines() if kind.endswith(".jsonl") else [content]
     at = rng.randrange(len(lines))
-    lines[at] = changed_json(json.loads(lines[at]), rng)
+    lines[at] = to_json(damaged_value(json.loads(lines[at]), rng), rng)
     return b"\n".join(lines)
 
 
@@ -248,11 +194,11 @@ def _prepare() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
 
-def run(count: int, seed: int, kinds: list[str], first: int = 0) -> Iterator[Case]:
-    """Runs the cases from number `first` on, one of each kind in turn."""
+def run(count: int, seed: int, kinds: list[str]) -> Iterator[Case]:
+    """Runs the cases, one of each kind in turn."""
     pool = None
     try:
-        for number in range(first, first + count):
+        for number in range(count):
             kind = kinds[number % len(kinds)]
             pool = pool or multiprocessing.get_context("spawn").Pool(1, _prepare)
             try:
@@ -270,27 +216,6 @@ def run(count: int, seed: int, kinds: list[str], first: int = 0) -> Iterator[Cas
             pool.join()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kind", choices=SEEDS, action="append")
-    parser.add_argument("--case", type=int, help="only this one, with its content")
-    arguments = parser.parse_args()
-    kinds, count = arguments.kind or list(SEEDS), arguments.count
-    if arguments.case is not None:
-        kind = kinds[arguments.case % len(kinds)]
-        print(kind, changed(kind, random.Random(f"{arguments.seed}/{kind}/{arguments.case}"))[:3000])
-        kinds, count = [kind], 1
-    counts = Counter()
-    for case in run(count, arguments.seed, kinds, arguments.case or 0):
-        counts[case.kind, "WRONG" if case.is_wrong else "read" if case.code is None else "code 2"] += 1
-        if case.is_wrong or arguments.case is not None:
-            print(*case)
-    for kind in kinds:
-        print(f"{kind:24}", {name: number for (of, name), number in sorted(counts.items()) if of == kind})
-    sys.exit(any(name == "WRONG" for _, name in counts))
-
-
 if __name__ == "__main__":
-    main()
+    for case in run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:] or list(SEEDS)):
+        print(*case, flush=True)

@@ -1,7 +1,6 @@
 """Conversations of data sets become messages, and their documents have labels."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -213,9 +212,9 @@ FORMS = {
 @pytest.mark.parametrize(("template", "forms"), FORMS.values(), ids=FORMS)
 def test_a_template_decides_the_forms(template, forms):
     chat = ChatTemplate(template, "x")
-    assert TemplateForms.of(partial(chat.render, add_generation_prompt=False)) == forms
+    assert TemplateForms.of(chat) == forms
     needs_tools = ChatTemplate(f"{{% if tools %}}{{{{ tools | tojson }}}}{template}{{% endif %}}", "x")
-    assert TemplateForms.of(partial(needs_tools.render, add_generation_prompt=False), has_tools=True) == forms
+    assert TemplateForms.of(needs_tools, has_tools=True) == forms
 
 
 CONVERSATIONS = [
@@ -394,7 +393,7 @@ def test_special_tokens_of_the_template_are_enough():
 
     written = tokenizer("<|im_start|>" + CHAT)
     written.require_chat()
-    [tokens] = written.encode_with_starts([written.render_chat([HI], add_generation_prompt=False)])
+    [tokens] = written.encode_with_starts([written.chat().render([HI], add_generation_prompt=False)])
     assert tokens[:, 0].tolist().count(written.token_id("", "<|im_start|>")) == 1
     assert tokens[0, 1] == 0
     with pytest.raises(ConfigError, match="Set data.special_tokens=none"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from material import assert_same_block
 
 from pipeline.config.choices import LongDocuments, Packing
-from pipeline.data.demand import shortfall
+from pipeline.data.demand import Demand, shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
 from pipeline.data.feed import StreamWork
 from pipeline.data.stream import TokenStream
@@ -61,7 +61,7 @@ def test_blocks_read_no_more_than_their_demand(sizes, wanted, rows, length, pack
 
     def needed(start: Cursor, wanted: int) -> int | None:
         """The number of documents that meet the demand; None if all are too few."""
-        demand = stream(None).demand(start, wanted)
+        demand = Demand(stream(None), start, wanted)
         for number in range(start.ordinal, len(sizes)):
             if demand.is_met:
                 return number

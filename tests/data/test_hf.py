@@ -331,34 +331,3 @@ def test_a_fifo_is_refused_before_it_is_opened(tmp_path):
         with pytest.raises(PipelineError, match="is a FIFO|Unable to find|doesn.t contain any data files") as caught:
             source(**settings)
         assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(("column", "name"), [("text", "the text"), ("id", "its id"), ("note", "its note")])
-def test_a_lone_surrogate_skips_only_its_document(column, name):
-    rows = [{"text": f"w{n}", "id": f"d{n}", "note": "x"} for n in range(3)]
-    rows[1][column] = "a\ud800"
-    documents = [Document(r["id"], r["text"], "a", i, {"note": r["note"]}) for i, r in enumerate(rows)]
-    settings = {"rows_per_block": 3, "length": 4}
-    (block,) = text_stream(Listed(documents), word_tokenizer(), on_error=OnError.skip, **settings).blocks()
-    assert block.table["id"].to_pylist() == ["d0", "d2"]
-    (skip,) = block.skipped
-    assert (skip.index, skip.reason) == (1, f"{name} has a lone surrogate, so is not UTF-8")
-    with pytest.raises(InputError, match=rf"a row 1 .*{name} has a lone surrogate") as caught:
-        list(text_stream(Listed(documents), word_tokenizer(), **settings).blocks())
-    str(caught.value).encode()
-
-
-class Listed:
-    """A source with one shard of the given documents."""
-
-    shards = ("a",)
-    info_schema = pa.schema([("note", pa.string())])
-
-    def __init__(self, documents):
-        self._documents = documents
-
-    def read(self, shard, start):
-        return iter(self._documents[start:])
-
-    def fingerprint(self):
-        return {}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.data.text.labels import Label, Part, Role
-from pipeline.data.text.tagged import Tagged, json_text, tag_all, tags_of
+from pipeline.data.text.tagged import Tagged, tag_all, tags_of, tojson
 from pipeline.data.text.templates import ChatTemplate, RenderError
 
 # A word is w, its message, and its part; 9 stands for none.
@@ -439,7 +439,7 @@ JSON = st.recursive(
 @given(JSON, st.sampled_from([None, 0, 3, "\t"]), st.booleans(), st.sampled_from([None, (",", ":")]))
 def test_json_of_texts_of_different_origin_is_that_of_python(value, indent, ensure_ascii, separators):
     mixed = [value, tag_all(value, "a"), {"x": tag_all(value, "b")}, Tagged("é\n\U0001f600", "cde")]
-    text = json_text(mixed, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=False)
+    text = tojson(mixed, indent=indent, ensure_ascii=ensure_ascii, separators=separators, sort_keys=False)
     assert text == json.dumps(mixed, indent=indent, ensure_ascii=ensure_ascii, separators=separators)
     assert len(tags_of(text)) == len(text)
     escaped = [json.dumps(character, ensure_ascii=ensure_ascii)[1:-1] for character in "é\n\U0001f600"]

@@ -40,12 +40,12 @@ def test_fill_writes_tokens_segments_positions_and_documents():
     sizes = [2, 1, 4]
     tokens = [np.array([5, 6], np.int32), np.array([7], np.int32), np.array([1, 2, 3, 4], np.int32)]
     assert pack(np.array([6, 5, 5, 4, 10]), rows=3, length=10).num_pieces == 5  # a block is not closed early
-    assert fill(pack(np.array([], np.int64), 4, 8), [], np.array([], np.int64), 8).tokens.shape == (0, 8)
+    assert fill(pack(np.array([], np.int64), 4, 8), [], np.array([], np.int64), 8)["tokens"].shape == (0, 8)
     rows = fill(pack(np.array(sizes), 2, 4), tokens, np.array([10, 11, 12]), 4)
-    assert rows.tokens.tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
-    assert rows.segments.tolist() == [[1, 1, 1, 1], [1, 1, 2, 0]]
-    assert rows.positions.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
-    assert rows.documents.tolist() == [[12, 12, 12, 12], [10, 10, 11, -1]]
+    assert rows["tokens"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
+    assert rows["segments"].tolist() == [[1, 1, 1, 1], [1, 1, 2, 0]]
+    assert rows["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
+    assert rows["documents"].tolist() == [[12, 12, 12, 12], [10, 10, 11, -1]]
 
 
 @given(data=st.data(), rows=st.integers(1, 9), length=st.integers(1, 30))

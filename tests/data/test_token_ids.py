@@ -9,7 +9,7 @@ import pytest
 from material import assert_same_block, text_stream, word_tokenizer, write_parquet
 
 from pipeline.config.choices import OnError, Packing, Positions, Windows
-from pipeline.config.schema import BatchConfig, CaptureConfig, HfData, ModelConfig, ParquetData, RunConfig
+from pipeline.config.schema import BatchConfig, CaptureConfig, HfData, ParquetData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Cursor, Document
 from pipeline.data.hf import HfSource
@@ -17,7 +17,7 @@ from pipeline.data.parquet import ParquetSource
 from pipeline.data.selection import open_selection
 from pipeline.data.sources import open_source
 from pipeline.data.text.contexts import Added, open_added
-from pipeline.data.text.token_ids import pretokenised_notes, with_tokens
+from pipeline.data.text.token_ids import with_tokens
 
 PACKED = {"ids": [5, 6, 7, 8, 9]}
 
@@ -172,36 +172,3 @@ def test_ids_without_a_start_cannot_restart(tmp_path, batch, bad):
     [block] = text_stream(source, tokenizer, **settings).blocks()
     reasons = [r"its token ids begin with [5], not with [0], so batch.windows=restart has nothing to repeat"] * bad
     assert [skip.reason[: len(reason)] for skip, reason in zip(block.skipped, reasons, strict=True)] == reasons
-
-
-@pytest.mark.parametrize("place", [".", ".."])
-@pytest.mark.parametrize(
-    ("described", "batch", "notes"),
-    [
-        ({"context_size": 8, "tokenizer_name": "gpt2"}, {}, []),
-        (
-            {"context_size": 16, "tokenizer_name": "gemma", "begin_batch_token": "bos"},
-            {},
-            ["context_size is 16", "gemma", "set batch.windows=restart"],
-        ),
-        (
-            {"context_size": 16, "tokenizer_name": "gpt2", "begin_batch_token": 5},
-            {"windows": Windows.restart},
-            ["context_size is 16"],
-        ),
-        (None, {}, []),
-    ],
-)
-def test_sae_lens_json_is_compared(tmp_path, place, described, batch, notes):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    source = ParquetSource(write(folder, input_ids=[[5, 6]]))
-    if described is not None:
-        (folder / place / "sae_lens.json").write_text(json.dumps(described))
-    run = RunConfig(ModelConfig("gpt2"), data=None, batch=BatchConfig(length=8, **batch))
-    found = list(pretokenised_notes(source.first_file, run))
-    assert len(found) == len(notes)
-    assert all(word in note for word, note in zip(notes, found, strict=True))
-    (folder / place / "sae_lens.json").write_text("[")
-    with pytest.raises(InputError, match="is not JSON"):
-        list(pretokenised_notes(source.first_file, run))

@@ -118,8 +118,8 @@ TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 def test_chat_templates_are_found_and_rendered(tmp_path, config, jinja):
     tokenizer = save(tmp_path, config=config, jinja=jinja)
-    assert tokenizer.render_chat(QUESTION, add_generation_prompt=True) == "w0<user>w2<assistant>"
-    assert tokenizer.render_chat(QUESTION, add_generation_prompt=False) == "w0<user>w2"
+    assert tokenizer.chat().render(QUESTION, add_generation_prompt=True) == "w0<user>w2<assistant>"
+    assert tokenizer.chat().render(QUESTION, add_generation_prompt=False) == "w0<user>w2"
 
 
 def test_tools_choose_the_template_for_them(tmp_path):
@@ -128,8 +128,8 @@ def test_tools_choose_the_template_for_them(tmp_path):
 
     def rendered(*, own=None, **settings) -> str:
         tokenizer = save(tmp_path, config={"chat_template": named}, **settings)
-        text = tokenizer.render_chat(QUESTION, tools=own, add_generation_prompt=True)
-        assert tokenizer.render_labelled(QUESTION, tools=own, add_generation_prompt=True).text == text
+        text = tokenizer.chat(own).render(QUESTION, tools=own, add_generation_prompt=True)
+        assert tokenizer.chat(own).render_labelled(QUESTION, tools=own, add_generation_prompt=True).text == text
         return text
 
     assert rendered() == "default"
@@ -197,7 +197,7 @@ def test_a_chat_is_rendered_as_by_transformers(qwen2):
     for chat in (QUESTION, [{"role": "system", "content": "  s "}, *QUESTION, {"role": "assistant", "content": "é\n"}]):
         for prompt in (True, False):
             expected = reference.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
-            assert tokenizer.render_chat(chat, add_generation_prompt=prompt) == expected
+            assert tokenizer.chat().render(chat, add_generation_prompt=prompt) == expected
 
 
 def test_ids_equal_those_of_transformers(qwen2):

@@ -34,7 +34,6 @@ OVERRIDES = (
     "capture.layers=[0,1]",
     "store.shard_mib=0.25",
     "store.retry_delay_s=0.05",
-    "run.metrics_interval_s=0.5",
 )
 
 

@@ -282,11 +282,11 @@ def test_documents_that_are_refused(extractor):
         (["a", 1.5], "documents[1] is 1.5"),
         (["a", [[1, 2]]], "documents[1] is [[1, 2]]"),
         (["a", [0.5]], "documents[1] is [0.5]"),
-        (["a", ""], "documents[1]: the text is empty"),
-        (["a", []], "documents[1]: it has no tokens"),
-        ([[1, 2048]], "documents[0]: token id 2048 is outside the model's vocabulary of 2048"),
-        ([[-1]], "documents[0]: token id -1 is outside"),
-        (["\ud800"], "documents[0]: the text has a lone surrogate"),
+        (["a", ""], "documents row 1: the text is empty"),
+        (["a", []], "documents row 1: 'tokens' has no tokens"),
+        ([[1, 2048]], "documents row 0 (id 0): token id 2048 is outside the model's vocabulary of 2048"),
+        ([[-1]], "documents row 0: 'tokens' has the token ids -1 to -1"),
+        (["\ud800"], "documents row 0: the text has a lone surrogate"),
     ):
         with pytest.raises(InputError, match=re.escape(message)):
             extractor(documents)

@@ -50,7 +50,7 @@ def test_transformers_reads_the_same_tokenizer():
     assert theirs.eos_token == "<|endoftext|>"
     for generation in (False, True):
         expected = theirs.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=generation)
-        assert ours.render_chat(CHAT, add_generation_prompt=generation) == expected
+        assert ours.chat().render(CHAT, add_generation_prompt=generation) == expected
         assert expected.startswith("<|im_start|>user\ninput:\n012<|im_end|>\n<|im_start|>assistant\n")
 
 

@@ -27,7 +27,7 @@ from tests.store.example_store import Image, read_image
 
 _BASE = (
     *("data.num_streams=2", "batch.rows=2", "batch.length=32", "capture.layers=[1,3]", "store.shard_mib=0.07"),
-    *("run.progress=false", "run.metrics_interval_s=3600"),
+    "run.progress=false",
 )
 _GENERATE = (
     *("data=generate", "data@data.prompts=fineweb", "data.rows=4", "data.group=2", "data.prompt_length=120"),

@@ -113,4 +113,4 @@ class ArcSource:
         if self._config.template is Template.plain:
             return plain_prompt(task, test, self._encoder, include_solution=include_solution)
         messages = chat_messages(task, test, self._encoder, include_solution=include_solution)
-        return self._tokenizer.render_chat(messages, add_generation_prompt=len(messages) == 1)
+        return self._tokenizer.chat().render(messages, add_generation_prompt=len(messages) == 1)

@@ -13,14 +13,14 @@ Data sets write conversations in many ways. Here they become the messages and to
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import shown
 from pipeline.data.text.labels import Role
-from pipeline.data.text.templates import RenderError
+from pipeline.data.text.templates import ChatTemplate, RenderError
 
 log = logging.getLogger("pipeline")
 
@@ -40,35 +40,11 @@ _COLUMN_ROLES = {
 _CALL_ROLES = ("function_call", "tool_call")  # of messages whose text is a call, as JSON
 _CONTENT = ("content", "value", "text", "system_prompt")  # the first with a text is a message's content
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-_DETAILS = {  # of a message, which are no content
-    *(
-        "name",
-        "id",
-        "tool_call_id",
-        "weight",
-        "loss",
-        "type",
-        "index",
-        "model",
-        "source",
-        "lang",
-        "language",
-        "metadata",
-    ),
-    *(
-        "meta",
-        "date",
-        "time",
-        "timestamp",
-        "created_at",
-        "country",
-        "state",
-        "header",
-        "hashed_ip",
-        "recipient",
-        "channel",
-    ),
-}
+# Keys of a message which are no content.
+_DETAILS = """
+    name id tool_call_id weight loss type index model source lang language metadata meta date time timestamp created_at
+    country state header hashed_ip recipient channel
+"""
 _TEXT_PARTS = ("text", "input_text", "output_text", "summary_text", "reasoning_text")
 _THINKING_PARTS = ("thinking", "reasoning")
 _THINKING_TEXTS = ("thinking", "reasoning", "text", "content", "summary")  # keys of such a part
@@ -88,14 +64,16 @@ class TemplateForms:
     parts: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, render: Callable[..., str], *, has_tools: bool = False) -> "TemplateForms":
+    def of(cls, template: ChatTemplate, *, has_tools: bool = False) -> "TemplateForms":
         """Tries them: the first ones, in the order above, with which the template writes the whole call; else those
-        with which it writes anything. render: of messages and tools; raises RenderError. has_tools: whether to try with
-        definitions of tools, which some templates need to write calls."""
+        with which it writes anything. has_tools: whether to try with definitions of tools, which some templates need
+        to write calls."""
+
+        tools = [_TOOL] if has_tools else None
 
         def attempt(messages: Sequence[Message], plain: str | None = None) -> str:
             try:
-                text = render(messages, tools=[_TOOL] if has_tools else None)
+                text = template.render(messages, tools=tools, add_generation_prompt=False)
             except RenderError:
                 return ""
             is_wrong = plain is not None and any(text.count(word) > plain.count(word) for word in _MISTAKES)
@@ -312,7 +290,7 @@ def _with_reasoning(message: Message, thinking: str) -> Message:
 def _require_no_other(number: int, message: Message) -> None:
     """Raises ValueError if a message without content has some under another key."""
     names = {name for name, value in message.items() if value and isinstance(value, str | list | dict)}
-    if names := sorted(names - {"role", *_CONTENT, *_DETAILS}):
+    if names := sorted(names - {"role", *_CONTENT, *_DETAILS.split()}):
         raise ValueError(
             f"message {number} has no content, but {', '.join(names)}. Its text may be one of {', '.join(_CONTENT)}"
         )

@@ -4,7 +4,6 @@ The template is changed only where Jinja's code would lose a text's tags, or whe
 inside of a loop over messages, also one over their indices.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -16,7 +15,7 @@ from jinja2 import filters, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.visitor import NodeTransformer
 
-from pipeline.data.text.tagged import NO_TAG, Safe, Tagged, TaggedDict, as_text, has_tags, json_text, refuse
+from pipeline.data.text.tagged import NO_TAG, Safe, Tagged, TaggedDict, as_text, has_tags, refuse, tojson
 
 _DICT = frozenset(dir(dict))
 _STATE = " state"  # a variable that no template can name
@@ -232,17 +231,6 @@ def _prompt(context: jinja2.runtime.Context, value: Any) -> Any:
     return _with_tag(value, tag) if tag and isinstance(value, str) else value
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    options = {"ensure_ascii": ensure_ascii, "indent": indent, "separators": separators, "sort_keys": sort_keys}
-    return json_text(value, **options) if has_tags(value) else json.dumps(value, **options)
-
-
 def _indent(s: str, *args: Any, **kwargs: Any) -> str:
     return Tagged(s).padded(filters.do_indent(str.__str__(s), *args, **kwargs))
 
@@ -262,7 +250,7 @@ _FILTERS = {
     "safe": lambda value: Safe(as_text(value)),
     "string": as_text,
     "title": lambda value: Tagged(as_text(value)).mapped(filters.do_title(str.__str__(as_text(value)))),
-    "tojson": _tojson,
+    "tojson": tojson,
     " joined": _joined,
     " sum": _sum,
     " open": _open,

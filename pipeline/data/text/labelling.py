@@ -78,14 +78,14 @@ class _Run:
     last: int
 
 
+@dataclass
 class Labeller:
-    """Renders a chat template with labels."""
+    """Renders a chat template with labels. template: of the class `Following`. fixed: the values that are the same for
+    all conversations."""
 
-    def __init__(self, template: jinja2.Template, fixed: Mapping[str, Any], *, has_generation: bool) -> None:
-        """template: of the class `Following`. fixed: the values that are the same for all conversations."""
-        self._template = template
-        self._fixed = fixed
-        self._has_generation = has_generation
+    template: jinja2.Template
+    fixed: Mapping[str, Any]
+    has_generation: bool
 
     def render(self, values: Mapping[str, Any]) -> LabelledText:
         """values: messages, tools and others. Raises what the template's expressions raise, and jinja2.TemplateError
@@ -94,7 +94,7 @@ class Labeller:
         text, runs, given = self._rendered(values, roles)
         dropped = _dropped(runs, given)
         _attach(runs)
-        if self._has_generation:
+        if self.has_generation:
             for run in runs:
                 run.first = run.start if run.is_generated else run.end
         else:
@@ -152,17 +152,17 @@ class Labeller:
         if len(roles) > _MAX_MESSAGES:
             refuse(f"{len(roles)} messages; {_MAX_MESSAGES} are possible")
         given: _Texts = {}
-        values = {**self._fixed, **values}
+        values = {**self.fixed, **values}
         both = zip(values["messages"], roles, strict=True)
         values["messages"] = [_message(index, message, role, given) for index, (message, role) in enumerate(both)]
         values["tools"] = _field(values["tools"], _NO_MESSAGE, Part.tool_definition, given)
         state = State(_tag(_NO_MESSAGE, _PROMPT_KIND) if values["add_generation_prompt"] else None)
         pieces, at_work, size = [], {}, 0
-        for piece, tag in write_pieces(self._template, values, state):
+        for piece, tag in write_pieces(self.template, values, state):
             at_work[size] = _split(tag)[0]
             pieces.append(piece)
             size += len(piece)
-        text, bos = "".join(pieces), self._fixed.get("bos_token") or ""
+        text, bos = "".join(pieces), self.fixed.get("bos_token") or ""
         bos_end = len(bos) if text.startswith(bos) else 0
         return text, _runs(text, "".join(map(tags_of, pieces)), at_work, bos_end), given
 

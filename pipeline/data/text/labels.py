@@ -1,10 +1,14 @@
-"""Labels of a rendered conversation: where each character, and so each token, comes from."""
+"""Labels of a rendered conversation: where each character, and so each token, comes from. Words that choose by them.
 
+Shapes: n tokens, each with the 5 columns of `Label`.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
-from jaxtyping import Int, Int16, Int32
+from jaxtyping import Bool, Int, Int16, Int32
 
 
 class Role(IntEnum):
@@ -68,3 +72,27 @@ class LabelledText:
     text: str
     labels: Labels
     dropped: int
+
+
+WRITTEN = Label.written.name
+LAST = {"last_of_message": Label.message, "last_of_exchange": Label.exchange}
+"""Of the tokens that the other words choose, the last one of each message or exchange."""
+WORDS = (*(role.name for role in Role if role), *(part.name for part in Part if part), WRITTEN)
+"""Of `capture.labels` and a reader's `TokenFilter`. A token is chosen if it has one of the named roles, one of the
+named parts, and was written by the assistant if that is asked for."""
+
+
+def chosen(words: Sequence[str], labels: Int16[np.ndarray, "*n 5"]) -> Bool[np.ndarray, "*n"]:
+    """Whether each token is chosen by `words`, which may include those of `LAST` if the tokens are a document's."""
+    keep = np.ones(labels.shape[:-1], bool)
+    for column, kind in ((Label.role, Role), (Label.part, Part)):
+        if named := [kind[word] for word in words if word in kind.__members__]:
+            keep &= np.isin(labels[..., column], named)
+    if WRITTEN in words:
+        keep &= labels[..., Label.written] == 1
+    for word in LAST.keys() & {*words}:
+        places = np.flatnonzero(keep & (labels[:, Label.message] >= 0))[::-1]  # not what is in no message
+        _, firsts = np.unique(labels[places, LAST[word]], return_index=True)
+        keep[:] = False
+        keep[places[firsts]] = True
+    return keep

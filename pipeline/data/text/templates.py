@@ -21,6 +21,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.data.text.following import Following, follow
 from pipeline.data.text.labelling import Labeller, mark_generated
 from pipeline.data.text.labels import LabelledText
+from pipeline.data.text.tagged import tojson
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")  # in the text of an object; differs between processes
 
@@ -210,7 +211,7 @@ def _environment(
     environment = kind(
         trim_blocks=True, lstrip_blocks=True, undefined=undefined, extensions=extensions, finalize=printed
     )
-    environment.filters["tojson"] = _tojson
+    environment.filters["tojson"] = tojson
     del environment.filters["random"], environment.globals["lipsum"]
     return environment
 
@@ -240,14 +241,3 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without the HTML escapes of jinja2's filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -5,8 +5,7 @@ texts `position_ids`, which begin again with 0, or `seq_lengths`.
 """
 
 import logging
-import posixpath
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +13,12 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int32
 
-from pipeline.config.choices import Windows
-from pipeline.config.schema import RunConfig
-from pipeline.core.errors import InputError
-from pipeline.core.json_text import parse_json
 from pipeline.data.documents import Document
-from pipeline.data.files import InputFile
 from pipeline.data.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("pipeline")
 
 MASK, _POSITIONS, _LENGTHS = "attention_mask", "position_ids", "seq_lengths"
-_SAE_LENS = "sae_lens.json"
 _LARGEST = (1 << 31) - 1
 
 
@@ -98,35 +91,3 @@ def warn_without_start(tokens: Int32[np.ndarray, "_"], tokenizer: TextTokenizer)
             "as they are",
             *(tokens[0], tokenizer.name, before.tolist()),
         )
-
-
-def pretokenised_notes(file: InputFile, config: RunConfig) -> Iterator[str]:
-    """How the `sae_lens.json` of SAELens's pretokenised data, beside a file or above it, differs from a run."""
-    folder = posixpath.dirname(file.path)
-    beside = (_read_json(file, f"{place}/{_SAE_LENS}") for place in (folder, posixpath.dirname(folder)))
-    described = next(filter(None, beside), None)
-    if described is None:
-        return
-    batch, name = config.batch, config.model.tokenizer or config.model.path
-    size, theirs = described.get("context_size"), described.get("tokenizer_name")
-    if size != batch.length:
-        yield f"context_size is {size}, but batch.length is {batch.length}: contexts are divided or share a row"
-    if theirs != name:
-        yield f"the tokenizer was {theirs}, but the run has {name}: the ids are those of the former"
-    first = described.get("begin_batch_token")
-    is_divided = isinstance(size, int) and size > batch.length
-    if first is not None and is_divided and batch.windows is not Windows.restart:
-        yield f"contexts begin with {first}, but their later windows do not: set batch.windows=restart"
-
-
-def _read_json(file: InputFile, path: str) -> Mapping[str, Any] | None:
-    """The object in a file beside `file`; None if there is no such file. Raises InputError if it is damaged."""
-    try:
-        value = parse_json(replace(file, path=path, size=None).read_bytes())
-    except InputError:
-        return None
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}. Download it again, or remove it.") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{path} is not a JSON object. Download it again, or remove it.")
-    return value

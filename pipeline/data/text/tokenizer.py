@@ -14,7 +14,6 @@ from tokenizers import Encoding, Tokenizer
 
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import ConfigError, InputError
-from pipeline.data.text.labels import LabelledText
 from pipeline.data.text.long_texts import PIECE_CHARACTERS, encode_in_pieces
 from pipeline.data.text.templates import ChatTemplate, RenderError
 from pipeline.data.text.token_starts import TokenStarts, offset_starts
@@ -25,7 +24,7 @@ log = logging.getLogger("pipeline")
 
 
 class TextTokenizer:
-    """Encodes documents and renders chats. Use `load_tokenizer`."""
+    """Encodes documents, and has the chat templates. Use `load_tokenizer`."""
 
     def __init__(
         self,
@@ -231,34 +230,8 @@ class TextTokenizer:
             twice = self._tokenizer.decode_batch([[i, i] for i in ids], skip_special_tokens=False)
         return {i: both[len(one) :] for i, one, both in zip(ids, once, twice, strict=True)}
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool,
-    ) -> str:
-        """Renders messages with the chat template, like transformers' `apply_chat_template(tokenize=False)`.
-
-        Raises ConfigError if the tokenizer has no usable chat template, and RenderError, naming the template, if it
-        cannot render these messages.
-        """
-        return self._template(tools).render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-
-    def render_labelled(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool,
-    ) -> LabelledText:
-        """The text of `render_chat`, with the labels of its characters (see `pipeline.data.text.labelling`).
-
-        Raises the same errors, and RenderError for a template whose texts cannot be followed.
-        """
-        return self._template(tools).render_labelled(messages, tools=tools, add_generation_prompt=add_generation_prompt)
-
-    def _template(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:
+    def chat(self, tools: Sequence[Mapping[str, Any]] | None = None) -> ChatTemplate:
+        """The chat template for conversations with these tools. Raises ConfigError without one."""
         chat = self._chat if tools is None else self._chat_with_tools or self._chat
         if chat is None:
             raise ConfigError(
@@ -270,7 +243,7 @@ class TextTokenizer:
         """Raises ConfigError unless chats can be rendered, and tokenised without special tokens that the template does
         not write."""
         try:
-            text = self.render_chat([{"role": "user", "content": "0"}], add_generation_prompt=True)
+            text = self.chat().render([{"role": "user", "content": "0"}], add_generation_prompt=True)
         except RenderError as error:
             raise ConfigError(f"{error}. Set data.template=plain, or correct the template.") from error
         ids = self._ids([text])[0][:, 0].tolist()

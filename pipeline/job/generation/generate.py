@@ -17,6 +17,7 @@ from pipeline.config.schema import ArcData
 from pipeline.core.errors import Interrupted
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.prompts import grade
+from pipeline.data.demand import Demand
 from pipeline.data.documents import Cursor
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import TokenisedDocument
@@ -133,7 +134,7 @@ def _open_stream(job: Job, store: StoreWriter, stream: int, blocks: StreamBlocks
     groups = StreamGroups(
         job.generated(stream),
         job.texts(stream),
-        work.stream.demand(work.start, work.wanted),
+        Demand(work.stream, work.start, work.wanted),
         work.start,
         number=lambda cursor: _number(cursor, stream, job.plan.streams.count),
         describe=_describer(job),

@@ -7,9 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.config.choices import LongDocuments, Packing
 from pipeline.data.demand import Demand
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
+from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.job.generation.generator import Completion
 from pipeline.job.generation.stream_groups import StreamGroups
@@ -41,11 +41,12 @@ class Prompts:
 
 
 def open_stream(path, budget: int | None = None, start: Cursor = STREAM_START) -> StreamGroups:
+    rows = TokenStream(Prompts(), stream=0, num_streams=1, rows_per_block=ROWS, length=LENGTH)
     groups = GeneratedGroups(Storage.open(path), stream=0, num_streams=1, size=SIZE, info_schema=COMPLETION_SCHEMA)
     return StreamGroups(
         groups,
         Prompts(),
-        Demand(budget, ROWS, LENGTH, Packing.pack, LongDocuments.split),
+        Demand(rows, start, budget),
         start,
         number=lambda cursor: 10 * cursor.shard + cursor.document,
         describe=lambda prompt, completion: {"n_prompt": 2, "n_completion": len(completion.tokens)},
