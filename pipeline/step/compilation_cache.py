@@ -1,6 +1,5 @@
 """JAX's persistent compilation cache, so that a restarted run does not compile its step again."""
 
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,8 +14,7 @@ def use_compilation_cache(path: str | None) -> None:
     apply.
 
     Several processes need a path that all of them can access; only the first writes. JAX warns if an entry cannot be
-    read or written. Steps with oneDNN products, on CPUs, cannot be cached, and there is no warning. Raises ConfigError
-    for a URL that is not supported, or if the package that reads it is missing.
+    read or written. Raises ConfigError for a URL that is not supported, or if the package that reads it is missing.
     """
     if path is None:
         return
@@ -36,6 +34,4 @@ def use_compilation_cache(path: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     if is_url:  # XLA's autotuning cache for GPUs needs a local directory
         jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    onednn_warning = "Error writing persistent compilation cache entry.*onednn-fusion"  # XLA cannot serialise these
-    warnings.filterwarnings("ignore", onednn_warning, UserWarning)
     compilation_cache.reset_cache()  # an earlier job in this process may have initialised it

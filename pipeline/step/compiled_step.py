@@ -195,7 +195,7 @@ def _compile(
     log.info("compiling the step for %d rows of %d tokens", spec.rows, spec.length)
     start = time.monotonic()
     lowered = jitted.lower(params, *_inputs(spec, partition.mesh))
-    executable = lowered.compile(compiler_options(partition.mesh, spec.rows * spec.length))
+    executable = lowered.compile(compiler_options(partition.mesh))
     log.info("compiled the step in %.1f s", time.monotonic() - start)
     return executable
 

@@ -231,7 +231,7 @@ def test_on_error_skip_skips_bad_documents(tmp_path):
 
 def test_calls_of_different_sizes_compile_few_programs():
     compiled = []
-    compiler_options(make_mesh(), 512)  # compiles programs, once in a process
+    compiler_options(make_mesh())  # compiles a program, once in a process
 
     def listen(event: str, duration: float, **_: object) -> None:
         if event == COMPILE_EVENT:

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.splash import blocks_per_device
 from pipeline.store.read.reader import ActivationStore
@@ -24,7 +23,7 @@ from tests.jobs import (
     wait_for_blocks,
     write_text,
 )
-from tests.models.hf_reference import VOCAB_SIZE, reference_activations, save_random
+from tests.models.hf_reference import VOCAB_SIZE, save_random, torch
 from tests.step.test_mesh import CONFIG, CONFIGS
 
 pytestmark = pytest.mark.heavy
@@ -194,26 +193,25 @@ def test_a_killed_job_with_divided_positions_resumes_to_the_same_bytes(divided_j
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_a_document_of_32768_tokens_equals_transformers(tmp_path):
-    """A whole run, on eight devices, against a single forward pass."""
+    """A whole run, on eight devices, against a single forward pass, whose attention does not keep its weights."""
     length = 32768
-    reference = save_random("qwen2", tmp_path / "model", max_position_embeddings=length)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    reference = save_random("qwen2", tmp_path / "model", max_position_embeddings=length, **sizes)
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, length)
     pq.write_table(pa.table({"input_ids": [tokens], "id": ["long"]}), tmp_path / "documents.parquet")
     result = run_processes(
         *(1, 8, f"data.path={tmp_path / 'documents.parquet'}", "data.tokens=input_ids", "data.num_streams=1"),
-        *(
-            f"model.path={tmp_path / 'model'}",
-            "model.dtype=float32",
-            "mesh.context=8",
-            f"store.path={tmp_path / 'store'}",
-        ),
-        *("batch.rows=1", f"batch.length={length}", "capture.layers=all", "capture.dtype=float32"),
-        *("capture.sites=[resid_post]", "run.max_inflight_mib=64", "run.progress=false"),
+        *(f"model.path={tmp_path / 'model'}", "model.dtype=float32", "mesh.context=8"),
+        *(f"store.path={tmp_path / 'store'}", "batch.rows=1", f"batch.length={length}", "capture.layers=all"),
+        *("capture.dtype=float32", "capture.sites=[resid_post,final_norm]", "run.progress=false"),
         timeout_s=3000,
     )
     assert result.returncode == 0, result.stdout
-    store, expected = ActivationStore.open(tmp_path / "store"), reference_activations(reference, tokens[None])
-    for layer in range(reference.config.num_hidden_layers):
-        got = store.read(f"blocks.{layer}.resid_post", store.rows, np.float32)
-        wanted = expected[ActivationKey(layer, Site.resid_post)]
-        assert np.linalg.norm(got - wanted) <= 1e-4 * np.linalg.norm(wanted), layer
+    reference.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        outputs = reference.base_model(torch.from_numpy(tokens[None]), output_hidden_states=True)
+    expected = {"blocks.0.resid_post": outputs.hidden_states[1], "final_norm": outputs.last_hidden_state}
+    store = ActivationStore.open(tmp_path / "store")
+    for name, wanted in expected.items():
+        got = store.read(name, store.rows, np.float32)
+        assert np.linalg.norm(got - wanted.numpy()) <= 1e-4 * np.linalg.norm(wanted.numpy()), name

@@ -376,7 +376,7 @@ def compile_programs(model: Model, params: Params, partition: Partition, spec: G
             attention=attention,
             new_rows=new_rows,
             empty=zeros.lower().compile(),
-            prefill=prefill.compile(compiler_options(mesh, new_rows.prompts.size)),
+            prefill=prefill.compile(compiler_options(mesh)),
             segment=segment.lower(params, state).compile(),
         )
 
