@@ -509,7 +509,7 @@ class RunOptions:
     )
     compilation_cache: str | None = key(
         None,
-        "directory, `gs://` or `s3://` URL that keeps compiled programs between runs (on CPUs only small steps'); "
+        "directory, `gs://` or `s3://` URL that keeps compiled programs between runs; "
         "null: none",
         allowed=limits.FOLDER,
     )
