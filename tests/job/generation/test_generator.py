@@ -143,7 +143,8 @@ def test_greedy_completions_equal_those_of_transformers(family: str, tmp_path) -
     """More prompts than rows: some start in rows whose completions have ended. Attention reads blocks of slots."""
     reference = save(family, tmp_path)
     some = prompts(ROWS + 5)
-    for num_proposed in (0, 3) if family in SPECULATING else (0,):
+    alike = family in ("gemma3_text", "gpt2")  # as gemma2 and gptj without proposals
+    for num_proposed in (3,) if alike else (0, 3) if family in SPECULATING else (0,):
         compiled = generator(tmp_path, block=16, speculate=num_proposed)
         found = completed(compiled, some)
         assert all((each.tokens.size, each.finish_reason) == (NUM_NEW, "length") for each in found.values())
