@@ -95,12 +95,12 @@ def small_store(small_job: list[str], tmp_path_factory: pytest.TempPathFactory) 
 def real_store(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The path of a store of English prose that the main job made with the bundled model. Only for reading.
 
-    It has layers 2 and 4 of about 40,000 tokens, in blocks of a few thousand.
+    It has layers 2 and 4 of about 24,000 tokens, in blocks of a few thousand.
     """
     folder = tmp_path_factory.mktemp("real")
     text = write_text(folder / "text", files=1, documents=80)
     path = str(folder / "store")
-    run_here(f"data.path={text}", f"store.path={path}", "store.shard_mib=1", "run.max_tokens=40000")
+    run_here(f"data.path={text}", f"store.path={path}", "store.shard_mib=1", "run.max_tokens=24000")
     return path
 
 

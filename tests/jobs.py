@@ -31,6 +31,13 @@ SMALL_JOB = (
     "run.progress=false",
 )
 """Overrides of a job whose store has many small blocks, and whose metrics are written often."""
+GENERATING_JOB = (
+    *("data=generate", "data@data.prompts=fineweb", "data.num_streams=3", "data.rows=8", "data.group=2"),
+    *("data.prompt_length=112", "data.on_error=skip", "data.max_new_tokens=16", "data.temperature=1", "data.seed=3"),
+    *("data.end_tokens=[.]", "batch.rows=4", "batch.length=64", "capture.layers=[1,3]", "store.shard_mib=0.1"),
+    "run.progress=false",
+)
+"""Overrides of a job that completes the documents of `write_text`; some prompts are too long."""
 
 
 def write_text(directory: Path, *, files: int, documents: int, max_characters: int = 3000) -> Path:
@@ -192,6 +199,11 @@ def run_and_signal(
 def committed(store: Path) -> int:
     """The number of committed blocks of a store."""
     return len(list(store.glob("_commits/*/*.json")))
+
+
+def num_groups(store: Path) -> int:
+    """The number of groups of generated documents in a store."""
+    return len(list(store.glob("_generated/*/*.parquet")))
 
 
 def objects(store: Path) -> dict[str, bytes]:

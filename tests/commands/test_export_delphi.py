@@ -111,8 +111,8 @@ def test_wrong_settings_are_refused(store, arguments, message, tmp_path, capsys)
     assert not (tmp_path / "b").exists()
 
 
-def test_a_store_without_features_is_refused(real_store, tmp_path, capsys):
-    assert main([f"store.path={real_store}", f"export.path={tmp_path / 'b'}", "export.format=delphi"]) == 2
+def test_a_store_without_features_is_refused(small_store, tmp_path, capsys):
+    assert main([f"store.path={small_store}", f"export.path={tmp_path / 'b'}", "export.format=delphi"]) == 2
     assert "has no features" in capsys.readouterr().err
 
 

@@ -142,14 +142,14 @@ def test_both_pages_report_a_missing_tokenizer_once(encoded_store, tmp_path, cap
     assert capsys.readouterr().err.count("tokens are shown as ids") == 1
 
 
-def test_features_that_cannot_be_shown_are_refused(real_store, encoded_store, tmp_path, capsys):
+def test_features_that_cannot_be_shown_are_refused(small_store, encoded_store, tmp_path, capsys):
     two, page = write(str(tmp_path / "two"), keeps_activations=True), f"inspect.features_html={tmp_path / 'p'}"
     for store, *arguments, message in (
         (encoded_store, page, "inspect.features=[768]", "inspect.features contains 768, but"),
         (encoded_store, page, "inspect.features=[1,,2]", "inspect.features=[1,,2]: expected whole numbers"),
         (encoded_store, page, "inspect.sae=blocks.2.resid_post", "the store has features of blocks.4"),
         (encoded_store, "inspect.features=[1]", "inspect.features is only for the page of features"),
-        (real_store, page, "has no features"),
+        (small_store, page, "has no features"),
         (two, page, "inspect.sae is missing"),
         (two, page, f"inspect.sae={ENCODERS[0][0]}", "has no index by feature"),
     ):

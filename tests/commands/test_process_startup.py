@@ -180,9 +180,10 @@ print(processes.count())
             OPEN_MPI_4,
             ["did not all join within 1 s", "This is process 1 of an MPI job of 2 processes (OMPI_COMM_WORLD_SIZE)"],
         ),
-        (
+        pytest.param(
             OPEN_MPI,
             ["ConfigError: JAX does not detect", "process 1 of an MPI job of 2 processes (OMPI_COMM_WORLD_SIZE)"],
+            marks=pytest.mark.slow,
         ),
         (MPICH, ["ConfigError: JAX does not detect", "process 0 of an MPI job of 2 processes (PMI_SIZE)"]),
         (SALLOC, []),

@@ -91,7 +91,7 @@ def finish(job: subprocess.Popen) -> str:
     return output
 
 
-@pytest.mark.parametrize("is_on_this_host", [True, False])
+@pytest.mark.parametrize("is_on_this_host", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_jobs_that_die_and_join_late_make_the_same_store(small_job, small_store, tmp_path, is_on_this_host):
     store = tmp_path / "store"
     overrides = [*small_job, f"store.path={store}", *([] if is_on_this_host else [f"run.lease_s={LEASE_S}"])]

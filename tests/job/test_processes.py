@@ -42,8 +42,7 @@ HELD = (0, 4)  # a block of the first process, committed after about seven other
 EXIT_S = 30  # all processes end within this time after one has failed
 
 
-def test_sigterm_to_one_process_stops_all_and_four_processes_resume(small_job, small_store, tmp_path):
-    """Four processes share three streams; the fourth dispatches padding."""
+def test_sigterm_to_one_process_stops_all_and_one_process_resumes(small_job, small_store, tmp_path):
     store = tmp_path / "store"
     launched = local_processes(2, 1, *small_job, f"store.path={store}")
     with commits_held(store, [HELD], *small_job) as release, launched as launcher:
@@ -58,8 +57,7 @@ def test_sigterm_to_one_process_stops_all_and_four_processes_resume(small_job, s
         assert f"process {process} of 2" in output
     assert output.count("Interrupted: stopped by SIGTERM") == 2
     assert 5 <= committed(store) < committed(small_store)
-    result = run_processes(4, 1, *small_job, f"store.path={store}")
-    assert result.returncode == 0, result.stdout
+    run_here(*small_job, f"store.path={store}")
     assert_same_store(store, small_store)
 
 
@@ -112,15 +110,22 @@ def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(sma
 
 
 def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_path):
-    """The second process has only the second stream, which is empty."""
+    """The second process has only the second stream, which is empty; the third has none and dispatches padding."""
     text = tmp_path / "text"
     text.mkdir()
-    for file, count in enumerate((300, 0, 1)):
+    for file, count in enumerate((100, 0, 1)):
         rows = {"text": [f"{k} words" for k in range(count)], "id": [f"{file}/{k}" for k in range(count)]}
         schema = pa.schema([("text", pa.string()), ("id", pa.string())])
         pq.write_table(pa.table(rows, schema=schema), text / f"{file}.parquet")
-    job = [f"data.path={text}", "data.num_streams=3", *SMALL_JOB, compilation_cache]
-    result = run_processes(2, 1, *job, f"store.path={tmp_path / 'many'}")
+    job = [
+        f"data.path={text}",
+        "data.num_streams=2",
+        *SMALL_JOB,
+        "batch.rows=3",
+        "store.rows_per_block=9",
+        compilation_cache,
+    ]
+    result = run_processes(3, 1, *job, f"store.path={tmp_path / 'many'}")
     assert result.returncode == 0, result.stdout
     run_here(*job, f"store.path={tmp_path / 'one'}")
     assert_same_store(tmp_path / "many", tmp_path / "one")
@@ -128,7 +133,7 @@ def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_p
 
 
 def test_a_sweep_of_several_processes_makes_the_stores_of_single_jobs(small_job, tmp_path):
-    job = [*small_job, "run.max_tokens=3000"]
+    job = [*small_job, "run.max_tokens=1000"]
     sweep = [
         "-m",
         *job,

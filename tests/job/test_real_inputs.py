@@ -1,4 +1,4 @@
-"""The main job on real English documents and the 400 ARC-AGI training tasks, with the real Qwen2 tokenizer.
+"""The main job on real English documents and every fourth ARC-AGI training task, with the real Qwen2 tokenizer.
 
 The model is a Qwen2 of tiny widths with random weights and the tokenizer's whole vocabulary.
 """
@@ -76,25 +76,28 @@ def stored_texts(shared, model, store, *overrides) -> tuple[ActivationStore, dic
 
 def test_prose_is_recovered_from_the_stored_token_ids(shared, model, tmp_path):
     prose = shared / "data" / "prose"
-    files = [f"data.path='{prose}/00[01]*.parquet'", "data.num_streams=2"]
+    files = [f"data.path='{prose}/000_*.parquet'", "data.num_streams=1"]
     store, texts = stored_texts(shared, model, tmp_path / "store", "data=fineweb", *files)
     originals = {}
-    for file in sorted(prose.glob("00[01]*.parquet")):
+    for file in sorted(prose.glob("000_*.parquet")):
         table = pq.read_table(file, columns=["id", "text"])
         originals |= dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
     # The Qwen2 tokenizer normalises text to NFC.
     assert texts == {name: unicodedata.normalize("NFC", text) for name, text in originals.items()}
-    assert store.num_tokens > 0.97 * store.rows.size * 512 > 100_000
+    assert store.num_tokens > 0.97 * store.rows.size * 512 > 50_000
 
 
-def test_every_arc_grid_is_recovered_from_the_stored_token_ids(shared, model, tmp_path):
+def test_arc_grids_are_recovered_from_the_stored_token_ids(shared, model, tmp_path):
     folder = shared / "data" / "arc_agi" / "training"
-    _, texts = stored_texts(
-        shared, model, tmp_path / "store", "data=arc", f"data.path={folder}", "data.include_solution=true"
-    )
+    (tmp_path / "tasks").mkdir()
+    files = sorted(folder.glob("*.json"))[::4]
+    for file in files:
+        (tmp_path / "tasks" / file.name).symlink_to(file)
+    options = ["data=arc", f"data.path={tmp_path / 'tasks'}", "data.include_solution=true"]
+    _, texts = stored_texts(shared, model, tmp_path / "store", *options)
     encoder = grid_encoder(ArcData(path=str(folder)))
-    tasks = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
-    assert len(tasks) == 400
+    tasks = {file.stem: json.loads(file.read_text()) for file in files}
+    assert len(tasks) == 100
     assert len(texts) == sum(len(task["test"]) for task in tasks.values())
     for name, text in texts.items():
         task, _, test = name.partition("#")

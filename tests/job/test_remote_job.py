@@ -110,7 +110,8 @@ def inputs(scheme: str, proxy: FaultProxy, text: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("scheme", "killed", "resumed"),
     [
-        ("gs", kill_after, 2),
+        ("gs", kill_after, 1),
+        pytest.param("gs", kill_after, 2, marks=pytest.mark.slow),
         pytest.param("gs", kill_one_of_two_after, 2, marks=pytest.mark.slow),
         pytest.param("gs", kill_one_of_two_after, 1, marks=pytest.mark.slow),
         pytest.param("s3", kill_after, 1, marks=pytest.mark.slow),

@@ -55,13 +55,13 @@ def run(path: str) -> StoreError | None:
     return None
 
 
-@pytest.mark.parametrize(("scheme", "seed"), [("gs", 0), ("s3", 1), ("gs", 2), ("s3", 2)])
+@pytest.mark.parametrize(("scheme", "seed"), [("gs", 0), ("s3", 1)])
 def test_a_store_written_through_faults_equals_a_clean_one(scheme, seed, clean, request):
     _, faults = assert_survives(scheme, request.getfixturevalue("gcs" if scheme == "gs" else "s3"), seed, clean)
     assert faults
 
 
-@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("is_planned", [True, False])
 def test_a_root_that_seems_missing_at_first_is_found(is_planned, times, s3):
     path = f"{new_bucket('s3', s3.backend)}/store"

@@ -3,35 +3,31 @@ completions."""
 
 import json
 import random
-import shutil
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pipeline.config import composing
-from pipeline.core.errors import CheckpointError, ConfigError, InputError, StoreMismatch
-from pipeline.data.text.tokenizer import load_tokenizer
+from pipeline.core.errors import StoreMismatch
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_commit_records
 from pipeline.store.generated.group_files import group_key
 from pipeline.store.inspection.summary import store_facts
 from tests.jobs import (
+    GENERATING_JOB,
     assert_same_store,
     children,
-    commits_held,
     committed,
     create_store,
     killed_after,
     local_processes,
+    num_groups,
     read_until,
     rest_of_output,
     run,
     run_here,
     start,
-    wait_for_blocks,
     wait_until,
     write_text,
     writes_held,
@@ -39,23 +35,12 @@ from tests.jobs import (
 from tests.store.written_check import assert_well_written
 
 pytestmark = pytest.mark.heavy
-ASSETS = composing.PACKAGE / "assets" / "tiny-qwen2"
-
-
-def num_groups(store: Path) -> int:
-    return len(list(store.glob("_generated/*/*.parquet")))
 
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory, compilation_cache) -> list[str]:
-    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=18, max_characters=250)
-    return [
-        *("data=generate", "data@data.prompts=fineweb", f"data.path={text}", "data.num_streams=3"),
-        *("data.rows=8", "data.group=2", "data.prompt_length=160", "data.on_error=skip", "data.max_new_tokens=24"),
-        *("data.temperature=1", "data.seed=3", "data.end_tokens=[.]"),
-        *("batch.rows=4", "batch.length=96", "capture.layers=[1,3]", "store.shard_mib=0.1", "run.progress=false"),
-        compilation_cache,
-    ]
+    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=14, max_characters=150)
+    return [*GENERATING_JOB, f"data.path={text}", compilation_cache]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +62,7 @@ def test_documents_are_prompts_and_completions(reference):
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
     for row in rows:
         assert row["n_tokens"] == row["n_prompt"] + row["n_completion"]
-        assert row["n_completion"] == 24 or row["finish_reason"] == "stop"
+        assert row["n_completion"] == 16 or row["finish_reason"] == "stop"
     reasons = {skip["reason"] for record in records for skip in record.skipped}
     assert {reason.partition(" has ")[0] for reason in reasons} == {"the prompt"}
     (measured,) = (json.loads(file.read_text()) for file in reference.glob("_metrics/*-generate.json"))
@@ -116,7 +101,7 @@ def test_an_int8_cache_has_its_error_in_the_store_which_refuses_another_cache(ov
 
 
 def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overrides, reference, tmp_path):
-    """A process is killed, two are stopped by SIGTERM, and two jobs at once, one with other `data.rows`, finish."""
+    """A process is killed, two are stopped by SIGTERM, and a job with other `data.rows` finishes."""
     store = tmp_path / "store"
     create_store(*overrides, f"store.path={store}")
     with writes_held(store, [group_key(stream, 4) for stream in range(3)]):
@@ -127,7 +112,7 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
     assert 3 <= num_groups(store) < num_groups(reference) - 10
     before = num_groups(store)
     launched = local_processes(2, 1, *overrides, f"store.path={store}")
-    with writes_held(store, [group_key(0, 10)]) as release, launched as launcher:
+    with writes_held(store, [group_key(0, 8)]) as release, launched as launcher:
         wait_until(lambda: num_groups(store) >= before + 2, launcher, "2 groups more")
         children(launcher)[1].send_signal(signal.SIGTERM)
         with killed_after(300, launcher):
@@ -137,81 +122,8 @@ def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overri
     assert launcher.returncode == 42, output
     assert output.count("Interrupted: stopped by SIGTERM while generating") == 2
     assert before + 2 <= num_groups(store) < num_groups(reference)
-    other = start(*overrides, f"store.path={store}")
     run_here(*overrides, f"store.path={store}", "data.rows=5")
-    output, _ = other.communicate(timeout=120)
-    assert other.returncode == 0, output
     assert_same_store(store, reference)
-
-
-def test_samples_of_a_prompt_are_documents_and_a_stop_ends_them(overrides, tmp_path):
-    """The store does not depend on interruptions, nor on proposals."""
-    options = [*overrides, "data.samples=3", "data.group=5", "data.stop=[th,ing]"]
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    run_here(*options, f"store.path={once}")
-    speculating = [*options, "data.speculate=3", f"store.path={twice}"]
-    create_store(*speculating)
-    with writes_held(twice, [group_key(0, 3)]):
-        process = start(*speculating)
-        wait_until(lambda: num_groups(twice) >= 3, process, "3 groups")
-        process.kill()
-        process.communicate()
-    run_here(*speculating)
-    assert_same_store(once, twice)
-    assert verify_store(str(once)) == []
-    store, tokenizer = ActivationStore.open(once), load_tokenizer(str(ASSETS))
-    rows = {row["document"]: row for row in store.documents().to_pylist()}
-    by_prompt: dict[str, list[int]] = {}
-    for number, row in rows.items():
-        prompt, _, sample = row["id"].rpartition("/")
-        assert row["sample"] == int(sample)
-        by_prompt.setdefault(prompt, []).append(int(sample))
-        completion = store.document(number).tokens[row["n_prompt"] :]
-        whole, before = (tokenizer.decode(tokens) for tokens in (completion, completion[:-1]))
-        has_stop = whole.endswith(".") or "th" in whole or "ing" in whole
-        assert has_stop == (row["finish_reason"] == "stop")
-        assert not any(stop in before for stop in ("th", "ing"))
-    assert len(by_prompt) > 15
-    assert all(sorted(samples) == [0, 1, 2] for samples in by_prompt.values())
-    with pytest.raises(StoreMismatch, match=r"data\.samples: the store has 3"):
-        run_here(*options, f"store.path={once}", "data.samples=2")
-    with pytest.raises(ConfigError, match=r"data\.rows = 2 is 2 on each device, expected at least data\.samples = 3"):
-        run_here(*options, "store.path=/nowhere", "data.rows=2")
-    with pytest.raises(ConfigError, match=r"data\.stop.*non-empty"):
-        run_here(*options, "store.path=/nowhere", "data.stop=['']")
-
-
-def test_beams_are_documents_with_scores(overrides, tmp_path):
-    """The store does not depend on interruptions."""
-    options = [*overrides, "data.temperature=0", "data.seed=0", "data.beams=2", "data.group=5", "data.max_new_tokens=8"]
-    once, twice = tmp_path / "once", tmp_path / "twice"
-    run_here(*options, f"store.path={once}")
-    create_store(*options, f"store.path={twice}")
-    with writes_held(twice, [group_key(0, 2)]):
-        process = start(*options, f"store.path={twice}")
-        wait_until(lambda: num_groups(twice) >= 2, process, "2 groups")
-        process.kill()
-        process.communicate()
-    run_here(*options, f"store.path={twice}")
-    assert_same_store(once, twice)
-    assert verify_store(str(once)) == []
-    scores: dict[str, list[float]] = {}
-    rows = {row["document"]: row for row in ActivationStore.open(once).documents().to_pylist()}
-    for _, row in sorted(rows.items()):
-        prompt, _, beam = row["id"].rpartition("/")
-        assert row["sample"] == int(beam) == len(scores.setdefault(prompt, []))
-        scores[prompt].append(row["score"])
-    assert len(scores) > 15
-    assert all(len(each) == 2 and 0 > each[0] >= each[1] for each in scores.values())
-    refused = {
-        "data.rows=5": r"data\.rows = 5 is 5 on each device, expected a multiple of data\.beams = 2",
-        "data.stop=[x]": r"data\.beams = 2 with data\.stop",
-        "capture.when=decode": r"data\.beams = 2 with capture\.when=decode",
-        "data.temperature=1": r"data\.beams is 2, but has an effect only with data\.temperature=0",
-    }
-    for option, message in refused.items():
-        with pytest.raises(ConfigError, match=message):
-            run_here(*options, "store.path=/nowhere", option)
 
 
 def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
@@ -219,38 +131,10 @@ def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
     run_here(*overrides, f"store.path={store}", "run.max_tokens=1500")
     opened = ActivationStore.open(store)
     assert opened.complete
-    assert 1500 <= opened.num_tokens < 1500 + 3 * 4 * 96
+    assert 1500 <= opened.num_tokens < 1500 + 3 * 4 * 64
     assert num_groups(store) < num_groups(reference) - 10
     run_here(*overrides, f"store.path={store}")
     assert_same_store(store, reference)
-
-
-def test_activations_kept_while_decoding_equal_those_of_the_documents(overrides, tmp_path):
-    """Some documents have two windows. A killed run resumes with the activations it kept."""
-    float32 = [*overrides, "capture.dtype=float32", "data.group=8"]
-    run_here(*float32, f"store.path={tmp_path / 'document'}")
-    kept = tmp_path / "kept"
-    keeping = [*float32, "capture.when=decode", "data.speculate=2"]
-    with commits_held(kept, [(0, 2)], *keeping):
-        process = start(*keeping, f"store.path={kept}")
-        wait_for_blocks(process, kept, 2)
-        process.kill()
-        process.communicate()
-    before = num_groups(kept)
-    run_here(*keeping, f"store.path={kept}")
-    assert 0 < num_groups(kept) <= 3 < before  # the streams' last groups, which have documents for no block
-    assert verify_store(str(kept)) == []
-    expected, found = ActivationStore.open(tmp_path / "document"), ActivationStore.open(kept)
-    np.testing.assert_array_equal(found.read_tokens(found.rows).tokens, expected.read_tokens(expected.rows).tokens)
-    windows = expected.read_tokens(expected.rows).documents
-    first = (expected.documents().group_by("document").aggregate([("n_tokens", "max")])).to_pylist()
-    whole = [row["document"] for row in first if row["n_tokens_max"] <= 96]  # later windows do not see the first
-    assert len(whole) > 10
-    slots = np.isin(windows, whole)
-    for layer in (1, 3):
-        left, right = (each.read(f"blocks.{layer}.resid_post", each.rows)[slots] for each in (found, expected))
-        np.testing.assert_allclose(left, right, atol=1e-4, rtol=1e-4)
-        assert found.statistics(f"blocks.{layer}.resid_post").count == found.num_tokens
 
 
 @pytest.mark.slow
@@ -271,95 +155,3 @@ def test_five_kills_at_random_moments_leave_the_same_store(overrides, reference,
     result = run(*overrides, f"store.path={store}")
     assert result.returncode == 0, result.stderr
     assert_same_store(store, reference)
-
-
-ARC = {"train": [{"input": [[1, 1]], "output": [[2, 2]]}] * 3, "test": [{"input": [[1, 1]], "output": [[2, 2]]}]}
-
-
-def arc_overrides(path: Path, store: Path) -> list[str]:
-    """All jobs with these have the same steps, small enough for the compilation cache."""
-    settings = ["capture.layers=[4]", "batch.length=256", "data.prompt_length=160", "data.max_new_tokens=48"]
-    settings += ["batch.rows=1", "data.rows=4"]
-    return ["data=generate", f"data.path={path}", f"store.path={store}", *settings]
-
-
-def run_arc(folder: Path, *overrides: str, task: dict = ARC) -> None:
-    """Runs a job on one task into the store `folder`/store."""
-    (folder / "a.json").write_text(json.dumps(task))
-    run_here(*arc_overrides(folder / "a.json", folder / "store"), *overrides)
-
-
-def test_arc_answers_are_graded(tmp_path, compilation_cache):
-    """The bundled model repeats what it has seen three times. One task has no solution."""
-    unsolved = ARC | {"test": [{"input": [[1, 1]]}]}
-    for name, task in {"a": ARC, "b": unsolved}.items():
-        (tmp_path / "tasks").mkdir(exist_ok=True)
-        (tmp_path / "tasks" / f"{name}.json").write_text(json.dumps(task))
-    run_here(*arc_overrides(tmp_path / "tasks", tmp_path / "store"), compilation_cache)
-    store = ActivationStore.open(tmp_path / "store")
-    rows = {row["task"]: row for row in store.documents().to_pylist()}
-    assert rows["a"]["predicted_grid"] == rows["b"]["predicted_grid"]
-    assert rows["a"]["predicted_grid"] is not None
-    assert rows["a"]["correct"] == (rows["a"]["predicted_grid"] == "22")
-    assert rows["b"]["correct"] is None
-
-
-def test_answers_to_real_arc_tasks_are_graded(shared, tmp_path, compilation_cache):
-    """The tasks have very different lengths. Long prompts are cut to data.prompt_length."""
-    (tmp_path / "tasks").mkdir()
-    for file in sorted((shared / "data" / "arc_agi" / "training").glob("*.json"))[:12]:
-        (tmp_path / "tasks" / file.name).symlink_to(file)
-    run_here(*arc_overrides(tmp_path / "tasks", tmp_path / "store"), "data.long_prompts=cut", compilation_cache)
-    assert verify_store(str(tmp_path / "store")) == []
-    rows = ActivationStore.open(tmp_path / "store").documents().to_pylist()
-    assert len({row["task"] for row in rows}) == 12
-    assert all(isinstance(row["correct"], bool) for row in rows)
-    assert any(row["n_prompt_cut"] for row in rows)
-    assert all(row["n_prompt"] == 160 for row in rows if row["n_prompt_cut"])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("data.prompt_length=1000", "data.prompt_length.* = 1000 \\+ 48 exceeds the model's 1024 positions"),
-        ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),
-        ("data.prompts.on_error=skip", "data.prompts.on_error is skip, but data.on_error is fail"),
-        ("data.prompts.include_solution=true", "prompts must not contain answers"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(tmp_path, override, message):
-    with pytest.raises(ConfigError, match=message):
-        run_arc(tmp_path, override)
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_prompt_that_is_too_long_is_refused(tmp_path, compilation_cache):
-    with pytest.raises(InputError, match="tasks-000000 row 0 .id a#0.: the prompt has .*, more than data"):
-        run_arc(tmp_path, compilation_cache, task=ARC | {"train": ARC["train"] * 10})
-
-
-def test_columns_with_the_names_of_generated_ones_are_refused(tmp_path):
-    column = "finish_reason"
-    (tmp_path / "rows.json").write_text(json.dumps({"text": "a", column: "b"}))
-    source = ["data@data.prompts=hf", "data.path=json", f"data.prompts.data_files={tmp_path / 'rows.json'}"]
-    with pytest.raises(ConfigError, match=f"the prompts have a column {column}, which data=generate writes"):
-        run_here(*arc_overrides("json", tmp_path / "store"), *source, f"data.prompts.info_columns=[{column}]")
-    assert not (tmp_path / "store").exists()
-
-
-def test_a_checkpoint_without_its_head_is_refused_before_a_store_is_created(tmp_path):
-    shutil.copytree(ASSETS, tmp_path / "model")
-    config = json.loads((ASSETS / "config.json").read_text()) | {"tie_word_embeddings": False}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
-        run_arc(tmp_path, f"model.path={tmp_path / 'model'}")
-    assert not (tmp_path / "store").exists()
-
-
-def test_prompts_are_rendered_with_the_chat_template(tmp_path, compilation_cache):
-    run_arc(tmp_path, "data.template=chat", compilation_cache)
-    store = ActivationStore.open(tmp_path / "store")
-    (row,) = store.documents().to_pylist()
-    text = load_tokenizer(str(ASSETS)).decode(store.document(0).tokens[: row["n_prompt"]])
-    assert text.startswith("<|im_start|>user\ninput:\n11\n")
-    assert text.endswith("output:\n<|im_end|>\n<|im_start|>assistant\n")

@@ -46,35 +46,38 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.core.sites import Site, activation_keys
 
-path, port, num_processes, process, kind = sys.argv[1:]
+path, port, num_processes, process, *kinds = sys.argv[1:]
 num_processes, process = int(num_processes), int(process)
 if num_processes > 1:
     joining.initialise(DistributedConfig(f"localhost:{port}", num_processes, process))
 model = open_model(path, init="random")
-KEYS = (*activation_keys((0,), (Site.attn_out, Site.resid_post)), *activation_keys((1,), (Site.attn_z,)))
+KEYS = (*activation_keys((0,), (Site.resid_post,)), *activation_keys((1,), (Site.attn_z,)))
 prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
 mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (num_processes > 1)]
-tensor, fsdp, group = (int(letter) for letter in kind)
-partition = Partition(sharding.make_mesh(tensor), bool(fsdp), group)
-params = model.load_leaves(model.generation.leaves(KEYS), "float32", partition.leaf_sharding)
-generator = Generator(compile_programs(model, params, partition, GenerationSpec(
-    rows=4, max_prompt=8, max_new_tokens=12, end_tokens=tuple(range(6)), keys=KEYS,
-    sampling=Sampling(temperature=1.0, seed=1), segment_steps=4, block=8, speculate=2 if model.arch.latent else 0,
-)), params)
-found = {}
-for each in generator.run(iter(mine)):
-    found[f"tokens {each.number}"] = each.tokens
-    found |= {f"{key.name} {each.number}": values for key, values in each.activations.items()}
-np.savez(f"{path}/{num_processes}-{process}-{jax.device_count()}-{kind}.npz", **found)
+for kind in kinds:
+    tensor, fsdp, group = (int(letter) for letter in kind)
+    devices = jax.devices()[:1] if kind == "101" else jax.devices()
+    partition = Partition(sharding.make_mesh(tensor, devices), bool(fsdp), group)
+    params = model.load_leaves(model.generation.leaves(KEYS), "float32", partition.leaf_sharding)
+    generator = Generator(compile_programs(model, params, partition, GenerationSpec(
+        rows=4, max_prompt=8, max_new_tokens=12, end_tokens=tuple(range(6)), keys=KEYS,
+        sampling=Sampling(temperature=1.0, seed=1), segment_steps=4, block=8, speculate=2 if model.arch.latent else 0,
+    )), params)
+    found = {}
+    for each in generator.run(iter(mine)):
+        found[f"tokens {each.number}"] = each.tokens
+        found |= {f"{key.name} {each.number}": values for key, values in each.activations.items()}
+    np.savez(f"{path}/{num_processes}-{process}-{kind}.npz", **found)
 """
 
 
-def start(path: Path, processes: int, devices: int, kind: str) -> list[subprocess.Popen]:
-    """Starts the program. A kind is three digits: the devices along `tensor`, 1 for fsdp, and the expert group's."""
+def start(path: Path, processes: int, devices: int, *kinds: str) -> list[subprocess.Popen]:
+    """Starts the program. A kind is three digits: the devices along `tensor`, 1 for fsdp, and the expert group's. 101
+    is one device."""
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
     pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen([*common, str(process), kind], **pipes) for process in range(processes)]
+    return [subprocess.Popen([*common, str(process), *kinds], **pipes) for process in range(processes)]
 
 
 def finish(started: list[subprocess.Popen]) -> None:
@@ -82,9 +85,9 @@ def finish(started: list[subprocess.Popen]) -> None:
     assert [process.returncode for process in started] == [0] * len(started), outputs
 
 
-def completions(path: Path, processes: int, devices: int, kind: str) -> dict[str, np.ndarray]:
+def completions(path: Path, processes: int, kind: str) -> dict[str, np.ndarray]:
     """The completions of all processes. No two processes complete the same prompt."""
-    files = [path / f"{processes}-{process}-{devices}-{kind}.npz" for process in range(processes)]
+    files = [path / f"{processes}-{process}-{kind}.npz" for process in range(processes)]
     parts = [dict(np.load(file)) for file in files]
     whole = {name: values for part in parts for name, values in part.items()}
     assert len(whole) == sum(map(len, parts))
@@ -96,7 +99,7 @@ def path(tmp_path_factory) -> Path:
     """The folder with the completions of one device and of all divisions, computed at the same time."""
     path = tmp_path_factory.mktemp("model")
     (path / "config.json").write_text(json.dumps(CONFIG))
-    finish([*start(path, 1, 1, "101"), *start(path, 1, 4, "211"), *start(path, 2, 2, "111")])
+    finish([*start(path, 1, 4, "101", "211"), *start(path, 2, 2, "111")])
     return path
 
 
@@ -105,12 +108,12 @@ def latent_path(tmp_path_factory) -> Path:
     """As `path`, for latent attention and experts, with proposals and exchanged tokens."""
     path = tmp_path_factory.mktemp("latent")
     (path / "config.json").write_text(json.dumps(LATENT_CONFIG))
-    finish([*start(path, 1, 1, "101"), *start(path, 1, 4, "212")])
+    finish(start(path, 1, 4, "101", "212"))
     return path
 
 
 def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
-    expected, got = completions(path, 1, 1, "101"), completions(path, processes, 4, kind)
+    expected, got = completions(path, 1, "101"), completions(path, processes, kind)
     assert len({values.size for name, values in expected.items() if "tokens" in name}) > 3
     assert got.keys() == expected.keys()
     for name, values in expected.items():
