@@ -484,6 +484,12 @@ FURTHER_CASES = {
 """Variants of families whose parts other cases test, too. They are slow only in sum."""
 WITH_VISION = ("gemma3", "gemma4_unified", "llama4", "mistral3", "qwen2_vl")
 """Also slow: models with vision whose language model is that of another family. `test_families.py` compares names."""
+COMBINED = (
+    *("deepseek_v2", "gemma3_text", "gemma4_unified_text", "mixtral", "olmo3", "olmoe", "phi3", "qwen2_5_vl"),
+    *("qwen3_5_text", "qwen3_moe", "qwen3_vl_moe", "gemma2 low caps", "gpt2 odd heads, relu"),
+    *("deepseek v3, dense, linear rope", "smollm3 every second layer, all heads"),
+)
+"""Also slow: models whose parts are those of another fast row, which combines them with further ones."""
 SCANNED = {
     "alike": "llama",
     "local and global with two ropes": "gemma3_text",
@@ -591,7 +597,7 @@ def bound(key: ActivationKey, model: Model) -> float:
 @pytest.mark.parametrize(
     "forward",
     [
-        pytest.param(case, marks=[pytest.mark.slow] if case in {*FURTHER_CASES, *WITH_VISION} else [])
+        pytest.param(case, marks=[pytest.mark.slow] if case in {*FURTHER_CASES, *WITH_VISION, *COMBINED} else [])
         for case in (*FAMILIES, *CASES, *FURTHER_CASES)
     ],
     indirect=True,
