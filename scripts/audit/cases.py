@@ -57,6 +57,12 @@ def _generate(topology: str, *mesh: str) -> Case:
     return Case("Qwen2.5-7B", (f"topology={topology}", *data, *sizes, *mesh))
 
 
+def _long(shape: str, topology: str, length: int, context: int, layer: int) -> Case:
+    """Rows whose positions are divided among `context` devices."""
+    rows = parse_slice(topology).num_devices // context
+    return _extract(shape, topology, rows, length, f"capture.layers=[{layer}] mesh.context={context}")
+
+
 _SIX_ARRAYS = "capture.layers=[6,12,18] capture.sites=[resid_mid,resid_post]"
 _ROUTED = "capture.layers=[24] capture.sites=[router_logits,router_indices,resid_post]"
 _LAST_OF_FEW = "capture.layers=[-1] model.weights=fsdp"
@@ -76,12 +82,18 @@ TPU_CASES: Mapping[str, Case] = {
     "7B generate v5e:8x8, auto": _generate("v5e:8x8"),
     "7B generate v5e:8x8, fsdp": _generate("v5e:8x8", "model.weights=fsdp"),
     "8B 4x2048 tpu7x-8": _extract("Llama-3-8B", "tpu7x-8", 32, 2048, "capture.layers=[8,16,24]"),
+    "7B 32768 over 4 v5e-64": _long("Qwen2.5-7B", "v5e-64", 32768, 4, 14),
+    "8B 131072 over 4 v5e-64": _long("Llama-3-8B-1048k", "v5e-64", 131072, 4, 16),
+    "8B 131072 over 4 v5p-64": _long("Llama-3-8B-1048k", "v5p-64", 131072, 4, 16),
+    "8B 131072 over 2 v5e-64": _long("Llama-3-8B-1048k", "v5e-64", 131072, 2, 16),
+    "8B 262144 over 4 v5e-128": _long("Llama-3-8B-1048k", "v5e-128", 262144, 4, 16),
+    "8B 1048576 over 4 v6e-256": _long("Llama-3-8B-1048k", "v6e-256", 1048576, 4, 16),
     "0.5B, 2 layers, fsdp, 2x512 v5e-4": _extract(
         "Qwen2.5-0.5B", "v5e-4", 8, 512, "capture.layers=[1] model.weights=fsdp", layers=2
     ),
 }
-"""Names contain rows x length per device, and the slice. The generation cases have 256 rows of 1024 + 1024 tokens over
-all devices. The last case is small, for the tests."""
+"""Names contain rows x length per device, and the slice; "131072 over 4" are rows that 4 devices divide. The generation
+cases have 256 rows of 1024 + 1024 tokens over all devices. The last case is small, for the tests."""
 _ON_GPUS = {  # shape, rows per GPU, length, what is captured, topologies
     "0.5B 16x1024": ("Qwen2.5-0.5B", 16, 1024, "capture.layers=[12]", "h100-1 h100-8 rtx4090-1"),
     "0.5B 16x1024, 6 arrays": ("Qwen2.5-0.5B", 16, 1024, _SIX_ARRAYS, "h100-1"),

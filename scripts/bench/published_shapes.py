@@ -63,6 +63,9 @@ SHAPES = {
     | {"vocab_size": 152064, "num_key_value_heads": 4}
     | dict(zip(_ORDER, (3584, 18944, 28, 28), strict=True)),
     "Llama-3-8B": _LLAMA3 | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
+    "Llama-3-8B-1048k": _LLAMA3  # fine-tuned for long contexts by Gradient
+    | {"max_position_embeddings": 1048576, "rope_theta": 3580165449}
+    | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
     "Llama-3-70B": _LLAMA3 | dict(zip(_ORDER, (8192, 28672, 64, 80), strict=True)),
     "Gemma-2-2B": _GEMMA2 | {"num_key_value_heads": 4} | dict(zip(_ORDER, (2304, 9216, 8, 26), strict=True)),
     "Gemma-2-9B": _GEMMA2 | {"num_key_value_heads": 8} | dict(zip(_ORDER, (3584, 14336, 16, 42), strict=True)),

@@ -33,6 +33,8 @@ _COLLECTIVE = re.compile(
     r"%(\S+) = .* (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)"
     r"(?:-start)?\((?:.*chain_id=\"(\d+)\")?"
 )
+_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
 
 _LIBTPU_OPTIONS = {
@@ -100,7 +102,7 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise ConfigError(
             f"a step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
-            f"{plan.remedy}"
+            f"{plan.remedy(*_needed_and_available(reason))}"
         ) from error
     text = step.executable.as_text()
     return Program(
@@ -111,6 +113,15 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         compile_s=time.perf_counter() - began,
         computed_twice=len(_REMATERIALISED.findall(text)),
     )
+
+
+def _needed_and_available(reason: str) -> tuple[float, float]:
+    """Bytes of a device, from libtpu's message; zeros if it does not name them."""
+    found = _USED.search(reason)
+    if found is None:
+        return 0, 0
+    needed, unit, available, other = found.groups()
+    return float(needed) * _UNITS[unit], float(available) * _UNITS[other]
 
 
 def count_collectives(program_text: str) -> dict[str, int]:

@@ -282,7 +282,7 @@ def _notes(job: Plan, program: Program) -> Iterator[str]:
         yield program.attention_note
     if program.computed_twice:
         yield (
-            f"the compiler recomputes {program.computed_twice} results to save memory, which takes time. {job.remedy}"
+            f"the compiler recomputes {program.computed_twice} results to save memory, which takes time. {job.remedy()}"
         )
 
 
