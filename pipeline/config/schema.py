@@ -509,8 +509,7 @@ class RunOptions:
     )
     compilation_cache: str | None = key(
         None,
-        "directory, `gs://` or `s3://` URL that keeps compiled programs between runs; "
-        "null: none",
+        "directory, `gs://` or `s3://` URL that keeps compiled programs between runs; null: none",
         allowed=limits.FOLDER,
     )
     profile: str | None = key(

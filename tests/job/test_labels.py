@@ -213,7 +213,7 @@ def test_an_extractor_labels_chats(store, conversations, compilation_cache, tmp_
     for left, right in zip(extractor(shared), extractor(chats), strict=True):
         np.testing.assert_array_equal(left.labels, right.labels)
         np.testing.assert_array_equal(left.tokens, right.tokens)
-    with pytest.raises(InputError, match=r"documents\[0\]: message 0 has no content, but message"):
+    with pytest.raises(InputError, match=r"documents row 0: message 0 has no content, but message"):
         extractor([[{"role": "user", "message": "hello"}]])
     extractor([[{"role": "user", "content": "hi", "text": "not written"}]] * 2)
     assert caplog.text.count("documents[0] is not whole: the chat template leaves out 10 characters") == 1

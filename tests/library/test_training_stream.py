@@ -241,7 +241,7 @@ def test_named_options_make_the_stream_of_the_overrides(text, stream, whole, tmp
         with pytest.raises(InputError, match=r"data=hf data\.path=json .*Stream\.from_config\(\['data=hf',"):
             Stream("${assets:tiny-qwen2}", layers=[2], data=str(data))
     with pytest.raises(ConfigError, match=r"data\.pth is not a key"):
-        Stream("${assets:tiny-qwen2}", layers=[2], data={"pth": str(text)})
+        Stream("${assets:tiny-qwen2}", layers=[2], data={"path": str(text), "pth": str(text)})
 
 
 def test_a_state_of_another_stream_is_refused_by_name(stream, overrides):
