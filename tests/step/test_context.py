@@ -91,7 +91,8 @@ def outputs(model, num_context, tensor, fsdp, selects):
     for copy in start_copies(leaves, first_row=0):  # as the writer does
         whole[copy.output][copy.place(0)] = copy.wait()
     assert [np.asarray(computed.counts)[1:].sum()] == [0], computed.counts
-    return [(values[:rows], jnp.issubdtype(leaf.dtype, jnp.integer)) for values, leaf in zip(whole, leaves, strict=True)]
+    are_ids = [jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in leaves]
+    return [(values[:rows], ids) for values, ids in zip(whole, are_ids, strict=True)]
 
 report = {}
 for name, divided in divisions.items():
@@ -101,9 +102,9 @@ for name, divided in divisions.items():
         for division in divided:
             got = outputs(model, *division, selects)
             errors = []
-            for (a, are_ids), (b, _) in zip(got, expected, strict=True):
+            for (a, ids), (b, _) in zip(got, expected, strict=True):
                 assert (np.isnan(a) == np.isnan(b)).all()  # the loss of a document's last token
-                if are_ids:  # of the likeliest tokens: two that are equally likely up to rounding may change places
+                if ids:  # of the likeliest tokens: two that are equally likely up to rounding may change places
                     errors.append(float((a != b).mean()) / 100)
                     continue
                 a, b = np.nan_to_num(a), np.nan_to_num(b)
