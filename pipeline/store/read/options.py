@@ -75,7 +75,7 @@ class TokenFilter:
         object.__setattr__(self, "drop_tokens", tokens)
         if self.documents is not None:
             given = items("documents", self.documents, "a list of document numbers")
-            documents = {integer("an entry of documents", number, most=_MAX_DOCUMENT) for number in given}
+            documents = {integer("an entry of documents", document, most=_MAX_DOCUMENT) for document in given}
             object.__setattr__(self, "documents", tuple(sorted(documents)))
         object.__setattr__(self, "skip_first", integer("skip_first", self.skip_first, most=_MAX_TOKEN))
         try:
