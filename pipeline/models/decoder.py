@@ -17,10 +17,9 @@ from pipeline.models.architecture import Architecture, LayerKind, QueryScaling
 from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.pattern import attention_entropy
 from pipeline.models.attention.spec import Attend
-from pipeline.models.experts import experts_block, split_experts
+from pipeline.models.experts import experts_block
 from pipeline.models.layers import (
     BlockWeights,
-    ExpertStacks,
     LayerWeights,
     Rows,
     attention_block,
@@ -117,7 +116,7 @@ def forward(
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
                 x = capture(x, {key: inner[key] for key in keys if key in inner})
             else:
-                x = _scan(partial(layer, attend=attend), x, arch, run, weights, rows, partition)
+                x = _scan(partial(layer, attend=attend), x, arch, run, weights, rows)
         x = residual(x)
         x = capture(x, _residual_activations(arch, params, x, run.stop, keys, partition))
     return {key: captured[key] for key in keys}
@@ -220,34 +219,17 @@ def _scan(
     run: LayerRun,
     weights: Sequence[LayerWeights],
     rows: LayerRows,
-    partition: Partition,
 ) -> Float[Array, "B T D"]:
-    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack.
-
-    Without fsdp, experts stay in their stacks (`ExpertStacks`).
-    """
+    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack."""
     first_layers = [stack[0] for stack in run.stacks]  # all layers of a stack are of one kind
-    sliced, whole = zip(*(_without_experts(stacked, partition) for stacked in weights), strict=True)
 
-    def compute_period(x: Array, slices: list[tuple[Array, LayerWeights, Array | None]]) -> tuple[Array, None]:
-        for first, stacks, (number, layer_weights, layer_input) in zip(first_layers, whole, slices, strict=True):
-            if stacks:
-                experts = {"experts": ExpertStacks(stacks, number)}
-                layer_weights = layer_weights | {"mlp": layer_weights["mlp"] | experts}
+    def compute_period(x: Array, slices: list[tuple[LayerWeights, Array | None]]) -> tuple[Array, None]:
+        for first, (layer_weights, layer_input) in zip(first_layers, slices, strict=True):
             x, _ = layer(rows.layer_with(first, layer_input), x, layer_weights, arch.kind(first))
         return x, None
 
-    stacks = zip(sliced, run.stacks, strict=True)
-    inputs = [(jnp.arange(len(stack)), stacked, rows.stack_inputs(stack)) for stacked, stack in stacks]
+    inputs = [(stacked, rows.stack_inputs(stack)) for stacked, stack in zip(weights, run.stacks, strict=True)]
     return jax.lax.scan(compute_period, x, inputs)[0]
-
-
-def _without_experts(stacked: LayerWeights, partition: Partition) -> tuple[LayerWeights, BlockWeights]:
-    """A stack's weights that a scan slices, and those that it does not: without fsdp, the experts'."""
-    if partition.fsdp or "router" not in stacked.get("mlp", ()):
-        return stacked, {}
-    experts, others = split_experts(stacked["mlp"])
-    return stacked | {"mlp": others}, experts
 
 
 def layer_sites(

@@ -37,7 +37,7 @@ from pipeline.models.exchange.context import (
     row_chunks,
 )
 from pipeline.models.exchange.tables import look_up
-from pipeline.models.layers import ExpertStacks, LayerWeights
+from pipeline.models.layers import BlockWeights, LayerWeights
 from pipeline.models.leaves import Leaf
 from pipeline.models.quantised_weights import QuantisedWeight
 from pipeline.models.weight_specs import TENSOR_AXES, WeightKind, WeightSpec, weight_spec
@@ -198,25 +198,25 @@ class Partition:
         )(x, weights, segments)
 
     def over_experts(
-        self, compute: Callable[[PyTree, ExpertStacks, ExpertShare], PyTree], inputs: PyTree, stacks: ExpertStacks
+        self, compute: Callable[[PyTree, BlockWeights, ExpertShare], PyTree], inputs: PyTree, weights: BlockWeights
     ) -> PyTree:
         """Traced: like `by_rows`, but each device computes its own experts only, and the results are summed over
-        `tensor`. It calls `compute(inputs, stacks, share)` with these experts' weights."""
+        `tensor`. It calls `compute(inputs, weights, share)` with these experts' weights, [E, ...]."""
         if self.mesh is None:
-            return compute(inputs, stacks, ExpertShare(self.device))
+            return compute(inputs, weights, ExpertShare(self.device))
         group = self.expert_group
         mesh, rows, experts = self.mesh, _ROWS, "tensor"
         if group > 1:
             mesh, rows, experts = self._expert_mesh(), _EXPERT_ROWS, _EXPERTS
 
-        def on_device(inputs: PyTree, stacks: ExpertStacks) -> PyTree:
-            num_experts = jax.tree.leaves(stacks)[0].shape[1] * group
+        def on_device(inputs: PyTree, weights: BlockWeights) -> PyTree:
+            num_experts = jax.tree.leaves(weights)[0].shape[0] * group
             first = jax.lax.axis_index("tensor") * num_experts
-            outputs = compute(inputs, stacks, ExpertShare(self.device, first, group, mesh_axes=mesh.axis_names))
+            outputs = compute(inputs, weights, ExpertShare(self.device, first, group, mesh_axes=mesh.axis_names))
             return jax.lax.psum(outputs, "tensor")
 
-        in_specs = rows, ExpertStacks(PartitionSpec(None, experts), PartitionSpec())
-        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(inputs, stacks)
+        in_specs = rows, PartitionSpec(experts)
+        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(inputs, weights)
 
     def _divided(self, compute: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
         """Maps `compute` over the mesh. The first input and the result are divided by rows, the other inputs by
