@@ -93,6 +93,7 @@ def topology(run: RunOptions) -> Topology:
         devices=jax.device_count(),
         device_bytes=_device_bytes(run),
         host_memory=host_memory(),
+        platform=jax.default_backend(),
         few_cores=jax.default_backend() == "cpu" and num_cores() <= _FEW_CORES,
         processes=jax.process_count(),
         process=jax.process_index(),

@@ -13,6 +13,7 @@ class Topology:
     devices: int  # over all processes that compute a step together
     device_bytes: int | None = None  # memory of each device, without what is reserved; None: unknown
     host_memory: int | None = None  # bytes of this process's host; None: unknown
+    platform: str = "cpu"  # of the devices
     few_cores: bool = False  # the devices are the host's few cores, which also do all other work
     processes: int = 1  # that compute a step together
     process: int = 0

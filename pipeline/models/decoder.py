@@ -17,10 +17,9 @@ from pipeline.models.architecture import Architecture, LayerKind, QueryScaling
 from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.pattern import attention_entropy
 from pipeline.models.attention.spec import Attend
-from pipeline.models.experts import experts_block, split_experts
+from pipeline.models.experts import experts_block
 from pipeline.models.layers import (
     BlockWeights,
-    ExpertStacks,
     LayerWeights,
     Rows,
     attention_block,
@@ -99,7 +98,7 @@ def forward(
         captured.update(finished)
         return x
 
-    layer = partial(_partitioned_layer, arch, partition)
+    layer = partial(layer_sites, arch, partition=partition)
     residual = partition.residual
     runs = layer_runs(keys, arch)
     with jax.named_scope("embed"):
@@ -112,12 +111,12 @@ def forward(
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
                 layer_attend = attend if callable(attend) else attend[run.first]
-                x, sites = layer(rows.layer(run.first), x, *weights, arch.kind(run.first), layer_attend)
+                x, sites = layer(x, *weights, rows.layer(run.first), arch.kind(run.first), layer_attend)
                 rows.keep(run.first, sites)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}
                 x = capture(x, {key: inner[key] for key in keys if key in inner})
             else:
-                x = _scan(partial(layer, attend=attend), x, arch, run, weights, rows, partition)
+                x = _scan(partial(layer, attend=attend), x, arch, run, weights, rows)
         x = residual(x)
         x = capture(x, _residual_activations(arch, params, x, run.stop, keys, partition))
     return {key: captured[key] for key in keys}
@@ -198,21 +197,6 @@ def _residual_activations(
     return {key: partition.residual(normed()) if key.site is Site.final_norm else x for key in keys}
 
 
-def _partitioned_layer(
-    arch: Architecture,
-    partition: Partition,
-    rows: Rows,
-    x: Float[Array, "B T D"],
-    weights: LayerWeights,
-    kind: LayerKind,
-    attend: Attend | Recur,
-) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
-    """`layer_sites` with gathered weights and a residual stream that is replicated along `tensor`."""
-    x, sites = layer_sites(arch, x, partition.gather(weights), rows, kind, attend, partition)
-    sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
-    return partition.residual(x), sites
-
-
 def _scan(
     layer: Callable[..., tuple[Array, dict[Site, Array]]],
     x: Float[Array, "B T D"],
@@ -220,34 +204,17 @@ def _scan(
     run: LayerRun,
     weights: Sequence[LayerWeights],
     rows: LayerRows,
-    partition: Partition,
 ) -> Float[Array, "B T D"]:
-    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack.
-
-    Without fsdp, experts stay in their stacks (`ExpertStacks`).
-    """
+    """The stream after a run of layers with stacked weights. Each step of the scan computes one layer of each stack."""
     first_layers = [stack[0] for stack in run.stacks]  # all layers of a stack are of one kind
-    sliced, whole = zip(*(_without_experts(stacked, partition) for stacked in weights), strict=True)
 
-    def compute_period(x: Array, slices: list[tuple[Array, LayerWeights, Array | None]]) -> tuple[Array, None]:
-        for first, stacks, (number, layer_weights, layer_input) in zip(first_layers, whole, slices, strict=True):
-            if stacks:
-                experts = {"experts": ExpertStacks(stacks, number)}
-                layer_weights = layer_weights | {"mlp": layer_weights["mlp"] | experts}
-            x, _ = layer(rows.layer_with(first, layer_input), x, layer_weights, arch.kind(first))
+    def compute_period(x: Array, slices: list[tuple[LayerWeights, Array | None]]) -> tuple[Array, None]:
+        for first, (layer_weights, layer_input) in zip(first_layers, slices, strict=True):
+            x, _ = layer(x, layer_weights, rows.layer_with(first, layer_input), arch.kind(first))
         return x, None
 
-    stacks = zip(sliced, run.stacks, strict=True)
-    inputs = [(jnp.arange(len(stack)), stacked, rows.stack_inputs(stack)) for stacked, stack in stacks]
+    inputs = [(stacked, rows.stack_inputs(stack)) for stacked, stack in zip(weights, run.stacks, strict=True)]
     return jax.lax.scan(compute_period, x, inputs)[0]
-
-
-def _without_experts(stacked: LayerWeights, partition: Partition) -> tuple[LayerWeights, BlockWeights]:
-    """A stack's weights that a scan slices, and those that it does not: without fsdp, the experts'."""
-    if partition.fsdp or "router" not in stacked.get("mlp", ()):
-        return stacked, {}
-    experts, others = split_experts(stacked["mlp"])
-    return stacked | {"mlp": others}, experts
 
 
 def layer_sites(
@@ -259,26 +226,30 @@ def layer_sites(
     attend: Attend | Recur,
     partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> tuple[Float[Array, "B T D"], dict[Site, Array]]:
-    """The residual stream after a layer, and the layer's sites."""
-    attention = weights["attention"]
-    if "mlp" not in weights:
+    """The residual stream after a layer, and the layer's sites. Weights are gathered first, and what is as wide as the
+    stream is replicated along `tensor`."""
+    weights = partition.gather(weights)
+    attention, mlp = weights["attention"], weights.get("mlp")
+    if mlp is None:
         sites = _mixer_sites(arch, x, weights, rows, kind, attend, partition)
-        return x + sites[Site.attn_out], sites
-    if arch.blocks is not None:
-        sites = _mlp_sites(x, weights["mlp"] | {"norm": attention["norm"]}, arch, partition)
-        return x + sites[Site.mlp_out], sites
-    mlp = weights["mlp"]
-    sites = _mixer_sites(arch, x, weights, rows, kind, attend, partition)
-    sites[Site.attn_out] = _scaled_output(sites[Site.attn_out], arch)
-    stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
-    sites[Site.resid_mid] = stream
-    read = x if arch.parallel else stream
-    if arch.parallel and "norm" not in mlp:
-        read = sites[Site.attn_in]
-    sites |= _mlp_sites(read, mlp, arch, partition)
-    sites[Site.mlp_out] = _scaled_output(sites[Site.mlp_out], arch)
-    stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
-    return layer_out(stream, mlp, arch, rows.layer_input), sites
+        stream = x + sites[Site.attn_out]
+    elif arch.blocks is not None:
+        sites = _mlp_sites(x, mlp | {"norm": attention["norm"]}, arch, partition)
+        stream = x + sites[Site.mlp_out]
+    else:
+        sites = _mixer_sites(arch, x, weights, rows, kind, attend, partition)
+        sites[Site.attn_out] = _scaled_output(sites[Site.attn_out], arch)
+        stream = norm_if_any(x + sites[Site.attn_out], attention, "sum_norm", arch)
+        sites[Site.resid_mid] = stream
+        read = x if arch.parallel else stream
+        if arch.parallel and "norm" not in mlp:
+            read = sites[Site.attn_in]
+        sites |= _mlp_sites(read, mlp, arch, partition)
+        sites[Site.mlp_out] = _scaled_output(sites[Site.mlp_out], arch)
+        stream = norm_if_any(stream + sites[Site.mlp_out], mlp, "sum_norm", arch)
+        stream = layer_out(stream, mlp, arch, rows.layer_input)
+    sites |= {site: partition.residual(sites[site]) for site in STREAM_SITES if site in sites}
+    return partition.residual(stream), sites
 
 
 def _scaled_output(x: Float[Array, "B T D"], arch: Architecture) -> Float[Array, "B T D"]:
@@ -321,7 +292,7 @@ def embed(
     partition: Partition = Partition(),  # noqa: B008  frozen
 ) -> Float[Array, "B T D"]:
     """The input of layer 0. All tokens are of type 0."""
-    x = partition.look_up(params["embed"], tokens)
+    x = partition.token_vectors(params["embed"], tokens)
     if arch.embed_scale != 1.0:
         x *= jnp.asarray(arch.embed_scale, x.dtype)
     if "type_embed" in params:
@@ -343,7 +314,7 @@ def layer_inputs(
     of layer 0."""
     projected = jnp.einsum("BTD,LpD->LBTp", x, params["layer_projection"][:num_layers])
     projected = norm(scaled(projected, arch.d_model**-0.5), params, "layer_projection_norm", arch)
-    embedded = partition.look_up(params["layer_embed"], tokens, slice(num_layers))
+    embedded = partition.token_vectors(params["layer_embed"], tokens, slice(num_layers))
     embedded = jnp.moveaxis(embedded, 2, 0) * arch.layer_inputs**0.5
     return scaled(projected + embedded, 2**-0.5)
 

@@ -1,9 +1,9 @@
 """On GPUs: products of each token with the matrices of its expert, as one Triton kernel.
 
-A program of the kernel computes some outputs of a block of tokens of one expert. It gathers its tokens, and reads the
-matrices from the stack of all layers, so neither is copied first.
+A program of the kernel computes some outputs of a block of tokens of one expert. It gathers its tokens, so they are not
+copied first.
 
-Letters: S tokens, R pairs of a token and one of its experts, sorted by expert, E experts, L layers, N blocks, I inputs,
+Letters: S tokens, R pairs of a token and one of its experts, sorted by expert, E experts, N blocks, I inputs,
 O outputs.
 """
 
@@ -47,22 +47,21 @@ class RowBlocks:
 
 @dataclass(frozen=True)
 class Matrices:
-    """A matrix of each expert in all layers, and its bias, if any."""
+    """A matrix of each expert, and its bias, if any."""
 
-    weight: Num[Array, "L E O I"] | QuantisedWeight  # not in groups
-    bias: Float[Array, "L E O"] | None
+    weight: Num[Array, "E O I"] | QuantisedWeight  # not in groups
+    bias: Float[Array, "E O"] | None
 
 
 def grouped_product(
     x: Float[Array, "S I"],
     rows: Int32[Array, " R"],
     matrices: Sequence[Matrices],
-    layer: Int32[Array, ""],
     blocks: RowBlocks,
     combine: Callable[..., Float32[Array, "rows columns"]],
     interpret: bool = False,
 ) -> Float[Array, "R O"]:
-    """`combine` of the products, in float32, of token `rows[r]` with the matrices of pair r's expert in `layer`.
+    """`combine` of the products, in float32, of token `rows[r]` with the matrices of pair r's expert.
 
     Pairs that are in no block have undefined outputs. `interpret` runs the kernel on a CPU, for tests.
     """
@@ -70,16 +69,16 @@ def grouped_product(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    arrays, layer = _operands(matrices, layer, x.dtype)
-    num_outputs, num_inputs = arrays[0]["values"].shape[2:]
+    arrays = [_operands(each, x.dtype) for each in matrices]
+    num_outputs, num_inputs = arrays[0]["values"].shape[1:]
     columns = min(_COLUMNS // len(matrices), max(16, pl.next_power_of_2(num_outputs)))
     step = min(_INPUT_BYTES // x.dtype.itemsize, max(16, pl.next_power_of_2(num_inputs)))
     num_columns = pl.cdiv(num_outputs, columns)
 
-    def kernel(layer, experts, starts, stops, rows, x, arrays, y) -> None:
+    def kernel(experts, starts, stops, rows, x, arrays, y) -> None:
         neighbours, program = jnp.divmod(pl.program_id(0), _NEIGHBOURS * num_columns)
         block = neighbours * _NEIGHBOURS + program % _NEIGHBOURS
-        start, stop, expert = starts[block], stops[block], (layer[0], experts[block])
+        start, stop, expert = starts[block], stops[block], (experts[block],)
         pairs, outputs = start + jnp.arange(blocks.size), program // _NEIGHBOURS * columns + jnp.arange(columns)
         is_pair, is_output = pairs < stop, outputs < num_outputs
 
@@ -112,7 +111,7 @@ def grouped_product(
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=interpret,
         name="grouped_product",
-    )(jnp.reshape(layer, 1), blocks.experts, blocks.starts, blocks.stops, rows, x, arrays)
+    )(blocks.experts, blocks.starts, blocks.stops, rows, x, arrays)
 
 
 def _load(matrix, prefix, rows, has_row, columns, has_column) -> Array:
@@ -123,17 +122,11 @@ def _load(matrix, prefix, rows, has_row, columns, has_column) -> Array:
     return triton.load(matrix.at[*prefix, rows[:, None], columns[None]], mask=mask, other=0)
 
 
-def _operands(
-    matrices: Sequence[Matrices], layer: Int32[Array, ""], dtype: jnp.dtype
-) -> tuple[list[dict[str, Array]], int | Int32[Array, ""]]:
-    """The arrays of each stack by name, and the layer in them. If an int8 stack has 2 to 4 GiB, the layer is copied
-    out of it, since Pallas would index that many bytes with signed integers of 32 bits."""
-    arrays = []
-    for weight, bias in ((each.weight, each.bias) for each in matrices):
-        is_quantised = isinstance(weight, QuantisedWeight)
-        stack = {"values": weight.values, "scale": weight.scale} if is_quantised else {"values": weight}
-        arrays.append(stack if bias is None else stack | {"bias": bias})
-    if any(stack["values"].dtype == jnp.int8 and 1 << 31 <= stack["values"].size <= 1 << 32 for stack in arrays):
-        arrays, layer = jax.tree.map(lambda values: values[layer][None], arrays), 0
-        arrays = [stack | {"values": stack["values"].astype(dtype)} for stack in arrays]
-    return arrays, layer
+def _operands(matrices: Matrices, dtype: jnp.dtype) -> dict[str, Array]:
+    """The arrays by name. Those of 2 to 4 GiB in int8 are converted, since Pallas would index that many bytes with
+    signed integers of 32 bits."""
+    weight, bias = matrices.weight, {} if matrices.bias is None else {"bias": matrices.bias}
+    if not isinstance(weight, QuantisedWeight):
+        return {"values": weight} | bias
+    values = weight.values.astype(dtype) if 1 << 31 <= weight.values.nbytes <= 1 << 32 else weight.values
+    return {"values": values, "scale": weight.scale} | bias

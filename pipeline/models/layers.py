@@ -35,17 +35,6 @@ BlockWeights = Mapping[str, Array | QuantisedWeight]
 """One block's weights by our keys, without those that the family lacks. Matrices may be quantised."""
 
 
-class ExpertStacks(NamedTuple):
-    """The experts' weights of one layer of a stack. On GPUs the layer is not copied out of it."""
-
-    weights: BlockWeights  # [L, E, ...]
-    layer: int | Int32[Array, ""]
-
-    @property
-    def of_layer(self) -> BlockWeights:
-        return jax.tree.map(lambda weight: weight[self.layer], self.weights)
-
-
 class Rows(NamedTuple):
     """A layer's inputs other than the residual stream. Segment 0 is padding."""
 

@@ -20,6 +20,7 @@ from pipeline.models.head import Head, head_leaf
 from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, quantised_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.recurrent.recur import Recur
+from pipeline.models.runs import single_layers
 from pipeline.models.weight_specs import TENSOR_AXES, has_site, is_post_norm, weight_spec
 
 
@@ -219,10 +220,8 @@ class Generation:
     head: Head
 
     def keys(self, keys: Sequence[ActivationKey] = ()) -> tuple[ActivationKey, ...]:
-        """The captures of the forward pass in generation: `keys`, the head's input, and every layer's output, so that
-        every layer is a run."""
-        outputs = {ActivationKey(layer, Site.resid_post) for layer in range(self.model.num_layers)}
-        return tuple(sorted({*keys, *outputs, FINAL_NORM}))
+        """The captures of the forward pass in generation: `keys`, the head's input, and what makes each layer a run."""
+        return tuple(sorted({*keys, FINAL_NORM, *single_layers([FINAL_NORM], self.model.arch)}))
 
     def leaves(self, keys: Sequence[ActivationKey] = ()) -> LeafTree:
         """The leaves that generation needs when it also captures `keys`, for `load_leaves`."""

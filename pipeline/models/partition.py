@@ -16,7 +16,7 @@ With `expert_group` above 1, that many neighbours along `data` divide the expert
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -37,14 +37,14 @@ from pipeline.models.exchange.context import (
     row_chunks,
 )
 from pipeline.models.exchange.tables import look_up
-from pipeline.models.layers import ExpertStacks, LayerWeights
+from pipeline.models.layers import BlockWeights, LayerWeights
 from pipeline.models.leaves import Leaf
 from pipeline.models.quantised_weights import QuantisedWeight
 from pipeline.models.weight_specs import TENSOR_AXES, WeightKind, WeightSpec, weight_spec
 
 _ROWS = PartitionSpec("data", "context")  # of [B, T, ...]
-TABLE_ROWS = ("copies", "data")  # of the rows' axis in a `table_mesh`
-_EXPERT_ROWS = PartitionSpec(("copies", "data", "experts"))  # in the mesh of `_expert_mesh`
+TABLE_ROWS = ("copies", "data")  # of the rows' axis in the mesh of a divided table
+_EXPERT_ROWS = PartitionSpec(("data", "experts"))  # in the `_expert_mesh`
 _EXPERTS = ("tensor", "experts")
 
 
@@ -76,6 +76,11 @@ class Partition:
         """The first device of a mesh that is not abstract. All are of one kind."""
         return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 
+    @property
+    def _expert_mesh(self) -> Mesh | AbstractMesh:
+        """The mesh with `data` divided into expert groups of neighbours."""
+        return self.mesh_with(self.mesh.shape["data"] // self.expert_group, experts=self.expert_group)
+
     def over_context(self, attend: Attend) -> Attend:
         """`attend`, or another function of attention's inputs, for rows whose positions are divided along `context`."""
         return attend if self.context == 1 else partial(attend_chunks, attend, self.mesh)
@@ -86,14 +91,14 @@ class Partition:
         axis, group = self._fsdp_axis(leaf, axes)
         if "V" in leaf.spec.logical_axes:
             vocabulary, group = self.vocabulary(leaf.shape[0], not leaf.spec.is_bias)
-            return NamedSharding(self.table_mesh(group), PartitionSpec(vocabulary))
+            return NamedSharding(self.mesh_with(group, context=self.context), PartitionSpec(vocabulary))
         if self._exchanges(leaf.spec):
             axes[0] = _EXPERTS
             axes[axis] = (*_EXPERTS, "data") if axis == 0 else "data"
-            mesh = self._expert_mesh(group)
+            mesh = self.mesh_with(group, experts=self.expert_group)
         else:
             axes[axis] = "data" if group > 1 else axes[axis]
-            mesh = self._grouped(group)
+            mesh = self.mesh_with(group) if group > 1 else self.mesh
         return NamedSharding(mesh, PartitionSpec(*[None] * leaf.is_stacked, *axes))
 
     def fsdp_group(self, leaf: Leaf) -> int:
@@ -111,7 +116,7 @@ class Partition:
                 return replace(weight, values=gathered(spec, weight.values), scale=gathered(spec, weight.scale))
             sharding = NamedSharding(self.mesh, PartitionSpec(*self._tensor_axes(spec, weight.shape)))
             if self._exchanges(spec):
-                sharding = NamedSharding(self._expert_mesh(), PartitionSpec(_EXPERTS))
+                sharding = NamedSharding(self._expert_mesh, PartitionSpec(_EXPERTS))
             return jax.lax.with_sharding_constraint(weight, sharding)
 
         return {
@@ -119,7 +124,7 @@ class Partition:
             for block, block_weights in weights.items()
         }
 
-    def look_up(
+    def token_vectors(
         self, table: Float[Array, " V *D"], ids: Int32[Array, "B T"], columns: slice = slice(None)
     ) -> Float[Array, "B T *columns"]:
         """Traced: the `columns` of the ids' vectors."""
@@ -128,7 +133,8 @@ class Partition:
         vocabulary, group = self.vocabulary(len(table))
         if group == 1:
             return table[ids, columns]
-        mesh, rows = self.table_mesh(group), PartitionSpec(TABLE_ROWS, context_axis(self.mesh, ids.shape[1]))
+        mesh = self.mesh_with(group, context=self.context)
+        rows = PartitionSpec(TABLE_ROWS, context_axis(self.mesh, ids.shape[1]))
 
         def on_device(table: Array, ids: Array) -> Array:
             if "tensor" not in vocabulary:
@@ -198,25 +204,25 @@ class Partition:
         )(x, weights, segments)
 
     def over_experts(
-        self, compute: Callable[[PyTree, ExpertStacks, ExpertShare], PyTree], inputs: PyTree, stacks: ExpertStacks
+        self, compute: Callable[[PyTree, BlockWeights, ExpertShare], PyTree], inputs: PyTree, weights: BlockWeights
     ) -> PyTree:
         """Traced: like `by_rows`, but each device computes its own experts only, and the results are summed over
-        `tensor`. It calls `compute(inputs, stacks, share)` with these experts' weights."""
+        `tensor`. It calls `compute(inputs, weights, share)` with these experts' weights, [E, ...]."""
         if self.mesh is None:
-            return compute(inputs, stacks, ExpertShare(self.device))
+            return compute(inputs, weights, ExpertShare(self.device))
         group = self.expert_group
         mesh, rows, experts = self.mesh, _ROWS, "tensor"
         if group > 1:
-            mesh, rows, experts = self._expert_mesh(), _EXPERT_ROWS, _EXPERTS
+            mesh, rows, experts = self._expert_mesh, _EXPERT_ROWS, _EXPERTS
 
-        def on_device(inputs: PyTree, stacks: ExpertStacks) -> PyTree:
-            num_experts = jax.tree.leaves(stacks)[0].shape[1] * group
+        def on_device(inputs: PyTree, weights: BlockWeights) -> PyTree:
+            num_experts = jax.tree.leaves(weights)[0].shape[0] * group
             first = jax.lax.axis_index("tensor") * num_experts
-            outputs = compute(inputs, stacks, ExpertShare(self.device, first, group, mesh_axes=mesh.axis_names))
+            outputs = compute(inputs, weights, ExpertShare(self.device, first, group, mesh_axes=mesh.axis_names))
             return jax.lax.psum(outputs, "tensor")
 
-        in_specs = rows, ExpertStacks(PartitionSpec(None, experts), PartitionSpec())
-        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(inputs, stacks)
+        in_specs = rows, PartitionSpec(experts)
+        return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(inputs, weights)
 
     def _divided(self, compute: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
         """Maps `compute` over the mesh. The first input and the result are divided by rows, the other inputs by
@@ -275,33 +281,12 @@ class Partition:
         is_divided = spec.kind is WeightKind.matrix and "E" in spec.logical_axes
         return self.expert_group > 1 and is_divided
 
-    def _expert_mesh(self, fsdp_group: int | None = None) -> Mesh | AbstractMesh:
-        """The mesh, with `data` divided: neighbours are an expert group, and `fsdp_group` (by default all) of these
-        groups divide a weight."""
-        num_groups, tensor = self.mesh.shape["data"] // self.expert_group, self.mesh.shape["tensor"]
-        divided = num_groups if fsdp_group is None else fsdp_group
-        return _reshaped(
-            self.mesh,
-            {"copies": num_groups // divided, "data": divided, "experts": self.expert_group, "tensor": tensor},
-        )
-
-    def _grouped(self, group: int) -> Mesh | AbstractMesh:
-        """The mesh of a layer's weight: with `group` devices along `data`, if fsdp divides the weight."""
-        if group == 1:
-            return self.mesh
-        copies, tensor = self.mesh.shape["data"] * self.context // group, self.mesh.shape["tensor"]
-        return _reshaped(self.mesh, {"copies": copies, "data": group, "tensor": tensor})
-
-    def table_mesh(self, group: int) -> Mesh | AbstractMesh:
-        """The mesh for a table that `group` devices along `data` divide: `data` has that size."""
-        data, tensor = self.mesh.shape["data"], self.mesh.shape["tensor"]
-        sizes = {"copies": data // group, "data": group, "context": self.context, "tensor": tensor}
-        return _reshaped(self.mesh, sizes)
-
-
-def _reshaped(mesh: Mesh | AbstractMesh, sizes: Mapping[str, int]) -> Mesh | AbstractMesh:
-    """A mesh of the same devices, in the same order, with other axes."""
-    names, types = tuple(sizes), (AxisType.Auto,) * len(sizes)
-    if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(tuple(sizes.values()), names, types)
-    return Mesh(mesh.devices.reshape(*sizes.values()), names, types)
+    def mesh_with(self, data: int, **others: int) -> Mesh | AbstractMesh:
+        """The mesh of the same devices, in the same order, with other axes: `data` of this size, `others` and `tensor`.
+        The axis `copies`, before them, has groups that each hold a copy."""
+        sizes = {"data": data, **others, "tensor": self.mesh.shape["tensor"]}
+        sizes = {"copies": self.mesh.size // math.prod(sizes.values()), **sizes}
+        names, types = tuple(sizes), (AxisType.Auto,) * len(sizes)
+        if isinstance(self.mesh, AbstractMesh):
+            return AbstractMesh(tuple(sizes.values()), names, types)
+        return Mesh(self.mesh.devices.reshape(*sizes.values()), names, types)

@@ -5,6 +5,9 @@ same kind, or a repeating period of different kinds, such as three with a DeltaN
 where the residual stream is captured. A layer with a captured site inside is a separate run, and so is a layer whose
 keys later layers use. No layer after that of the last captured site is part of a run; that one is loaded whole, and the
 compiler drops what no captured site needs.
+
+A run of one layer is not scanned, and its weights are not in a stack. On GPUs without fsdp each layer is one
+(`single_layers`), since XLA would copy its weights out of their stacks in every step; with fsdp, they are gathered.
 """
 
 from collections.abc import Iterable, Iterator
@@ -65,6 +68,12 @@ def layer_runs(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[Layer
         for first, stop in pairwise(sorted(cuts))
         for run in _repeating(first, [arch.kind(layer) for layer in range(first, stop)])
     )
+
+
+def single_layers(keys: Iterable[ActivationKey], arch: Architecture) -> tuple[ActivationKey, ...]:
+    """The residual streams before the layers that `keys` need. Captured too, they make each layer a run."""
+    last = max((run.stop for run in layer_runs(keys, arch)), default=0)
+    return tuple(ActivationKey(layer, Site.resid_pre) for layer in range(last))
 
 
 def _repeating(first: int, kinds: list[LayerKind]) -> Iterator[LayerRun]:

@@ -62,7 +62,7 @@ def token_outputs(
     if partition.mesh is None:
         return _on_device(x, next_tokens, weights, head=head, num_top=num_top)
     vocabulary, group = partition.vocabulary(len(weights.matrix))
-    mesh, axis = partition.table_mesh(group), "tensor" if "tensor" in vocabulary else None
+    mesh, axis = partition.mesh_with(group, context=partition.context), "tensor" if "tensor" in vocabulary else None
     rows = PartitionSpec(TABLE_ROWS, context_axis(partition.mesh, x.shape[1]))
     # check_vma=False: JAX does not infer that results computed from gathered candidates are equal along `tensor`.
     compute = jax.shard_map(

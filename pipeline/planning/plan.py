@@ -14,6 +14,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
 from pipeline.data.sources import has_labels
 from pipeline.models.registry import Model
+from pipeline.models.runs import single_layers
 from pipeline.planning.capture import plan_step
 from pipeline.planning.expert_groups import pair_bytes
 from pipeline.planning.generation_plan import GenerationPlan, plan_generation
@@ -225,6 +226,8 @@ def make_plan(
         num_pair_bytes,
         mesh.context,
     )
+    if topology.platform == "gpu" and weights.sharding is not Weights.fsdp:
+        step = replace(step, single_layers=single_layers(step.forward_keys, model.arch))
     widths = {key: array.width for key, array in step.activations.items()}
     generation = plan_generation(config, model, widths, mesh.tensor, topology)
     streams = plan_streams(config, num_source_shards, topology, geometry.num_streams)

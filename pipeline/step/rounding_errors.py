@@ -18,7 +18,7 @@ from pipeline.models.attention.xla import attend_xla
 from pipeline.models.decoder import LayerRows, LayerWeights, TokenBatch, embed, layer_sites
 from pipeline.models.layers import Rows, norm
 from pipeline.models.registry import Model
-from pipeline.models.runs import layer_runs, residual_index
+from pipeline.models.runs import layer_runs, residual_index, single_layers
 from pipeline.step.compiler import matmul_precision
 
 
@@ -48,9 +48,8 @@ def rounding_errors(
     """The error of each key, or for `router_indices` the share of experts that changed. `arrays` are tokens,
     segments and positions; `dtype` is the compute dtype."""
     device = SingleDeviceSharding(jax.local_devices()[0])
-    last = max((run.stop for run in layer_runs(keys, model.arch)), default=0)
-    single = (*keys, *(ActivationKey(layer, Site.resid_pre) for layer in range(last)))  # every layer is a run
-    leaves = model.leaves(single)
+    single = (*keys, *single_layers(keys, model.arch))
+    runs, leaves = layer_runs(single, model.arch), model.leaves(single)
     run_leaves = leaves.pop("runs")
     tokens, segments, positions = (jnp.asarray(arrays[name]) for name in ("tokens", "segments", "positions"))
 
@@ -65,9 +64,9 @@ def rounding_errors(
         params = model.load_leaves(leaves, dtype, device)
         x = x_rounded = embed(model.arch, params, tokens, positions)
         batch = TokenBatch(tokens, segments, positions)
-        rows, rows_rounded = (LayerRows(model.arch, params, batch, keys, x, last) for _ in range(2))
+        rows, rows_rounded = (LayerRows(model.arch, params, batch, keys, x, len(runs)) for _ in range(2))
         residuals, inner = [RoundingError(0.0, 0.0)], {}
-        for run, layer_leaves in zip(layer_runs(single, model.arch), run_leaves, strict=True):
+        for run, layer_leaves in zip(runs, run_leaves, strict=True):
             kind = model.arch.kind(run.first)
             inner_keys = [key for key in keys if residual_index(key, model.num_layers) is None]
             wanted = tuple(key.site for key in inner_keys if key.layer == run.first)

@@ -73,6 +73,7 @@ class StepSpec:
     scale_group: int | None = None  # scaled dtypes only: features that share a scale; None: all of a token's features
     head_outputs: tuple[ArraySpec, ...] = ()  # arrays that the model's head computes for each slot's token
     encoders: tuple[EncoderSpec, ...] = ()  # SAEs whose features are stored
+    single_layers: tuple[ActivationKey, ...] = ()  # residual streams that make each layer a run
 
     @property
     def keys(self) -> tuple[ActivationKey, ...]:
@@ -102,9 +103,10 @@ class StepSpec:
 
     @property
     def forward_keys(self) -> tuple[ActivationKey, ...]:
-        """The activations that the forward pass computes: the stored ones, and those that the head and SAEs read."""
+        """The activations that the forward pass computes: the stored ones, those that the head and SAEs read, and
+        those that end runs of layers."""
         read = (*(encoder.key for encoder in self.encoders), *([FINAL_NORM] if self.head_outputs else []))
-        return tuple(dict.fromkeys((*self.keys, *read)))
+        return tuple(dict.fromkeys((*self.keys, *read, *self.single_layers)))
 
     @property
     def head_share(self) -> float:

@@ -29,7 +29,6 @@ class Loop:
     runs: float  # how often the loop itself runs
     cycles: int  # estimated, for one iteration without inner loops
     body: str  # the name of its computation
-    launches: float  # operations that a GPU starts in one iteration, with those of inner loops
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class Analysis:
     unestimated: float  # instructions that the compiler has no estimate for
     loops: tuple[Loop, ...]
     collectives: Mapping[str, Collectives]
+    launches: float  # operations that a GPU starts
     large_moves: tuple[Move, ...]
     large_float32: tuple[str, ...]  # arrays of LARGE_FLOAT32_BYTES and more in HBM
     squares: tuple[str, ...]  # arrays [.., .., T, T] in HBM
@@ -91,6 +91,7 @@ def analyse(text: str, platform: str = "tpu", length: int = 0, is_decoding: bool
         unestimated=sum(count for instruction, _, count in steps if _NO_ESTIMATE in instruction.attributes),
         loops=tuple(loops),
         collectives=_by_kind(collectives),
+        launches=sum(_launches(module, computation) for computation in decoding_step or [module.entry]),
         large_moves=_large_moves(module, steps, MOVES | SLICES if platform == "gpu" else MOVES),
         large_float32=_shapes(
             steps, lambda array: array.dtype == "f32" and array.num_bytes >= LARGE_FLOAT32_BYTES[platform]
@@ -130,7 +131,7 @@ def _executions(module: Module, run: list[Computation], unknown: int) -> tuple[d
             if instruction.opcode == "while":
                 trips, body = trip_count(module, instruction, computation), inner[0][0]
                 cycles = sum(map(_cycles, body.instructions.values()))
-                loops.append(Loop(instruction.op_name, trips, count, cycles, body.name, _launches(module, body)))
+                loops.append(Loop(instruction.op_name, trips, count, cycles, body.name))
                 inner = [(called, unknown if trips is None else times) for called, times in inner]
             for called, times in inner:
                 visit(called, count * times)

@@ -10,8 +10,7 @@ programs, and every difference from docs/audit-tpu.json or docs/audit-gpu.json; 
 Memory is reported by the compiler. The other figures are counted in the program's text, per device:
 
 * `received`: bytes from other devices. `apart`: collectives with computation between start and end.
-* `starts`: operations that a GPU starts in one iteration of the loop over layers, which has two layers if attention
-  alternates.
+* `starts`: operations that a GPU starts, per layer.
 * `moves`: copies and transposes of 8 MiB and more; on a GPU also slices of stacked weights.
 * `f32` and `TxT`: the number of shapes of float32 arrays of 64 MiB and more, and of arrays [.., T, T].
 * `HBM`: what instructions read and write, in bytes, and in ms at the chip's published rate.
@@ -68,7 +67,7 @@ def audit(name: str, build: Path = BUILD) -> Records:
 
 
 _LEFT_OUT = {
-    "tpu": {"length", "body", "launches", "overlapped", "squares"},
+    "tpu": {"length", "layers", "body", "launches", "overlapped", "squares"},
     "gpu": {"length", "body", "cycles", "unestimated", "remat"},
 }
 
@@ -119,7 +118,7 @@ def row(name: str, program: Record) -> dict[str, str]:
     cells["moves MB"] = total("large_moves", "num_bytes", MB)
     if CHIPS[program["chip"]].platform == "gpu":
         cells["apart"] = f"{total('collectives', 'overlapped')} of {total('collectives', 'count')}"
-        cells["starts"] = f"{max((loop['launches'] for loop in program['loops']), default=0):,.0f}"
+        cells["starts"] = f"{program['launches'] / program['layers']:,.1f}"
         cells |= {"attention": program["attention"], "f32": str(len(program["large_float32"]))}
         cells["TxT"] = str(len(program["squares"]))
     else:

@@ -25,6 +25,7 @@ from pipeline.job.generation.decode import compile_programs
 from pipeline.models.leaves import LeafTree
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
+from pipeline.models.runs import layer_runs
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.compile_check import abstract_weights, slice_devices
@@ -147,6 +148,7 @@ class Facts:
 
     chip: str
     length: int  # of a row
+    layers: int  # that are computed
     mesh: str
     weights: str
     attention: str
@@ -187,7 +189,8 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     weights = model.weight_bytes(step.forward_keys, dtype, quantised, bool(step.head_outputs))
     read = weights.on_device(mesh["tensor"]) - _embedding_bytes(leaves, dtype, mesh["tensor"])
     rows = step.rows // mesh["data"] * (step.length * _INPUT_BYTES + step.row_bytes // mesh["tensor"])
-    described = _described(partition, config, str(plan.weights.sharding), compiled.attention.name)
+    layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
+    described = _described(partition, config, layers, str(plan.weights.sharding), compiled.attention.name)
     yield "step", compiled.executable.as_text(), _facts(compiled.executable, read + rows, described)
 
 
@@ -199,7 +202,8 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     leaves = model.generation.leaves()
     spec = dataclasses.replace(generation.spec, end_tokens=(0,))
     programs = compile_programs(model, abstract_weights(config, leaves, partition), partition, spec)
-    described = _described(partition, config, str(generation.weights.sharding), programs.attention.name)
+    sharding = str(generation.weights.sharding)
+    described = _described(partition, config, model.num_layers, sharding, programs.attention.name)
     weights = model.generation.weight_bytes(dtype, quantised).on_device(generation.tensor)
     if "head" in leaves:
         weights -= _embedding_bytes(leaves, dtype, generation.tensor)
@@ -214,11 +218,12 @@ def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
     return leaves["embed"].size * ITEM_BYTES[dtype] // tensor
 
 
-def _described(partition: Partition, config: RunConfig, weights: str, attention: str) -> dict[str, Any]:
+def _described(partition: Partition, config: RunConfig, layers: int, weights: str, attention: str) -> dict[str, Any]:
     """The facts that are the same for all programs of a case."""
     return {
         "chip": parse_slice(config.topology).chip.name,
         "length": config.batch.length,
+        "layers": layers,
         "mesh": " ".join(f"{name} {size}" for name, size in partition.mesh.shape.items()),
         "weights": weights,
         "attention": attention,

@@ -26,6 +26,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
 from pipeline.job.writing.block_writer import BlockBuffers
 from pipeline.models.registry import Model, open_model
+from pipeline.models.runs import layer_runs
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan, shown_bytes
 from pipeline.step.device_memory import DeviceMemory
@@ -394,6 +395,20 @@ def test_invalid_settings_are_refused_with_a_remedy(changes, message):
     with pytest.raises(ConfigError, match=message) as refused:
         planned(replace(BASE, **changes))
     assert any(word in str(refused.value) for word in ("Set ", "expected"))
+
+
+def test_on_gpus_each_layer_is_a_run_unless_fsdp_divides_it():
+    def plan(platform, weights):
+        topology = Topology(devices=4, platform=platform)
+        return planned(replace(BASE, model=ModelConfig(weights=weights)), topology=topology)
+
+    usual = plan("tpu", Weights.replicated)
+    single, divided = plan("gpu", Weights.replicated), plan("gpu", Weights.fsdp)
+    assert [*map(len, layer_runs(single.step.forward_keys, published(SMALL).arch))] == [1] * 13
+    assert divided.step == usual.step
+    assert single.step.keys == usual.step.keys
+    assert single.layout() == usual.layout()
+    assert single.weights == usual.weights
 
 
 def test_a_plan_has_the_notes_of_its_parts():

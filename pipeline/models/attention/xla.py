@@ -9,7 +9,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
 from pipeline.models.attention.arithmetic import map_parts
@@ -27,41 +26,29 @@ def attend_xla(inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B 
     """
     q, k, v, segments, sinks = inputs[:5]
     key_segments, offset = inputs.segments_of_keys, inputs.start
-    num_rows, length, num_heads, head_dim = q.shape
-    if not isinstance(offset, int) and length > _PART:  # each block gets all keys, so one at a time is in memory
+    length, num_heads = q.shape[1:3]
+    k, v = jnp.einsum("BSKH->BKSH", k), jnp.einsum("BSKH->BKSH", v)
+    order, key_order = (offset + jnp.arange(length))[None], jnp.arange(k.shape[2])
 
-        def attend_some(part: tuple[Array, Array, Array]) -> Array:
-            q, segments, order = part
-            queries = {"q": q, "segments": segments, "key_segments": key_segments, "offset": order[0, 0]}
-            return attend_xla(inputs._replace(**queries), spec)
-
-        return map_parts(attend_some, (q, segments, offset + jnp.arange(length)[None]), _PART)
-    groups = q.reshape(num_rows, length, k.shape[2], num_heads // k.shape[2], head_dim)
-    q, k, v = jnp.einsum("BTKGH->BKGTH", groups), jnp.einsum("BSKH->BKSH", k), jnp.einsum("BSKH->BKSH", v)
-    order, key_order = offset + jnp.arange(length), jnp.arange(k.shape[2])
-
-    def attend(keys: slice, q: Array, segments: Array, order: Array) -> Float[Array, "B K G T W"]:
+    def attend(queries: tuple[Array, Array, Array], keys: slice) -> Float[Array, "B t N W"]:
+        q, segments, order = queries
         visible = segments[:, :, None] == key_segments[:, None, keys]
-        visible = spec.masked(visible, order[:, None] - key_order[keys])
-        return attend_visible(q, k[:, :, keys], v[:, :, keys], visible, spec, sinks)
+        visible = spec.masked(visible, order[:, :, None] - key_order[keys])
+        groups = jnp.einsum("BTKGH->BKGTH", q.reshape(*q.shape[:2], k.shape[1], -1, q.shape[3]))
+        z = attend_visible(groups, k[:, :, keys], v[:, :, keys], visible, spec, sinks)
+        return jnp.einsum("BKGTH->BTKGH", z).reshape(*q.shape[:3], -1)
 
-    def attend_part(keys: slice, start: Array) -> Float[Array, "B K G T W"]:
-        queries = ((q, 3), (segments, 1), (order, 0))
-        return attend(keys, *(lax.dynamic_slice_in_dim(x, start, _PART, axis) for x, axis in queries))
-
+    is_known = isinstance(offset, int)  # else each block gets all keys, so only one is in memory at a time
     blocks = []
-    for start, stop in _query_blocks(length):
+    for start, stop in _query_blocks(length) if is_known else [(0, length)]:
         keys = slice(None)
-        if isinstance(offset, int) and spec.causal:  # else the keys that the mask allows are not known here
+        if is_known and spec.causal:
             keys = slice(max(0, offset + start + 1 - (spec.window or offset + length)), offset + stop)
-        score_bytes = 4 * num_heads * (stop - start) * len(range(k.shape[2])[keys])
-        if score_bytes < _MOST_SCORE_BYTES or (stop - start) % _PART:
-            blocks.append(attend(keys, q[:, :, :, start:stop], segments[:, start:stop], order[start:stop]))
-        else:
-            parts = jnp.moveaxis(lax.map(partial(attend_part, keys), jnp.arange(start, stop, _PART)), 0, 3)
-            blocks.append(parts.reshape(*parts.shape[:3], stop - start, -1))
-    z = jnp.concatenate(blocks, axis=3)
-    return jnp.einsum("BKGTH->BTKGH", z).reshape(num_rows, length, num_heads, -1)
+        score_bytes = 4 * num_heads * (stop - start) * len(key_order[keys])
+        size = stop - start if is_known and score_bytes < _MOST_SCORE_BYTES else _PART
+        queries = tuple(x[:, start:stop] for x in (q, segments, order))
+        blocks.append(map_parts(partial(attend, keys=keys), queries, size))
+    return jnp.concatenate(blocks, axis=1)
 
 
 def _query_blocks(length: int) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, lru_cache
@@ -81,7 +82,7 @@ class Checkpoint:
         self._files = files
         self._opened: dict[str, TensorFile] = {}
         self._whole_parts = lru_cache(maxsize=4)(self._read_whole_parts)  # four leaves are loaded at a time
-        self._whole_lock = Lock()  # each is read once
+        self._whole_locks: dict[str, Lock] = defaultdict(Lock)  # by tensor, which several threads need but one reads
 
     @property
     def commits(self) -> dict[str, str]:
@@ -169,7 +170,7 @@ class Checkpoint:
         if name not in self._packed:
             return self._stored_rows(name, start, stop)
         if name in self._in_columns:
-            with self._whole_lock:
+            with self._whole_locks[name]:
                 parts = self._whole_parts(self._packed[name])
             return self._columns.unpacked(parts, start, stop)
         first, second, *_ = self._packed[name]

@@ -20,13 +20,8 @@ def look_up(
 
     With few tokens the devices exchange vectors, otherwise parts of the table, whichever are fewer.
     """
-    return (_from_vectors if ids.size <= len(table) else _from_parts)(table, ids, axis, columns)
-
-
-def _from_vectors(
-    table: Float[Array, " V *D"], ids: Int32[Array, "B T"], axis: str, columns: slice
-) -> Float[Array, "B T *columns"]:
-    """Each device looks up the tokens of all devices in its part."""
+    if ids.size > len(table):
+        return _from_parts(table, ids, axis, columns)
     rows = jax.lax.all_gather(ids, axis, tiled=True) - jax.lax.axis_index(axis) * len(table)
     vectors = _where((rows >= 0) & (rows < len(table)), table[rows, columns], 0)
     return jax.lax.psum_scatter(vectors, axis, tiled=True)
@@ -41,14 +36,14 @@ def _from_parts(
     size = max(1, min(num_rows, _PART_BYTES // (entry_bytes * devices)))
     device, row = ids // num_rows, ids % num_rows
 
-    def look_up_part(number: Int32[Array, ""], vectors: Array) -> Array:
+    def copy_found(number: Int32[Array, ""], vectors: Array) -> Array:
         first = jnp.minimum(number * size, num_rows - size)
         part = jax.lax.all_gather(jax.lax.dynamic_slice_in_dim(table, first, size), axis)
         is_here = (device >= 0) & (device < devices) & (row >= first) & (row < first + size)
         return _where(is_here, part[device, row - first, columns], vectors)
 
     vectors = jnp.zeros_like(table[ids, columns])
-    return jax.lax.fori_loop(0, -(-num_rows // size), look_up_part, vectors)
+    return jax.lax.fori_loop(0, -(-num_rows // size), copy_found, vectors)
 
 
 def _where(mask: Array, vectors: Array, others: Array | int) -> Array:

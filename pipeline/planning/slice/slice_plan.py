@@ -62,6 +62,7 @@ def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
         devices=tpu_slice.num_devices,
         device_bytes=unreserved(tpu_slice.chip.hbm_bytes, config.run),
         host_memory=int(tpu_slice.host_memory_bytes),
+        platform=tpu_slice.chip.platform,
         processes=_num_processes(config, tpu_slice),
     )
     encoders = open_encoders(config.capture, model)
