@@ -208,7 +208,7 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     described["token_cache_bytes"] = generation.cache_bytes * data // spec.rows // spec.length
     prefilled = generation.cache_bytes * spec.prefill_rows(data) // spec.rows
     yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described)
-    decoding = described | {"block_loops": max(1, spec.length // spec.block - 1)}
+    decoding = described | {"block_loops": max(1, spec.length // programs.spec.block - 1)}
     yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, decoding)
 
 
