@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
 .PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs config-table coverage train-demo-model train-demo-sae clean \
-	audit-tpu audit-gpu first-day bench bench-reader bench-host bench-gpu bench-peers bench-scale
+	audit-tpu audit-gpu audit-decode first-day bench bench-reader bench-host bench-gpu bench-peers bench-scale
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -38,7 +38,7 @@ $(VENV)-saes/.setup: scripts/saes-requirements.txt pyproject.toml $(CONSTRAINTS)
 # JAX's CUDA plugin alone, without NVIDIA's libraries, which a compilation does not need.
 $(VENV)-gpu/.setup: pyproject.toml $(CONSTRAINTS)
 	@test -x $(VENV)-gpu/bin/python || $(PYTHON) -m venv $(VENV)-gpu
-	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e .
+	$(VENV)-gpu/bin/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[tpu]'
 	version=$$($(VENV)-gpu/bin/python -c 'import jax; print(jax.__version__)') && $(VENV)-gpu/bin/python -m pip install \
 	  --quiet --disable-pip-version-check --no-deps jax-cuda12-pjrt==$$version jax-cuda12-plugin==$$version
 	@touch $@
@@ -94,6 +94,9 @@ audit-tpu: setup-test  ## what the compiled programs do on TPU slices, against d
 
 audit-gpu: $(VENV)-gpu/.setup  ## the same for GPUs, against docs/audit-gpu.json; no GPU is needed
 	$(VENV)-gpu/bin/python -m scripts.audit.audit --platform gpu $(AUDIT_GPU)
+
+audit-decode: $(VENV)-gpu/.setup  ## the same for decoding steps of TPUs and GPUs, against docs/audit-decode.json
+	$(VENV)-gpu/bin/python -m scripts.audit.audit --platform decode $(AUDIT_DECODE)
 
 bench: setup-test  ## the job against its own bare forward pass; writes build/bench.json
 	$(BIN)/python scripts/bench/bench_job.py

@@ -242,7 +242,7 @@ class GenerateData(DataConfig):
         None, "texts of single tokens that end a completion; null: the model's; `[]`: none"
     )
     stop: list[str] = key(
-        (), 'texts that end a completion where they first occur in it, e.g. `["\\n\\n"]`', allowed=limits.TEXTS
+        (), """texts that end a completion, e.g. in a shell `$'data.stop=["\\n\\n"]'`""", allowed=limits.TEXTS
     )
     rows: int = key(8, "documents generated at the same time, over all processes")
     speculate: int = key(

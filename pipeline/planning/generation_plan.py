@@ -66,7 +66,7 @@ class GenerationPlan:
     weights: WeightsPlan  # all layers and the head
     cache_bytes: int  # keys and values, or latents, of all rows; twice for beams, since a step copies them in new order
     logits_bytes: int  # of one step, in float32; sampling needs a few times as much
-    kept_bytes: int | None  # activations of all rows, with capture.when=decode
+    kept_bytes: int  # activations of all rows, with capture.when=decode
     notes: tuple[str, ...]  # including those of `weights`
 
     def describe(self) -> str:
@@ -76,7 +76,7 @@ class GenerationPlan:
             f"{self.tensor}; on each device {self.weights.device_bytes / MIB:.0f} MiB of weights "
             f"({self.weights.sharding}), {self.cache_bytes / MIB:.1f} MiB of keys and values, "
             f"{self.logits_bytes / MIB:.1f} MiB of logits"
-            + ("" if self.kept_bytes is None else f", {self.kept_bytes / MIB:.1f} MiB of activations")
+            + (f", {self.kept_bytes / MIB:.1f} MiB of activations" if self.kept_bytes else "")
         )
 
 
@@ -115,13 +115,12 @@ def plan_generation(
     if keeps_activations:
         _require_bounded_groups(options.group_size, spec.length * token_bytes)
     cache = cache_bytes(model.arch, spec, itemsize, tensor) // data * (2 if spec.is_beam_search else 1)
-    kept = spec.rows * spec.length * token_bytes // data if keeps_activations else None
+    kept = spec.rows * spec.length * token_bytes // data if keeps_activations else 0
     logits = spec.rows // data * (1 + spec.speculate) * model.arch.vocab_size * 4
-    others = logits + (kept or 0)
-    if topology.device_bytes is not None and weights.device_bytes + cache + others > topology.device_bytes:
+    if topology.device_bytes is not None and weights.device_bytes + cache + logits + kept > topology.device_bytes:
         raise ConfigError(
             f"generation needs {weights.device_bytes / MIB:.0f} MiB for weights, {cache / MIB:.0f} MiB for keys and "
-            f"values, and {others / MIB:.0f} MiB for logits{'' if kept is None else ' and kept activations'} on each "
+            f"values, and {(logits + kept) / MIB:.0f} MiB for logits{' and kept activations' if kept else ''} on each "
             f"device, which has {topology.device_bytes / MIB:.0f} MiB. Lower data.rows."
         )
     notes = weights.notes
@@ -201,32 +200,27 @@ def _require_valid(spec: GenerationSpec, model: Model, data: int) -> None:
             f"data.rows = {spec.rows} is not a multiple of the {data} devices that share the rows. Set it to a "
             f"multiple of {data}."
         )
-    if spec.is_beam_search and spec.rows // data % spec.samples:
+    rows = spec.rows // data
+    if rows < spec.samples or (spec.is_beam_search and rows % spec.samples):
+        least, name = ("a multiple of", "data.beams") if spec.is_beam_search else ("at least", "data.samples")
         raise ConfigError(
-            f"data.rows = {spec.rows} is {spec.rows // data} on each device, expected a multiple of data.beams = "
-            f"{spec.samples}: the beams of a prompt are on one device. Set data.rows to a multiple of "
-            f"{spec.samples * data}."
-        )
-    if spec.rows // data < spec.samples:
-        raise ConfigError(
-            f"data.rows = {spec.rows} is {spec.rows // data} on each device, expected at least data.samples = "
-            f"{spec.samples}: all samples of a prompt start together. Set data.rows to at least {spec.samples * data}."
+            f"data.rows = {spec.rows} is {rows} on each device, expected {least} {name} = {spec.samples}: all "
+            f"completions of a prompt start on one device. Set data.rows to {least} {spec.samples * data}."
         )
 
 
 def _require_beams(options: GenerateData, keeps_activations: bool) -> None:
     """Raises ConfigError for what beam search does not have."""
-    excluded = {
-        "data.stop": bool(options.stop),
-        "data.speculate": options.speculate > 0,
+    settings = {
+        "data.stop": options.stop,
+        "data.speculate": options.speculate,
         "capture.when=decode": keeps_activations,
     }
-    for name, is_set in excluded.items():
-        if is_set:
-            raise ConfigError(
-                f"data.beams = {options.beams} with {name}: beam search has end tokens only, no proposals, and the "
-                f"activations of finished documents. Remove {name}."
-            )
+    if excluded := [name for name, value in settings.items() if value]:
+        raise ConfigError(
+            f"data.beams = {options.beams} with {excluded[0]}: beam search has end tokens only, no proposals, and the "
+            f"activations of finished documents. Remove {excluded[0]}."
+        )
 
 
 def _require_own_windows(batch: BatchConfig) -> None:

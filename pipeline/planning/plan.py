@@ -94,7 +94,7 @@ class Plan:
     @property
     def keeps_activations(self) -> bool:
         """Whether activations are kept during generation instead of being computed from the finished documents."""
-        return self.generation is not None and self.generation.kept_bytes is not None
+        return self.generation is not None and bool(self.generation.spec.keys)
 
     def remedy(self, needed: float = 0, available: float = 0) -> str:
         """What makes a step need less memory of a device, as a sentence that this run can follow. `needed` and

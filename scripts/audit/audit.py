@@ -1,11 +1,11 @@
 """Audits the programs that the compiler makes for TPU slices and GPUs, without either, and compares them with recorded
 ones.
 
-    python -m scripts.audit.audit [--platform gpu] [--cases NAME ...] [--write]
+    python -m scripts.audit.audit [--platform gpu|decode] [--cases NAME ...] [--write]
 
 Compiles each case's step, or its prefill and decoding, in a separate process. Prints an analysis of the optimised
-programs, and every difference from docs/audit-tpu.json or docs/audit-gpu.json; `--write` writes that file. Needs libtpu
-(the extra `tpu`) or JAX's CUDA plugin, and minutes on two cores. The programs' texts stay in build/audit.
+programs, and every difference from docs/audit-PLATFORM.json; `--write` writes that file. Needs libtpu (the extra `tpu`)
+or JAX's CUDA plugin, or both for `decode`, and minutes on two cores. The programs' texts stay in build/audit.
 
 Memory is reported by the compiler. The other figures are counted in the program's text, per device:
 
@@ -15,6 +15,7 @@ Memory is reported by the compiler. The other figures are counted in the program
 * `f32` and `TxT`: the number of shapes of float32 arrays of 64 MiB and more, and of arrays [.., T, T].
 * `HBM`: what instructions read and write, in bytes, and in ms at the chip's published rate.
 * `ideal`: weights read once, rows in and outputs out; for decoding, weights and caches.
+* `B/token`: of generation, bytes of the layers' caches for a token of a full row.
 * E: XLA's estimate (`estimated_cycles`), without collectives and Pallas kernels (attention).
 
 None of these times is a measurement. Figures of decoding are for one step of all rows, which makes a token per row.
@@ -40,7 +41,7 @@ from scripts.audit.cases import CASES
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "audit"
 TABLES = {platform: ROOT / "docs" / f"audit-{platform}.json" for platform in CASES}
-COMPILERS = {"tpu": ("libtpu",), "gpu": ("jax-cuda12-pjrt",), "decode": ("libtpu", "jax-cuda12-pjrt")}
+COMPILERS = {"tpu": {"libtpu"}, "gpu": {"jax-cuda12-pjrt"}, "decode": {"libtpu", "jax-cuda12-pjrt"}}
 GIB, MB = 1 << 30, 1_000_000
 
 # To convert cycles to milliseconds. v5e: 197 TFLOP/s are four arrays of 128 x 128 at 1.5 GHz
@@ -93,9 +94,10 @@ def _without(value: Any, names: set[str]) -> Any:
 
 
 def table(programs: Records) -> str:
-    """A line per program, with aligned columns."""
+    """A line per program, with aligned columns. Those of TPUs and of GPUs differ."""
     rows = [row(name, program) for name, program in programs.items()]
-    lines = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+    columns = tuple(dict.fromkeys(column for row in rows for column in row))
+    lines = [columns, *(tuple(row.get(column, "") for column in columns) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(row))
@@ -127,7 +129,10 @@ def row(name: str, program: Record) -> dict[str, str]:
             "E ms": f"{program['estimated_ms']:,.2f}" if "estimated_ms" in program else "",
         }
     cells |= {"HBM MB": f"{program['hbm_bytes'] / MB:,.0f}", "ideal": f"{program['ideal_hbm_bytes'] / MB:,.0f}"}
-    return cells | {"HBM ms": f"{program['hbm_ms']:,.2f}"}
+    cells["HBM ms"] = f"{program['hbm_ms']:,.2f}"
+    if program.get("token_cache_bytes"):
+        cells["B/token"] = f"{program['token_cache_bytes']:,}"
+    return cells
 
 
 def differences(before: Record, after: Record, path: str = "") -> Iterator[str]:
@@ -182,7 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"{name} does not compile (exit code {error.returncode}). See the message above.")
     print(table(programs))
     before = json.loads(recorded.read_text()) if recorded.exists() else {"versions": {}, "programs": {}}
-    versions = {name: importlib.metadata.version(name) for name in ("jax", *COMPILERS[options.platform])}
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    versions = {name: installed[name] for name in sorted({"jax"} | COMPILERS[options.platform]) if name in installed}
     print(f"\nDifferences from {recorded.relative_to(ROOT)}:")
     print(compare(before, {"versions": versions, "programs": programs}))
     if options.write:

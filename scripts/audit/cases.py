@@ -157,6 +157,7 @@ class Facts:
     temporary_bytes: int
     peak_bytes: int
     ideal_hbm_bytes: int  # weights read once, rows in and outputs out; of a decoding step, weights and caches
+    token_cache_bytes: int | None = None  # of generation: of all caches, for each token of a full row
     block_loops: int = 1  # iterations of a decoding step's loops over blocks of full caches
 
 
@@ -207,9 +208,11 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     weights = model.generation.weight_bytes(dtype, quantised).on_device(generation.tensor)
     if "head" in leaves:
         weights -= _embedding_bytes(leaves, dtype, generation.tensor)
-    prefilled = generation.cache_bytes * spec.prefill_rows(partition.mesh.shape["data"]) // spec.rows
+    data = partition.mesh.shape["data"]
+    described["token_cache_bytes"] = generation.cache_bytes * data // spec.rows // spec.length
+    prefilled = generation.cache_bytes * spec.prefill_rows(data) // spec.rows
     yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described)
-    decoding = described | {"block_loops": max(1, spec.length // spec.block - 1)}
+    decoding = described | {"block_loops": max(1, spec.length // programs.spec.block - 1)}
     yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, decoding)
 
 

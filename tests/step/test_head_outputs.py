@@ -144,6 +144,8 @@ def test_computing_in_chunks_gives_the_outputs_of_the_whole_vocabulary(size: int
     np.testing.assert_allclose(got.loss, -np.take_along_axis(logprobs, next_tokens[..., None], -1)[..., 0], atol=1e-5)
     np.testing.assert_allclose(got.entropy, -(np.exp(logprobs) * logprobs).sum(-1), atol=1e-5)
     np.testing.assert_array_equal(got.top_ids, np.argsort(-logprobs, axis=-1, kind="stable")[..., :NUM_TOP])
+    without_top = compute(Head("lm_head.weight", softcap=None), {"head": weight}, x, next_tokens, 0)
+    np.testing.assert_array_equal(without_top.loss, got.loss)
 
 
 def test_memory_does_not_grow_with_the_vocabulary(tmp_path) -> None:

@@ -11,7 +11,7 @@ a site, T = 1 + `speculate` positions of a step.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -358,6 +358,8 @@ def compile_programs(model: Model, params: Params, partition: Partition, spec: G
     rows = spec.prefill_rows(mesh.shape["data"])
     attention = choose_attention(spec.attention, model.arch, mesh, rows, spec.max_prompt, compute_dtype.name)
     log.info("prefill: %s", attention.describe())
+    if mesh.devices.flat[0].platform == "gpu":  # where XLA would copy each block before it is read
+        spec = replace(spec, block=spec.length)
     decoding = Decoding(model, partition, attention.attend, spec)
     start, new_rows = jax.jit(decoding.start), decoding.new_row_shapes()
 

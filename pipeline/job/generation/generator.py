@@ -238,9 +238,9 @@ def _row(values: jax.Array, row: jax.Array) -> jax.Array:
 
 
 def _local_shards(array: jax.Array) -> list[jax.Shard]:
-    """This process's shards, without replicas, in the order of rows."""
+    """This process's shards, without replicas, in order."""
     shards = [shard for shard in array.addressable_shards if shard.replica_id == 0]
-    return sorted(shards, key=lambda shard: shard.index[0].start or 0)
+    return sorted(shards, key=lambda shard: [part.start or 0 for part in shard.index])
 
 
 def _local_rows(array: jax.Array) -> np.ndarray:
@@ -251,10 +251,7 @@ def _local_rows(array: jax.Array) -> np.ndarray:
 def _local_row(array: jax.Array, row: int) -> np.ndarray:
     """One of this process's rows [S, D], which may be divided over devices along D."""
     shards = _local_shards(array)
-    shard_rows = shards[0].data.shape[0]
-    first = (shards[0].index[0].start or 0) + row // shard_rows * shard_rows
-    whole = np.empty(array.shape[1:], array.dtype)
-    for shard in shards:
-        if (shard.index[0].start or 0) == first:
-            whole[shard.index[1:]] = _row(shard.data, np.int32(row % shard_rows))
-    return whole
+    shard_rows, _, width = shards[0].data.shape
+    number, num_parts = row // shard_rows, array.shape[2] // width
+    parts = shards[number * num_parts : (number + 1) * num_parts]
+    return np.concatenate([_row(part.data, np.int32(row % shard_rows)) for part in parts], axis=1)

@@ -26,18 +26,18 @@ def map_parts(
     length = jax.tree.leaves(inputs)[0].shape[axis] // devices
     if length <= size:
         return compute(inputs)
-    padding = -length % size
+    num_parts = -(-length // size)
 
     def split(x: Array) -> Array:
         x = x.reshape(*x.shape[:axis], devices, length, *x.shape[axis + 1 :])
-        x = jnp.pad(x, [(0, padding if number == axis + 1 else 0) for number in range(x.ndim)])
-        x = jnp.moveaxis(x.reshape(*x.shape[: axis + 1], -1, size, *x.shape[axis + 2 :]), axis + 1, 0)
+        x = jnp.pad(x, [(0, num_parts * size - length if number == axis + 1 else 0) for number in range(x.ndim)])
+        x = jnp.moveaxis(x.reshape(*x.shape[: axis + 1], num_parts, size, *x.shape[axis + 2 :]), axis + 1, 0)
         return x.reshape(*x.shape[: axis + 1], devices * size, *x.shape[axis + 3 :])
 
     def join(x: Array) -> Array:
         x = x.reshape(*x.shape[: axis + 1], devices, size, *x.shape[axis + 2 :])
         x = jnp.moveaxis(x, 0, axis + 1)
-        x = x.reshape(*x.shape[: axis + 1], length + padding, *x.shape[axis + 3 :])
+        x = x.reshape(*x.shape[: axis + 1], num_parts * size, *x.shape[axis + 3 :])
         x = jax.lax.slice_in_dim(x, 0, length, axis=axis + 1)
         return x.reshape(*x.shape[:axis], devices * length, *x.shape[axis + 2 :])
 

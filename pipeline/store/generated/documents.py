@@ -141,8 +141,9 @@ class GeneratedGroups:
         columns = {name: [row.get(name) for row in rows] for name in self._schema.names}
         table = pa.table(columns, schema=self._schema)
         for name in next(iter(group.activations.values()), {}):
-            arrays = [group.activations[row][name] if row in group.activations else None for row in range(len(rows))]
-            table = table.append_column(f"{_ACTIVATIONS_PREFIX}{name}", _binary_column(arrays))
+            arrays = (group.activations[row][name] if row in group.activations else None for row in range(len(rows)))
+            contents = [None if array is None else np.ascontiguousarray(array).view(np.uint8).data for array in arrays]
+            table = table.append_column(f"{_ACTIVATIONS_PREFIX}{name}", pa.array(contents, ACTIVATIONS))
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
         content = encode_group(table, state, self.stream, group.index)
         is_new = self._storage.put(group_key(self.stream, group.index), content)
@@ -180,19 +181,6 @@ class GeneratedGroups:
         document = Document(row["id"], "", row["source"], row["index"], info)
         cursor = Cursor(row["shard"], row["index"], 0, self._ordinal(row))
         return TokenisedDocument(document, np.array(row["prompt"] + row["completion"], np.int32), cursor)
-
-
-def _binary_column(arrays: Sequence[np.ndarray | None]) -> pa.Array:
-    """A column with the bytes of each array; None: empty. They are copied once."""
-    sizes = [0 if array is None else array.nbytes for array in arrays]
-    values = np.empty(sum(sizes), np.uint8)
-    offsets = np.cumsum([0, *sizes])
-    for array, start, stop in zip(arrays, offsets, offsets[1:], strict=False):
-        if array is not None:
-            values[start:stop] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return pa.LargeBinaryArray.from_buffers(
-        ACTIVATIONS, len(arrays), [None, pa.py_buffer(offsets), pa.py_buffer(values)]
-    )
 
 
 class GeneratedDocuments:

@@ -95,40 +95,28 @@ def completions(path: Path, processes: int, kind: str) -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> Path:
-    """The folder with the completions of one device and of all divisions, computed at the same time."""
-    path = tmp_path_factory.mktemp("model")
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    finish([*start(path, 1, 4, "101", "211"), *start(path, 2, 2, "111")])
-    return path
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """The folders of the models with their completions on one device and on divisions, computed at the same time. For
+    latent attention and experts, with proposals and exchanged tokens."""
+    paths = {name: tmp_path_factory.mktemp(name) for name in ("delta", "latent")}
+    for path, config in zip(paths.values(), (CONFIG, LATENT_CONFIG), strict=True):
+        (path / "config.json").write_text(json.dumps(config))
+    finish([*start(paths["delta"], 1, 4, "101", "211"), *start(paths["delta"], 2, 2, "111")])
+    finish(start(paths["latent"], 1, 4, "101", "212"))
+    return paths
 
 
-@pytest.fixture(scope="module")
-def latent_path(tmp_path_factory) -> Path:
-    """As `path`, for latent attention and experts, with proposals and exchanged tokens."""
-    path = tmp_path_factory.mktemp("latent")
-    (path / "config.json").write_text(json.dumps(LATENT_CONFIG))
-    finish(start(path, 1, 4, "101", "212"))
-    return path
-
-
-def assert_as_on_one_device(path: Path, processes: int, kind: str) -> None:
-    expected, got = completions(path, 1, "101"), completions(path, processes, kind)
-    assert len({values.size for name, values in expected.items() if "tokens" in name}) > 3
+@pytest.mark.parametrize(
+    ("name", "processes", "kind"), [("delta", 1, "211"), ("latent", 1, "212"), ("delta", 2, "111")]
+)
+def test_divided_rows_heads_and_weights_give_the_same_completions(folders, name, processes, kind) -> None:
+    """The second of two processes finishes its prompts long before the first; both stay until the last row has ended.
+    Rows divided alone are tested by jobs in two processes (`test_generate.py`)."""
+    expected, got = completions(folders[name], 1, "101"), completions(folders[name], processes, kind)
+    assert len({values.size for array, values in expected.items() if "tokens" in array}) > 3
     assert got.keys() == expected.keys()
-    for name, values in expected.items():
-        if "tokens" in name:
-            np.testing.assert_array_equal(got[name], values, err_msg=name)
+    for array, values in expected.items():
+        if "tokens" in array:
+            np.testing.assert_array_equal(got[array], values, err_msg=array)
         else:
-            np.testing.assert_allclose(got[name], values, rtol=0, atol=1e-5 * np.abs(values).max(), err_msg=name)
-
-
-@pytest.mark.parametrize(("fixture", "kind"), [("path", "211"), ("latent_path", "212")])
-def test_rows_heads_and_weights_divided_give_the_same_completions(fixture: str, kind: str, request) -> None:
-    """Rows divided alone are tested by jobs in two processes (`test_generate.py`)."""
-    assert_as_on_one_device(request.getfixturevalue(fixture), 1, kind)
-
-
-def test_two_processes_with_unequal_work_give_the_same_completions(path: Path) -> None:
-    """The second process finishes its prompts long before the first; both stay until the last row has ended."""
-    assert_as_on_one_device(path, 2, "111")
+            np.testing.assert_allclose(got[array], values, rtol=0, atol=1e-5 * np.abs(values).max(), err_msg=array)
