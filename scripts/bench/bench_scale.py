@@ -35,9 +35,9 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.statistics import token_statistics
+from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.shard_reads import REMOTE_REQUESTS
-from pipeline.store.write.indexing import index_ids
 from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.gcs_standin import control, environment, server

@@ -20,6 +20,7 @@ import numpy as np
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
+from pipeline.finalize import finalize
 from pipeline.job import running
 from pipeline.job.job import Job
 from pipeline.job.leasing import UnfinishedStreams
@@ -27,7 +28,6 @@ from pipeline.job.opening import open_job
 from pipeline.job.writing.block_writer import commit_record, side_arrays
 from pipeline.store.format.statistics import token_statistics
 from pipeline.store.io.storage import KeyValueStore
-from pipeline.store.write.finalizing import finalize
 from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 

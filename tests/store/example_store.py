@@ -24,9 +24,9 @@ from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec, s
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.scaled import LARGEST, scale_name
 from pipeline.store.format.statistics import BlockStatistics, token_statistics
+from pipeline.store.ids.index import index_ids
 from pipeline.store.io.digests import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.indexing import index_ids
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import without_writer
 
