@@ -27,7 +27,7 @@ from pipeline.job.leasing import UnfinishedStreams
 from pipeline.job.opening import open_job
 from pipeline.job.writing.block_writer import commit_record, side_arrays
 from pipeline.store.format.statistics import token_statistics
-from pipeline.store.io.storage import KeyValueStore
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -35,12 +35,12 @@ from pipeline.store.write.store_writer import StoreWriter
 POINTS = frozenset(
     function.__code__
     for function in (
-        KeyValueStore.read_many,
-        KeyValueStore.read_with_generations,
-        KeyValueStore.list_keys,
-        KeyValueStore.put,
-        KeyValueStore.write,
-        KeyValueStore.write_if_unchanged,
+        Storage.read_many,
+        Storage.read_with_generations,
+        Storage.list_keys,
+        Storage.put,
+        Storage.write,
+        Storage.write_if_unchanged,
     )
 )
 _WAIT_S = 60.0

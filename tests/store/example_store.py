@@ -182,7 +182,7 @@ def read_image(path: str) -> Image:
 
 def write_image(path: str, image: Image) -> None:
     storage = Storage.open(path)
-    for future in [storage.start_write(key, content) for key, content in image.items()]:
+    for future in [storage.kvstore.write(key, content) for key, content in image.items()]:
         future.result()
 
 

@@ -55,19 +55,62 @@ NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
 _REUSED_BYTES = 1 << 20  # contents from this size on are joined in memory that is kept: new memory costs page faults
 
 
-class KeyValueStore:
-    """Objects by key. Methods raise StoreError if the storage fails.
+class Storage:
+    """The objects of one activation store by key, and the resources that requests for them share. Use `Storage.open`.
+    Methods raise StoreError if the storage fails.
 
+    path: as given, or with the commit for the Hub. context: the TensorStore context for opening the store's arrays.
     directory: the local directory of the objects, with a trailing slash; None for other kinds of storage.
     is_remote: whether requests go through a network, so that one may fail or get a wrong answer.
     """
 
-    def __init__(self, kvstore: "ts.KvStore | HubFiles") -> None:
+    def __init__(
+        self, path: str, kvstore: "ts.KvStore | HubFiles", context: ts.Context, options: StorageOptions
+    ) -> None:
+        self.path = path
         self.kvstore = kvstore
+        self.context = context
+        self._options = options
         self._spec = kvstore.spec().to_json() if isinstance(kvstore, ts.KvStore) else {"driver": "hf"}
         self.directory: str | None = self._spec["path"] if self._spec["driver"] == "file" else None
         self.is_remote: bool = self._spec["driver"] not in ("file", "memory")
         self._joined, self._joining = bytearray(), threading.Lock()  # the content that is about to be sent
+
+    @classmethod
+    def open(cls, address: "StorageLike", options: StorageOptions = DEFAULT_OPTIONS) -> "Storage":
+        """Opens a local path (`~` is the home directory) or a URL; returns a Storage unchanged. Does not create or read
+        any object.
+
+        `hf://datasets/owner/name[@revision]` is resolved to a commit, which becomes part of `path`. `s3://` is Amazon's
+        service unless the environment names a different one, as for Amazon's own tools: AWS_ENDPOINT_URL_S3 or
+        AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION.
+
+        Raises StoreInvalid for an unusable path (empty, `~` of an unknown user, a URL with an unknown scheme, without
+        a bucket or with credentials) and if the Hub refuses access; ConfigError for options that are out of range;
+        HubUnavailable; StoreError.
+        """
+        if isinstance(address, Storage):
+            return address
+        return cls._open(os.fspath(address), options.context(), options)
+
+    @classmethod
+    def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
+        require_not_forked("TensorStore")
+        if path.startswith(HUB_SCHEME):
+            from pipeline.store.io.hub_files import open_hub_files  # imports huggingface_hub
+
+            files = open_hub_files(path, options.concurrency)
+            return cls(files.url.rstrip("/"), files, context, options)
+        spec = kvstore_spec(path)
+        set_request_defaults()
+        opening = ts.KvStore.open(spec, context=context)
+        with storage_errors(path):
+            return cls(path, opening.result(), context, options)
+
+    def with_own_requests(self, limit: int) -> "Storage":
+        """The same storage with its own limit of concurrent requests, so that they do not queue behind others."""
+        context = ts.Context({name: {"limit": limit} for name in CONCURRENCY}, parent=self.context)
+        return self._open(self.path, context, replace(self._options, concurrency=limit))
 
     def url(self, key: str) -> str:
         """The URL or path of an object, for messages."""
@@ -178,31 +221,23 @@ class KeyValueStore:
             write = self.kvstore.write(key, self._joined, if_equal=NO_OBJECT)
         return bool(write.result().generation)
 
-    def start_write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
-        """Starts writing an object (None deletes it). Raises StoreInvalid for a store on the Hub; see `require_file`.
-
-        A local object's directories are first created durably: TensorStore only syncs the file and its last directory.
-        """
-        self.require_file(key)
-        if value is not None and self.directory is not None:
-            with self.errors(key):
-                make_directories(os.path.dirname(self.directory + key), self.directory)
-        return self.kvstore.write(key, value, if_equal=if_equal)
-
     def write(self, key: str, value: bytes | None) -> None:
-        """Writes an object durably (None deletes it)."""
-        write = self.start_write(key, value)
-        with self.errors(key):
-            write.result()
+        """Writes an object durably (None deletes it). Raises StoreInvalid on the Hub; see `require_file`."""
+        self._write(key, value)
 
     def write_if_unchanged(self, key: str, value: bytes | None, generation: bytes) -> bytes | None:
-        """Writes an object (None deletes it) if its generation is unchanged. Returns the new one; None if it changed.
+        """As `write`, if the object's generation is unchanged. Returns the new one; None if it changed.
 
         S3 has no conditional deletion: TensorStore compares the generation just before it deletes.
         """
-        write = self.start_write(key, value, generation)
+        return self._write(key, value, generation) or None
+
+    def _write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bytes:
+        self.require_file(key)
         with self.errors(key):
-            return write.result().generation or None
+            if value is not None and self.directory is not None:  # TensorStore only syncs the last directory
+                make_directories(os.path.dirname(self.directory + key), self.directory)
+            return self.kvstore.write(key, value, if_equal=if_equal).result().generation
 
     def update(self, key: str, change: Callable[[bytes | None], tuple[T, bytes | None]]) -> T:
         """Replaces an object, whose content is given to `change`, by the content that this returns; None leaves it as
@@ -236,57 +271,6 @@ class KeyValueStore:
         forever for a pipe."""
         if problem := self.file_problem(key):
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
-
-
-class Storage(KeyValueStore):
-    """The storage of one activation store, and the resources that its requests share. Use `Storage.open`.
-
-    path: as given, or with the commit for the Hub. context: the TensorStore context for opening the store's arrays.
-    """
-
-    def __init__(
-        self, path: str, kvstore: "ts.KvStore | HubFiles", context: ts.Context, options: StorageOptions
-    ) -> None:
-        super().__init__(kvstore)
-        self.path = path
-        self.context = context
-        self._options = options
-
-    @classmethod
-    def open(cls, address: "StorageLike", options: StorageOptions = DEFAULT_OPTIONS) -> "Storage":
-        """Opens a local path (`~` is the home directory) or a URL; returns a Storage unchanged. Does not create or read
-        any object.
-
-        `hf://datasets/owner/name[@revision]` is resolved to a commit, which becomes part of `path`. `s3://` is Amazon's
-        service unless the environment names a different one, as for Amazon's own tools: AWS_ENDPOINT_URL_S3 or
-        AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION.
-
-        Raises StoreInvalid for an unusable path (empty, `~` of an unknown user, a URL with an unknown scheme, without
-        a bucket or with credentials) and if the Hub refuses access; ConfigError for options that are out of range;
-        HubUnavailable; StoreError.
-        """
-        if isinstance(address, Storage):
-            return address
-        return cls._open(os.fspath(address), options.context(), options)
-
-    @classmethod
-    def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
-        require_not_forked("TensorStore")
-        if path.startswith(HUB_SCHEME):
-            from pipeline.store.io.hub_files import open_hub_files  # imports huggingface_hub
-
-            files = open_hub_files(path, options.concurrency)
-            return cls(files.url.rstrip("/"), files, context, options)
-        spec = kvstore_spec(path)
-        set_request_defaults()
-        opening = ts.KvStore.open(spec, context=context)
-        with storage_errors(path):
-            return cls(path, opening.result(), context, options)
-
-    def with_own_requests(self, limit: int) -> "Storage":
-        """The same storage with its own limit of concurrent requests, so that they do not queue behind others."""
-        context = ts.Context({name: {"limit": limit} for name in CONCURRENCY}, parent=self.context)
-        return self._open(self.path, context, replace(self._options, concurrency=limit))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects durably and concurrently."""
