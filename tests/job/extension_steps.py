@@ -40,7 +40,6 @@ POINTS = frozenset(
         Storage.list_keys,
         Storage.put,
         Storage.write,
-        Storage.write_if_unchanged,
     )
 )
 _WAIT_S = 60.0

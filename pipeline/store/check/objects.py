@@ -27,6 +27,7 @@ from pipeline.store.format.statistics import (
 from pipeline.store.format.summary import IDS, IDS_BYTES, STATISTICS, summary_key
 from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
 from pipeline.store.io.ahead import map_ahead
+from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.shards import (
     ABSENT,
@@ -79,7 +80,7 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
                 first = (block.block * num_streams + block.stream) * parts
                 for part in (part for part in range(parts) if first + part not in stored):
                     key = key_of(block.stream, block.block, *(() if spec is None else (part,)))
-                    what = store.storage.file_problem(key) or _MISSING  # listings omit folders
+                    what = file_problem(store.storage.directory, key) or _MISSING  # listings omit folders
                     problems.append(Problem(key, what, block=(block.stream, block.block)))
         return problems
 

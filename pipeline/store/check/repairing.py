@@ -18,6 +18,7 @@ from pipeline.store.format.commits import COMMITS_PREFIX, commit_key, parse_comm
 from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, change_root, require_root
 from pipeline.store.io.ahead import map_ahead
+from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.local_files import sync_directory
 from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage
@@ -138,6 +139,6 @@ def _delete(storage: Storage, key: str) -> None:
     if storage.directory is None:
         storage.write(key, None)
         return
-    with storage.errors(key), suppress(FileNotFoundError):
+    with storage_errors(storage.url(key)), suppress(FileNotFoundError):
         os.unlink(storage.directory + key)
         sync_directory(os.path.dirname(storage.directory + key))

@@ -17,6 +17,7 @@ from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.summary import BLOCKS, read_summarised, summary_key
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.ahead import map_ahead
+from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage, StorageLike
 
@@ -91,7 +92,7 @@ def examine(
 
 def _open(storage: Storage) -> OpenStore | Problem:
     """The store, or the problem of its root. Raises StoreInvalid if there is none."""
-    if what := storage.file_problem(ROOT_KEY):
+    if what := file_problem(storage.directory, ROOT_KEY):
         return Problem(ROOT_KEY, what, Remedy.restore)
     text = storage.read(ROOT_KEY)
     if text is None:

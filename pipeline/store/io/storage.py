@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -118,12 +117,6 @@ class Storage:
             return f"s3://{self._spec['bucket']}/{self._spec.get('path', '')}{key}"
         return self.kvstore.url + key
 
-    @contextmanager
-    def errors(self, key: str) -> Iterator[None]:
-        """`storage_errors` for an object."""
-        with storage_errors(self.url(key)):
-            yield
-
     def read(self, key: str) -> bytes | None:
         """The object's bytes; None if it does not exist. See `require_file`."""
         return next(self.read_many([key]))
@@ -143,7 +136,7 @@ class Storage:
             yield self._value(*reads.popleft())
 
     def _value(self, key: str, read: ts.Future) -> bytes | None:
-        with self.errors(key):
+        with storage_errors(self.url(key)):
             result = read.result()
         return result.value if result.state == "value" else None
 
@@ -192,7 +185,7 @@ class Storage:
         """The keys >= `start` that begin with `prefix`, sorted."""
         first, after = max(prefix, start), prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
         listing = self.kvstore.list(ts.KvStore.KeyRange(first, after))
-        with self.errors(first):
+        with storage_errors(self.url(first)):
             names = [name.decode(errors="replace") for name in listing.result()]
         # Some servers with the GCS protocol ignore the range.
         return sorted(name for name in names if name >= first and (name < after or not after))
@@ -204,7 +197,7 @@ class Storage:
         False does not mean that another process wrote it: an earlier attempt's answer may have been lost on the way.
         """
         self.require_file(key)
-        with self.errors(key):
+        with storage_errors(self.url(key)):
             return self._put_remote(key, parts) if self.directory is None else put_file(self.directory, key, parts)
 
     def _put_remote(self, key: str, parts: Sequence[Buffer]) -> bool:
@@ -221,23 +214,17 @@ class Storage:
             write = self.kvstore.write(key, self._joined, if_equal=NO_OBJECT)
         return bool(write.result().generation)
 
-    def write(self, key: str, value: bytes | None) -> None:
-        """Writes an object durably (None deletes it). Raises StoreInvalid on the Hub; see `require_file`."""
-        self._write(key, value)
-
-    def write_if_unchanged(self, key: str, value: bytes | None, generation: bytes) -> bytes | None:
-        """As `write`, if the object's generation is unchanged. Returns the new one; None if it changed.
+    def write(self, key: str, value: bytes | None, generation: bytes | None = None) -> bytes | None:
+        """Writes an object durably (None deletes it), with a `generation` only if the object still has it. Returns the
+        new generation; None if it has another one. Raises StoreInvalid on the Hub; see `require_file`.
 
         S3 has no conditional deletion: TensorStore compares the generation just before it deletes.
         """
-        return self._write(key, value, generation) or None
-
-    def _write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> bytes:
         self.require_file(key)
-        with self.errors(key):
+        with storage_errors(self.url(key)):
             if value is not None and self.directory is not None:  # TensorStore only syncs the last directory
                 make_directories(os.path.dirname(self.directory + key), self.directory)
-            return self.kvstore.write(key, value, if_equal=if_equal).result().generation
+            return self.kvstore.write(key, value, if_equal=generation).result().generation or None
 
     def update(self, key: str, change: Callable[[bytes | None], tuple[T, bytes | None]]) -> T:
         """Replaces an object, whose content is given to `change`, by the content that this returns; None leaves it as
@@ -253,23 +240,18 @@ class Storage:
 
         for _ in range(_UPDATE_ATTEMPTS):
             result, new, generation = self.retry_read(read)
-            if new is None or self.write_if_unchanged(key, new, generation) is not None:
+            if new is None or self.write(key, new, generation) is not None:
                 return result
         raise StoreError(
             f"{self.url(key)} could not be changed: other processes changed it first, {_UPDATE_ATTEMPTS} times in a "
             "row. Run the same command again."
         )
 
-    def file_problem(self, key: str) -> str | None:
-        """What is wrong if there is something other than a file at a key of a local store, or if the file's content may
-        come from elsewhere, through a symbolic link; None if there is nothing."""
-        return None if self.directory is None else file_problem(self.directory, key)
-
     def require_file(self, key: str) -> None:
         """Raises StoreInvalid if there is something other than the store's own file at a key of a local store.
         TensorStore treats a folder, a socket or a broken link as an absent object, follows other links, and waits
         forever for a pipe."""
-        if problem := self.file_problem(key):
+        if problem := file_problem(self.directory, key):
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
 
     def delete(self, keys: Iterable[str]) -> None:
