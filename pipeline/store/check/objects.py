@@ -28,7 +28,7 @@ from pipeline.store.format.summary import IDS, IDS_BYTES, STATISTICS, summary_ke
 from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
 from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.local_files import file_problem
-from pipeline.store.io.problems import Problem, Remedy
+from pipeline.store.io.problems import Problem, Remedy, reported
 from pipeline.store.io.shards import (
     ABSENT,
     CHECKSUM_BYTES,
@@ -72,8 +72,8 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
             if is_own and (index := block * num_streams + stream) in committed:
                 stored.add(index * parts + sum(part))
             elif scope.has_stream(stream) if is_own else scope.is_first:
-                problem = Problem(key, "belongs to no committed block", Remedy.discard, place[:2] if is_own else None)
-                problems.append(problem)
+                remedy = Remedy.discard if store.root.complete else Remedy.leftover
+                problems.append(Problem(key, "belongs to no committed block", remedy, place[:2] if is_own else None))
         for block in chain.from_iterable(found.table for found in streams.values()):
             is_needed = block.has_statistics or prefix != STATISTICS_PREFIX
             if is_needed and not scope.reads_block(block.stream, block.block):
@@ -98,38 +98,33 @@ def _place(key: str, layout: StoreLayout, spec: ArraySpec | None) -> tuple[int, 
     return (parsed.stream, parsed.number) if spec is None else layout.shard_place(spec, parsed.number, parsed.column)
 
 
-def check_arrays(store: OpenStore, num_rows: int | None) -> Iterator[Problem]:
+def check_arrays(store: OpenStore, num_rows: int | None) -> list[Problem]:
     """Checks the zarr.json of every array. num_rows: in a complete store, up to the last row with tokens."""
+    problems: list[Problem] = []
     for spec in store.layout.all_arrays:
         key = array_key(spec.name)
 
         def parse(key: str, content: bytes | None, spec: ArraySpec = spec) -> int:
             return parse_rows(content, store.layout, spec, key)
 
-        try:
+        with reported(problems, key, Remedy.recreate):
             [rows] = store.storage.read_checked([key], parse)
-        except StoreError as error:
-            yield Problem(key, str(error), Remedy.recreate)
-            continue
-        if num_rows is not None and rows != num_rows:
-            yield Problem(key, f"has {rows} rows, but the last committed row is {num_rows - 1}", Remedy.recreate)
+            if num_rows is not None and rows != num_rows:
+                raise StoreInvalid(f"has {rows} rows, but the last committed row is {num_rows - 1}")
+    return problems
 
 
-def check_summary(store: OpenStore) -> Iterator[Problem]:
+def check_summary(store: OpenStore) -> list[Problem]:
     """Checks that the merged statistics and the index of ids are those that the root names."""
-    storage, summary = store.storage, store.root.summary or {}
-    checks = {
-        STATISTICS: lambda key, sha256: next(
-            storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256))
-        ),
-        IDS: lambda key, sha256: _require_sha256(storage, key, summary[IDS_BYTES], sha256),
-    }
-    for kind, check in checks.items():
-        if sha256 := summary.get(kind):
-            try:
-                check(summary_key(kind, sha256), sha256)
-            except StoreError as error:
-                yield Problem(summary_key(kind, sha256), str(error), Remedy.summarise)
+    summary, problems = store.root.summary or {}, list[Problem]()
+    if sha256 := summary.get(STATISTICS):
+        key = summary_key(STATISTICS, sha256)
+        with reported(problems, key, Remedy.summarise):
+            next(store.storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256)))
+    if sha256 := summary.get(IDS):
+        with reported(problems, key := summary_key(IDS, sha256), Remedy.summarise):
+            _require_sha256(store.storage, key, summary[IDS_BYTES], sha256)
+    return problems
 
 
 def _require_sha256(storage: Storage, key: str, size: int, expected: str) -> None:
@@ -167,10 +162,8 @@ def _check_block_once(store: OpenStore, stream: int, block: int) -> tuple[list[P
         checks[index_key(sae["features"], *place)] = partial(_check_index, storage, sae, place)
     problems, results = [], {}
     for key, check in checks.items():
-        try:
+        with reported(problems, key, block=place):
             results[key] = check()
-        except StoreError as error:
-            problems.append(Problem(key, str(error), block=place))
     for spec in store.layout.all_arrays:
         problems += _check_array(store, spec, record)
     return problems, results.get(table_key(*place))
