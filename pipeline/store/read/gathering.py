@@ -26,7 +26,7 @@ from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.frameworks import STORED, converter
 from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import BatchArrays, BatchOptions, TokenFilter
-from pipeline.store.read.order import Buffer
+from pipeline.store.read.order import Filling
 
 AHEAD = 4  # how many batches are gathered ahead
 GATHERING_THREADS = 2
@@ -146,9 +146,9 @@ class TokenMemory:
                     target[some] = np.take(integers, slots[some], axis=0, mode="clip")
 
 
-Filled = Iterator[tuple[Buffer, TokenMemory, bool]]
-"""Buffers in order, each with its filled memory and whether it is its epoch's last. A memory may be filled again, after
-its `users` are complete, when the next buffer is requested."""
+Filled = Iterator[tuple[Filling, TokenMemory, bool]]
+"""Fillings in order, each with the filled memory and whether it is its epoch's last. When the next one is requested,
+the memory may be filled again, after its `users` are complete."""
 
 
 def gathered(
@@ -186,7 +186,7 @@ def _submitted(
     """Batches whose gathering has been started, each with the position after it."""
     size, batch, start, most = options.batch_size, begin.batch, begin.token, limit(begin.epoch)
     parts, num_tokens, out = [], 0, []
-    for buffer, memory, is_last in filled:
+    for filling, memory, is_last in filled:
         stop = start
         while stop < len(memory.order) and batch != most:
             start, stop = stop, min(stop + size - num_tokens, len(memory.order))
@@ -196,17 +196,17 @@ def _submitted(
             num_tokens += stop - start
             if num_tokens == size:
                 batch += 1
-                after = Position(buffer.epoch, batch, buffer.index, stop, buffer.begin)
+                after = Position(filling.epoch, batch, filling.index, stop, filling.begin)
                 yield gatherers.submit(finish, parts, out, num_tokens), after
                 parts, num_tokens, out = [], 0, []
         start = 0
         if is_last:
             if num_tokens and not options.drop_last:
-                yield gatherers.submit(finish, parts, out, num_tokens), Position(buffer.epoch + 1)
+                yield gatherers.submit(finish, parts, out, num_tokens), Position(filling.epoch + 1)
             elif not batch and options.epochs is None:  # it would never end
                 refuse_epoch(num_tokens, options)
             parts, num_tokens, out, batch = [], 0, [], 0
-            most = limit(buffer.epoch + 1)
+            most = limit(filling.epoch + 1)
 
 
 def _finisher(

@@ -62,7 +62,7 @@ class ShardReads:
         self._index = lru_cache(_KEPT_INDEXES)(partial(_read_index, storage))
         self._threads = self._new_threads(REMOTE_REQUESTS)
 
-    def another(self, remote_reads: int = REMOTE_REQUESTS) -> "ShardReads":
+    def another(self, remote_reads: int) -> "ShardReads":
         """Reads of the same store, in threads of their own. remote_reads: how many at a time unless it is local."""
         reads = copy(self)
         reads._threads = self._new_threads(remote_reads)
