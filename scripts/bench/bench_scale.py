@@ -102,9 +102,12 @@ class Life:
                     {"shard": 0, "document": at * ROWS, "token": 0, "ordinal": at * ROWS} for at in (block, block + 1)
                 )
                 record = CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False)
-                documents = np.broadcast_to(numbers[:, None].astype(np.int64), (ROWS, LENGTH))
-                arrays = sides | {spec.name: activations, "documents": documents}
-                writer.write_block(record, arrays, pa.table(columns, schema=DOCUMENT_SCHEMA), statistics)
+                arrays = sides | {
+                    spec.name: activations,
+                    "documents": np.broadcast_to(numbers[:, None], (ROWS, LENGTH)),
+                }
+                table = pa.table(columns, schema=DOCUMENT_SCHEMA)
+                writer.start_block(record, arrays, table, lambda _: (statistics, {})).result()
 
     def share(self, job: Job) -> Job:
         """The job of one of PROCESSES processes."""

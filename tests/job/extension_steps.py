@@ -169,4 +169,4 @@ def _write(job: Job, store: StoreWriter, block: TokenBlock) -> None:
         values = (seeds[..., None] + np.arange(spec.width, dtype=np.int32)) % 251
         arrays[spec.name] = np.where(stored[..., None], values, 0).astype(spec.dtype)
     statistics = {spec.name: token_statistics(arrays[spec.name][stored]) for spec in job.layout.arrays}
-    store.write_block(commit_record(block), arrays, block.table, statistics)
+    store.start_block(commit_record(block), arrays, block.table, lambda _: (statistics, {})).result()

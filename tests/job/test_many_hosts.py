@@ -60,7 +60,9 @@ def run_host(text: Path, path: Path, computed: Sequence[int], number: int) -> No
                 arrays |= side_arrays(block, job.layout.rows_per_block)
                 if leased.holds(block.stream):
                     statistics = {spec.name: token_statistics(valid)}
-                    store.write_block(commit_record(block), arrays, block.table, statistics)
+                    store.start_block(
+                        commit_record(block), arrays, block.table, lambda _, s=statistics: (s, {})
+                    ).result()
                 leased.finished(block.stream)
                 computed[number] += 1
         complete(job, store)

@@ -100,7 +100,7 @@ def blocks(stream: int, max_blocks: int | None = None, dtype: str = "bfloat16") 
 
 
 def commit_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> CommitRecord:
-    return writer.write_block(block.record, block.arrays, block.table, statistics)
+    return writer.start_block(block.record, block.arrays, block.table, lambda _: (statistics, {})).result()
 
 
 def write_blocks(writer: StoreWriter, stream: int, max_blocks: int | None = None, dtype: str = "bfloat16") -> None:

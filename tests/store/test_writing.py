@@ -249,8 +249,8 @@ def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypat
     monkeypatch.setattr(Deaf, "ignored", ignored)
     arguments = Deaf.open(f"memory://{tmp_path}"), metadata(), layout()
     with pytest.raises(StoreInvalid, match=r"ignores the condition if-.*run\.exclusive=true"):
-        StoreWriter.open_or_plan(*arguments)
-    assert StoreWriter.open_or_plan(*arguments, exclusive=True)
+        StoreWriter.plan(*arguments)
+    assert StoreWriter.plan(*arguments, exclusive=True)
     assert arguments[0].list_keys() == []
 
 
