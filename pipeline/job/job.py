@@ -9,7 +9,6 @@ import pyarrow as pa
 from jaxtyping import Int32
 
 from pipeline.config.choices import Windows
-from pipeline.config.sampling import Sampling
 from pipeline.config.schema import ArcData, GenerateData, RunConfig
 from pipeline.data.arc.prompts import GRADES
 from pipeline.data.demand import shortfall
@@ -94,7 +93,7 @@ class Job:
             "prompt_length": data.prompt_length,
             "long_prompts": str(data.long_prompts),
             "max_new_tokens": data.max_new_tokens,
-            "sampling": asdict(sampling(data)),
+            "sampling": asdict(self.plan.generation.spec.sampling),
             "group": data.group_size,
             "end_tokens": list(end_tokens(self.model, self.tokenizer, data.end_tokens)),
             "cache_dtype": str(data.cache_dtype),
@@ -268,8 +267,3 @@ class Job:
 def weights_identity(model: Model, encoders: Sequence[Encoder]) -> list[dict[str, object]]:
     """The identities of the model's weights and of its SAEs'. Reads them."""
     return [model.identity(), *(encoder.identity() for encoder in encoders)]
-
-
-def sampling(data: GenerateData) -> Sampling:
-    """How completions are sampled. Raises ConfigError."""
-    return Sampling(data.temperature, data.top_k, data.top_p, data.seed)

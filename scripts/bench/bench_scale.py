@@ -102,10 +102,8 @@ class Life:
                     {"shard": 0, "document": at * ROWS, "token": 0, "ordinal": at * ROWS} for at in (block, block + 1)
                 )
                 record = CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False)
-                arrays = sides | {
-                    spec.name: activations,
-                    "documents": np.broadcast_to(numbers[:, None], (ROWS, LENGTH)),
-                }
+                documents = np.broadcast_to(numbers[:, None], (ROWS, LENGTH))
+                arrays = sides | {spec.name: activations, "documents": documents}
                 table = pa.table(columns, schema=DOCUMENT_SCHEMA)
                 writer.start_block(record, arrays, table, lambda _: (statistics, {})).result()
 

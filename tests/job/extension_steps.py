@@ -160,7 +160,7 @@ def _fill(job: Job, store: StoreWriter, most_streams: int | None) -> None:
 
 
 def _write(job: Job, store: StoreWriter, block: TokenBlock) -> None:
-    arrays = side_arrays(block, job.plan.rows_per_block)
+    arrays = side_arrays(block, job.layout)
     stored, seeds = arrays["segments"] > 0, arrays["tokens"] * 31 + arrays["positions"] * 7
     if block.selected is not None:
         stored = arrays["selected"] >= 0

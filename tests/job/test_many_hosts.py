@@ -57,7 +57,7 @@ def run_host(text: Path, path: Path, computed: Sequence[int], number: int) -> No
                 values = (block.tokens + block.positions)[..., None] * (np.arange(spec.width) % 61 - 30) / 64
                 arrays = {spec.name: np.where(block.segments[..., None] != 0, values, 0).astype(spec.dtype)}
                 valid = arrays[spec.name][block.segments != 0].astype(np.float32)
-                arrays |= side_arrays(block, job.layout.rows_per_block)
+                arrays |= side_arrays(block, job.layout)
                 if leased.holds(block.stream):
                     statistics = {spec.name: token_statistics(valid)}
                     store.start_block(
