@@ -29,15 +29,7 @@ from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
 from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.problems import Problem, Remedy, reported
-from pipeline.store.io.shards import (
-    ABSENT,
-    CHECKSUM_BYTES,
-    ShardFormat,
-    checksum,
-    decode_chunk,
-    decode_index,
-    values_digest,
-)
+from pipeline.store.io.shards import decoded_chunks, values_digest
 from pipeline.store.io.storage import Storage
 
 _MISSING = "is missing, although the block is committed"
@@ -178,19 +170,14 @@ def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> lis
     """What is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
     format, place = store.layout.shard_format(spec), (record.stream, record.block)
     keys = [store.layout.shard_key(spec, *place, part) for part in range(store.layout.num_parts(spec))]
-    absent, is_plain = checksum(format.fill_chunk), format.compression == "none"
     checksums, wrong, damaged = [], [], []
     for key in keys:
         try:
-            for stored in _read_chunks(store, key, format):
-                if stored is None:
-                    checksums.append(absent)
-                    continue
-                values = decode_chunk(stored, format)
-                content = memoryview(values.reshape(-1).view(np.uint8))
-                checksums.append(bytes(stored[-CHECKSUM_BYTES:]) if is_plain else checksum(content))
-                if not wrong and (found := _wrong_values(store, spec, values, len(checksums) - 1)):
-                    wrong = [Problem(key, *found, place)]
+            for values, chunk_checksum in decoded_chunks(partial(_read_part, store.storage, key), format):
+                checksums.append(chunk_checksum)
+                if values is not None and not wrong:
+                    found = _wrong_values(store, spec, values, len(checksums) - 1)
+                    wrong = [Problem(key, *found, place)] if found else []
         except (StoreError, ValueError) as error:
             damaged.append(Problem(key, str(error), Remedy.recompute, place))
     digest, expected = values_digest(checksums), record.digests.get(spec.name)
@@ -200,23 +187,12 @@ def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> lis
     return [Problem(key, what, Remedy.recompute, place) for key in keys]
 
 
-def _read_chunks(store: OpenStore, key: str, format: ShardFormat) -> Iterator[memoryview | None]:
-    """The stored chunks of a store shard in order, None for one of fill values. Raises ValueError for a damaged index,
-    and StoreError."""
-    [tail] = store.storage.read_many([key], [(-format.index_bytes, None)])
-    if tail is None:
+def _read_part(storage: Storage, key: str, start: int, stop: int | None) -> bytes:
+    """Bytes of a store shard. Raises StoreError."""
+    [content] = storage.read_many([key], [(start, stop)])
+    if content is None:
         raise StoreInvalid(_MISSING)
-    index = decode_index(tail, format).tolist()
-    chunks_at_once = max(1, _PIECE_BYTES // format.stored_chunk_limits[1])
-    for first in range(0, len(index), chunks_at_once):
-        some = index[first : first + chunks_at_once]
-        present = [entry for entry in some if entry[1] != ABSENT]  # they follow each other without gaps
-        start, stop = (present[0][0], sum(present[-1])) if present else (0, 0)
-        [content] = store.storage.read_many([key], [(start, stop)]) if present else [b""]
-        if content is None or len(content) != stop - start:
-            raise StoreInvalid("changed while it was read")
-        piece = memoryview(content)
-        yield from (None if size == ABSENT else piece[offset - start :][:size] for offset, size in some)
+    return content
 
 
 def _wrong_values(store: OpenStore, spec: ArraySpec, values: np.ndarray, number: int) -> tuple[str, Remedy] | None:
