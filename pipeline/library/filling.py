@@ -226,5 +226,5 @@ class Filler:
         names += [LABELS_ARRAY.name] if LABELS_ARRAY.name in arrays else []
         side_arrays = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})
         for name, values in side_arrays.items():
-            target = arrays[name][row : row + step.num_rows]
-            target[: len(values)], target[len(values) :] = values, 0  # segment 0: no token
+            part = arrays[name][row : row + step.num_rows]
+            part[: len(values)], part[len(values) :] = values, 0  # segment 0: no token

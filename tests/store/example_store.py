@@ -25,7 +25,7 @@ from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.scaled import LARGEST, scale_name
 from pipeline.store.format.statistics import BlockStatistics, token_statistics
 from pipeline.store.ids.index import index_ids
-from pipeline.store.io.digests import json_digest
+from pipeline.store.io.parsing import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import without_writer

@@ -155,14 +155,14 @@ class Buffers:
         row, reads = 0, []
         try:
             for piece in filling.pieces:
-                for store, arrays, targets in zip(pieces, self.arrays, memory.arrays, strict=True):
+                for store, arrays, out in zip(pieces, self.arrays, memory.arrays, strict=True):
                     first_row = arrays.layout.first_row(*self._blocks[piece.block][:2]) + piece.first
                     for name in arrays.by_piece:
-                        reads += store.start(name, first_row, targets[name][row : row + piece.num_rows])
+                        reads += store.start(name, first_row, out[name][row : row + piece.num_rows])
                 row += piece.num_rows
             completions = {COMPLETIONS: np.empty((row, self.arrays[0].layout.slots), bool)}
-            targets = [memory.arrays[0] | completions, *memory.arrays[1:]]
-            self._copy_block_arrays(sides, kept, filling, targets)  # while activations are being read
+            memories = [memory.arrays[0] | completions, *memory.arrays[1:]]
+            self._copy_block_arrays(sides, kept, filling, memories)  # while activations are being read
             slots = memory.chosen(token_filter, row, completions)
             for read in reads:
                 read.result()
@@ -172,7 +172,7 @@ class Buffers:
         return [store.start_check() for store in pieces]
 
     def _copy_block_arrays(
-        self, sides: Sequence[ShardReads], kept: _Kept, filling: Filling, targets: Sequence[dict[str, np.ndarray]]
+        self, sides: Sequence[ShardReads], kept: _Kept, filling: Filling, memories: Sequence[dict[str, np.ndarray]]
     ) -> None:
         """Copies the pieces' side arrays and outputs. Drops those of earlier windows."""
         oldest = min(piece.window for piece in filling.pieces)
@@ -186,9 +186,9 @@ class Buffers:
         kept |= {block: (missing[block], arrays) for block, *arrays in zip(missing, *by_store, strict=True)}
         row = 0
         for piece in filling.pieces:
-            for target, arrays in zip(targets, kept[piece.block][1], strict=True):
+            for out, arrays in zip(memories, kept[piece.block][1], strict=True):
                 for name, values in arrays.items():
-                    target[name][row : row + piece.num_rows] = values[piece.first : piece.first + piece.num_rows]
+                    out[name][row : row + piece.num_rows] = values[piece.first : piece.first + piece.num_rows]
             row += piece.num_rows
 
 

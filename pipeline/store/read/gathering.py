@@ -137,13 +137,13 @@ class TokenMemory:
             for name, values in arrays.items():
                 # As integers, for which numpy releases the GIL. mode="raise" would copy twice.
                 integers = values.reshape(-1, *values.shape[2:]).view(f"u{values.itemsize}")
-                target = batch[name][at : at + len(slots)].view(integers.dtype)
-                if target.flags.c_contiguous:
-                    np.take(integers, slots, axis=0, out=target, mode="clip")
+                part = batch[name][at : at + len(slots)].view(integers.dtype)
+                if part.flags.c_contiguous:
+                    np.take(integers, slots, axis=0, out=part, mode="clip")
                     continue
                 for first in range(0, len(slots), _TOKENS_AT_A_TIME):  # numpy would copy all of a stacked part
                     some = slice(first, first + _TOKENS_AT_A_TIME)
-                    target[some] = np.take(integers, slots[some], axis=0, mode="clip")
+                    part[some] = np.take(integers, slots[some], axis=0, mode="clip")
 
 
 Filled = Iterator[tuple[Filling, TokenMemory, bool]]
@@ -165,7 +165,7 @@ def gathered(
     gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
     ahead: deque[tuple[Future[Batch], Position]] = deque()
     try:
-        for batch in _submitted(gatherers, filled, start, _finisher(stores, options), options, limit):
+        for batch in _submitted(gatherers, filled, start, _batch_maker(stores, options), options, limit):
             ahead.append(batch)
             if len(ahead) > AHEAD:
                 yield _done(ahead.popleft())
@@ -179,7 +179,7 @@ def _submitted(
     gatherers: ThreadPoolExecutor,
     filled: Filled,
     begin: Position,
-    finish: Callable[..., Batch],
+    make_batch: Callable[..., Batch],
     options: BatchOptions,
     limit: Callable[[int], int | None],
 ) -> Iterator[tuple[Future[Batch], Position]]:
@@ -197,19 +197,19 @@ def _submitted(
             if num_tokens == size:
                 batch += 1
                 after = Position(filling.epoch, batch, filling.index, stop, filling.begin)
-                yield gatherers.submit(finish, parts, out, num_tokens), after
+                yield gatherers.submit(make_batch, parts, out, num_tokens), after
                 parts, num_tokens, out = [], 0, []
         start = 0
         if is_last:
             if num_tokens and not options.drop_last:
-                yield gatherers.submit(finish, parts, out, num_tokens), Position(filling.epoch + 1)
+                yield gatherers.submit(make_batch, parts, out, num_tokens), Position(filling.epoch + 1)
             elif not batch and options.epochs is None:  # it would never end
                 refuse_epoch(num_tokens, options)
             parts, num_tokens, out, batch = [], 0, [], 0
             most = limit(filling.epoch + 1)
 
 
-def _finisher(
+def _batch_maker(
     stores: Sequence[BatchArrays], options: BatchOptions
 ) -> Callable[[Sequence[Future[None]], list[dict[str, np.ndarray]], int], Batch]:
     """A function that turns gathered memory into a batch: normalises, casts, and converts to the framework."""
@@ -230,7 +230,7 @@ def _finisher(
         values = ByName((name, convert(array)) for name, array in values.items())
         return values[arrays.names[0]] if arrays.is_single else values
 
-    def finish(parts: Sequence[Future[None]], out: list[dict[str, np.ndarray]], num_tokens: int) -> Batch:
+    def make_batch(parts: Sequence[Future[None]], out: list[dict[str, np.ndarray]], num_tokens: int) -> Batch:
         for part in parts:
             part.result()
         out = [{name: values[:num_tokens] for name, values in arrays.items()} for arrays in out]
@@ -246,7 +246,7 @@ def _finisher(
         side_arrays = {name: convert_side(out[0][name]) for name in names}
         return Batch(**dict(zip(("activations", "outputs", "features"), parts, strict=True)), **side_arrays)
 
-    return finish
+    return make_batch
 
 
 def refuse_epoch(num_tokens: int, options: BatchOptions) -> NoReturn:
