@@ -23,10 +23,11 @@ from tqdm import tqdm
 from pipeline.cli.settings import command, flag, setting, store_path
 from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
+from pipeline.store.format.block_table import BlockTable
+from pipeline.store.format.target import has_share, stream_share
+from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.reader import REMOTE_REQUESTS
-from pipeline.store.write.finalizing import finalize
-from pipeline.store.write.indexing import index_ids
+from pipeline.store.read.shard_reads import REMOTE_REQUESTS
 from pipeline.store.write.store_writer import StoreWriter
 
 
@@ -38,10 +39,9 @@ class Settings:
 
 
 def finalize_store(settings: Settings) -> None:
-    """Prints what each stream holds, and completes the store. Raises StoreError if it cannot."""
+    """Completes the store and, if asked to, indexes the ids of its documents. Raises StoreError if it cannot."""
     path = settings.path
-    obstacle = finalize(StoreWriter.open_existing(path), settings.force)
-    if obstacle is not None:
+    if (obstacle := finalize(StoreWriter.open_existing(path), settings.force)) is not None:
         raise StoreError(f"cannot complete {path}: {obstacle}")
     print(f"{path}: complete")
     if settings.index:
@@ -49,6 +49,32 @@ def finalize_store(settings: Settings) -> None:
         with tqdm(unit="block", desc="index", file=sys.stderr) as bar:
             num_ids = index_ids(storage, bar.update)
         print(f"{path}: indexed {counted(num_ids, 'id')}")
+
+
+def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
+    """Prints what each stream holds and marks the store complete. Returns None, or why it cannot. Raises StoreError."""
+    streams = store.streams.all()
+    unfinished = [stream for stream in streams if not _print_stream(store, stream, streams[stream].table)]
+    if unfinished and not (is_forced or store.complete):
+        return (
+            f"streams {', '.join(map(str, unfinished))} are unfinished. Let the jobs continue, start another, or "
+            f"run pipeline.finalize with force=true to complete the store as it is."
+        )
+    if not store.finish(is_forced):
+        return (
+            "another run began to extend it, or it has lost commit records. Let that run continue, run "
+            "pipeline.verify, or run pipeline.finalize with force=true."
+        )
+    return None
+
+
+def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
+    """Prints what a stream holds, and why it ends there; returns whether it is at its end."""
+    is_whole = has_share(blocks, stream_share(store.target, store.metadata.num_streams, stream))
+    end = "the end of its data" if len(blocks) and blocks[-1].exhausted else "the end of its share of run.max_tokens"
+    state = end if is_whole else "UNFINISHED"
+    print(f"stream {stream}: {counted(len(blocks), 'block')}, {blocks.total('tokens'):,} tokens, {state}")
+    return is_whole
 
 
 main = command("finalize", __doc__, Settings, finalize_store)

@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 
+import tensorstore as ts
 from tqdm import tqdm
 
 from pipeline.core.messages import counted
-from pipeline.store.io.request_counts import num_refused, num_retries
 
 
 class Stage(Enum):
@@ -74,8 +74,7 @@ class Metrics:
         self.stages: dict[str, str] = {}  # the current stage of each thread
         self.last_step = time.monotonic()
         self._lines: list[str] = []
-        self._retries_before = num_retries()
-        self._refused_before = num_refused()
+        self._retries_before, self._refused_before = num_retries(), num_refused()
         self._interval_s = interval_s
         self.name = f"{run_name()}.jsonl"
         self._started = self._emitted = time.monotonic()
@@ -198,6 +197,20 @@ class Metrics:
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.thread_seconds(thread).items())
             lines.append(f"seconds of the {thread} thread: {stages}")
         return "\n".join(lines)
+
+
+def num_retries() -> int:
+    """How often this process has sent a failed request to `gs://` or `s3://` again."""
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/")
+    return sum(metric["values"][0]["value"] for metric in metrics if metric["name"].endswith("/retries"))
+
+
+def num_refused() -> int:
+    """The number of HTTP responses 429 and 503 ("Slow Down" from S3): the service wants fewer requests, or is
+    unavailable."""
+    metrics = ts.experimental_collect_matching_metrics("/tensorstore/http/response_codes")
+    values = (value for metric in metrics for value in metric["values"])
+    return sum(value["value"] for value in values if value["code"] in ("429", "503"))
 
 
 def run_name() -> str:

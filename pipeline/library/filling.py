@@ -27,7 +27,7 @@ from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import LABELS_ARRAY, SELECTED, SIDE_ARRAYS
 from pipeline.store.read.gathering import Filled, TokenMemory
 from pipeline.store.read.options import BatchOptions
-from pipeline.store.read.order import Buffer, permutation
+from pipeline.store.read.order import Filling, permutation
 from pipeline.store.read.rows import slot_side_arrays
 
 log = logging.getLogger("pipeline")
@@ -65,9 +65,6 @@ class Waits:
             setattr(self, name, getattr(self, name) + time.monotonic() - began)
 
 
-Filling = tuple[Buffer, TokenMemory, bool]  # its memory, and whether it is the last
-
-
 class Filler:
     """A thread that fills two memories alternately, each with the same number of steps, until the data ends.
 
@@ -94,7 +91,7 @@ class Filler:
         self._names = {number: array.name for number, array in enumerate(plan.step.stored_arrays)}
         self._copy_threads = CopyThreads()
         self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # reentrant: a finaliser may call put
-        self._filled: queue.SimpleQueue[Filling | BaseException] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[tuple[Filling, TokenMemory, bool] | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._error: BaseException | None = None  # not raised yet
         self._feed: Feed | None = None
@@ -197,7 +194,10 @@ class Filler:
     def _dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
         return start_transfer(self._step(block, first_row), block, first_row, self._plan)
 
-    def _fill(self, index: int, memory: TokenMemory, steps: Iterator[tuple[StepInFlight, FeedPosition]]) -> Filling:
+    def _fill(
+        self, index: int, memory: TokenMemory, steps: Iterator[tuple[StepInFlight, FeedPosition]]
+    ) -> tuple[Filling, TokenMemory, bool]:
+        """As an item of `filled`."""
         begin, row = None, 0
         while row < memory.rows and not self._closed.is_set() and (item := next(steps, None)) is not None:
             step, position = item
@@ -207,7 +207,7 @@ class Filler:
         token_filter, rank, seed = self._options.token_filter, self._options.rank, self._options.order_seed
         slots = memory.within_norms(token_filter, memory.chosen(token_filter, row))
         memory.order = slots if seed is None else slots[permutation(len(slots), seed, rank, index, self._epoch)]
-        return Buffer(self._epoch, index, begin=begin), memory, row < memory.rows
+        return Filling(self._epoch, index, begin=begin), memory, row < memory.rows
 
     def _drain(self, step: StepInFlight, memory: TokenMemory, row: int) -> None:
         """Waits for a step's outputs and copies them into the memory, from row `row` on."""
@@ -226,5 +226,5 @@ class Filler:
         names += [LABELS_ARRAY.name] if LABELS_ARRAY.name in arrays else []
         side_arrays = slot_side_arrays({name: getattr(step.block, name)[rows] for name in names})
         for name, values in side_arrays.items():
-            target = arrays[name][row : row + step.num_rows]
-            target[: len(values)], target[len(values) :] = values, 0  # segment 0: no token
+            part = arrays[name][row : row + step.num_rows]
+            part[: len(values)], part[len(values) :] = values, 0  # segment 0: no token

@@ -148,7 +148,7 @@ def write_blocks(job: Job, blocks: Sequence[TokenBlock], buffers: Sequence[np.nd
     for block in blocks:
         arrays = {spec.name: getattr(block, spec.name) for spec in SIDE_ARRAYS}
         arrays |= {spec.name: values for spec, values in zip(job.layout.arrays, buffers, strict=True)}
-        store.write_block(commit_record(block), arrays, block.table)
+        store.start_block(commit_record(block), arrays, block.table).result()
 
 
 def write_arrays(job: Job, num_blocks: int, buffers: Sequence[np.ndarray]) -> None:

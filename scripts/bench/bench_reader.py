@@ -59,7 +59,7 @@ def write_store(num_tokens: int) -> None:
             **{spec.name: activations for spec in arrays},
         }
         record = CommitRecord(0, block, ROWS, int(ROWS * valid.sum()), 0, 0, (), start, start, exhausted=False)
-        writer.write_block(record, content, DOCUMENT_SCHEMA.empty_table())
+        writer.start_block(record, content, DOCUMENT_SCHEMA.empty_table()).result()
     writer.finish()
 
 

@@ -35,9 +35,9 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.statistics import token_statistics
+from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.shard_reads import REMOTE_REQUESTS
-from pipeline.store.write.indexing import index_ids
 from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.gcs_standin import control, environment, server
@@ -102,9 +102,10 @@ class Life:
                     {"shard": 0, "document": at * ROWS, "token": 0, "ordinal": at * ROWS} for at in (block, block + 1)
                 )
                 record = CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False)
-                documents = np.broadcast_to(numbers[:, None].astype(np.int64), (ROWS, LENGTH))
+                documents = np.broadcast_to(numbers[:, None], (ROWS, LENGTH))
                 arrays = sides | {spec.name: activations, "documents": documents}
-                writer.write_block(record, arrays, pa.table(columns, schema=DOCUMENT_SCHEMA), statistics)
+                table = pa.table(columns, schema=DOCUMENT_SCHEMA)
+                writer.start_block(record, arrays, table, lambda _: (statistics, {})).result()
 
     def share(self, job: Job) -> Job:
         """The job of one of PROCESSES processes."""

@@ -20,14 +20,14 @@ import numpy as np
 from pipeline.config import composing
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
+from pipeline.finalize import finalize
 from pipeline.job import running
 from pipeline.job.job import Job
 from pipeline.job.leasing import UnfinishedStreams
 from pipeline.job.opening import open_job
 from pipeline.job.writing.block_writer import commit_record, side_arrays
 from pipeline.store.format.statistics import token_statistics
-from pipeline.store.io.storage import KeyValueStore
-from pipeline.store.write.finalizing import finalize
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 
@@ -35,12 +35,11 @@ from pipeline.store.write.store_writer import StoreWriter
 POINTS = frozenset(
     function.__code__
     for function in (
-        KeyValueStore.read_many,
-        KeyValueStore.read_with_generations,
-        KeyValueStore.list_keys,
-        KeyValueStore.put,
-        KeyValueStore.write,
-        KeyValueStore.write_if_unchanged,
+        Storage.read_many,
+        Storage.read_with_generations,
+        Storage.list_keys,
+        Storage.put,
+        Storage.write,
     )
 )
 _WAIT_S = 60.0
@@ -161,7 +160,7 @@ def _fill(job: Job, store: StoreWriter, most_streams: int | None) -> None:
 
 
 def _write(job: Job, store: StoreWriter, block: TokenBlock) -> None:
-    arrays = side_arrays(block, job.plan.rows_per_block)
+    arrays = side_arrays(block, job.layout)
     stored, seeds = arrays["segments"] > 0, arrays["tokens"] * 31 + arrays["positions"] * 7
     if block.selected is not None:
         stored = arrays["selected"] >= 0
@@ -170,4 +169,4 @@ def _write(job: Job, store: StoreWriter, block: TokenBlock) -> None:
         values = (seeds[..., None] + np.arange(spec.width, dtype=np.int32)) % 251
         arrays[spec.name] = np.where(stored[..., None], values, 0).astype(spec.dtype)
     statistics = {spec.name: token_statistics(arrays[spec.name][stored]) for spec in job.layout.arrays}
-    store.write_block(commit_record(block), arrays, block.table, statistics)
+    store.start_block(commit_record(block), arrays, block.table, lambda _: (statistics, {})).result()

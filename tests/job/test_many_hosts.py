@@ -57,10 +57,12 @@ def run_host(text: Path, path: Path, computed: Sequence[int], number: int) -> No
                 values = (block.tokens + block.positions)[..., None] * (np.arange(spec.width) % 61 - 30) / 64
                 arrays = {spec.name: np.where(block.segments[..., None] != 0, values, 0).astype(spec.dtype)}
                 valid = arrays[spec.name][block.segments != 0].astype(np.float32)
-                arrays |= side_arrays(block, job.layout.rows_per_block)
+                arrays |= side_arrays(block, job.layout)
                 if leased.holds(block.stream):
                     statistics = {spec.name: token_statistics(valid)}
-                    store.write_block(commit_record(block), arrays, block.table, statistics)
+                    store.start_block(
+                        commit_record(block), arrays, block.table, lambda _, s=statistics: (s, {})
+                    ).result()
                 leased.finished(block.stream)
                 computed[number] += 1
         complete(job, store)

@@ -35,12 +35,12 @@ def test_only_one_of_many_simultaneous_writers_creates_an_object(storage):
 def test_writes_and_deletions_are_conditional_on_the_generation(storage):
     storage.write("key", b"1")
     [(_, first)] = storage.read_with_generations(["key"])
-    second = storage.write_if_unchanged("key", b"2", first)
+    second = storage.write("key", b"2", first)
     assert second not in (None, first)
-    assert storage.write_if_unchanged("key", b"3", first) is None
-    assert storage.write_if_unchanged("key", None, first) is None
+    assert storage.write("key", b"3", first) is None
+    assert storage.write("key", None, first) is None
     assert storage.read("key") == b"2"
-    assert storage.write_if_unchanged("key", None, second) is not None
+    assert storage.write("key", None, second) is not None
     assert storage.read("key") is None
 
 

@@ -19,8 +19,8 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import EXIT_INTERRUPTED
 from pipeline.planning import host_memory
+from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.indexing import index_ids
 from tests.jobs import run_and_signal, write_model_of_zeros
 from tests.models.sae_files import write_saelens
 from tests.store.example_store import Image, read_image

@@ -24,9 +24,9 @@ from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec, s
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.scaled import LARGEST, scale_name
 from pipeline.store.format.statistics import BlockStatistics, token_statistics
-from pipeline.store.io.digests import json_digest
+from pipeline.store.ids.index import index_ids
+from pipeline.store.io.parsing import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.indexing import index_ids
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import without_writer
 
@@ -100,7 +100,7 @@ def blocks(stream: int, max_blocks: int | None = None, dtype: str = "bfloat16") 
 
 
 def commit_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> CommitRecord:
-    return writer.write_block(block.record, block.arrays, block.table, statistics)
+    return writer.start_block(block.record, block.arrays, block.table, lambda _: (statistics, {})).result()
 
 
 def write_blocks(writer: StoreWriter, stream: int, max_blocks: int | None = None, dtype: str = "bfloat16") -> None:
@@ -182,7 +182,7 @@ def read_image(path: str) -> Image:
 
 def write_image(path: str, image: Image) -> None:
     storage = Storage.open(path)
-    for future in [storage.start_write(key, content) for key, content in image.items()]:
+    for future in [storage.kvstore.write(key, content) for key, content in image.items()]:
         future.result()
 
 

@@ -30,7 +30,7 @@ from pipeline.core.errors import PipelineError
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.generated.group_files import encode_group, group_key
-from pipeline.store.io.digests import json_digest
+from pipeline.store.io.parsing import json_digest
 from pipeline.store.io.shards import ABSENT, checksum
 from tests.store.damage_fuzzer import Failed, describe, read_content
 from tests.store.example_store import full_image, write_image

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.core.errors import PipelineError
 from pipeline.store.check.scope import Level, Scope
-from pipeline.store.check.verifying import examine, verify_store
+from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord, commit_key
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
@@ -300,7 +300,7 @@ def test_objects_of_an_unfinished_store_without_a_record_are_no_problem(store_pa
     copy_store(store_path, finish=False)
     storage = Storage.open(store_path)
     storage.write(commit_key(0, 3), None)
-    findings = examine(storage, find_leftovers=True)
-    assert findings.problems == []
+    assert verify_store(storage) == []
+    found = verify_store(storage, find_leftovers=True)
     leftovers = [layout().shard_key(spec, 0, 3) for spec in layout().all_arrays] + [table_key(0, 3)]
-    assert sorted(problem.where for problem in findings.leftovers) == sorted(leftovers)
+    assert sorted(problem.where for problem in found) == sorted(leftovers)

@@ -10,7 +10,7 @@ import pytest
 from pipeline.core.errors import StoreError
 from pipeline.store import ActivationStore, FeatureBatch, TokenFilter, open_aligned
 from pipeline.store.format.layout import ArraySpec, StoreLayout, feature_specs
-from pipeline.store.read.batches import reading_order
+from pipeline.store.read.buffers import reading_order
 from pipeline.store.read.options import BatchArrays, BatchOptions
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (

@@ -113,7 +113,7 @@ def test_nothing_is_written(server, tmp_path, capsys):
     copy_store(str(tmp_path / "store"))
     commit = server.push(REPO, contents(tmp_path / "store"))
     storage = Storage.open(URL)
-    for write in (lambda: storage.write("key", b""), lambda: storage.write_if_unchanged("zarr.json", b"", b"")):
+    for write in (lambda: storage.write("key", b""), lambda: storage.write("zarr.json", b"", b"")):
         with pytest.raises(StoreInvalid, match=f"acts@{commit}/ is on the Hub, where stores are read-only"):
             write()
     with pytest.raises(StoreError, match=f"hf download owner/acts --repo-type dataset --revision {commit}"):

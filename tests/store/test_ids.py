@@ -16,9 +16,8 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.summary import IDS, put_summary
 from pipeline.store.ids import index as ids_index
-from pipeline.store.ids.index import StoredIds, block_entries, encode_index
+from pipeline.store.ids.index import StoredIds, block_entries, encode_index, index_ids
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.indexing import index_ids
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     DOCUMENT_LENGTHS,

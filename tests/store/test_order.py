@@ -45,16 +45,16 @@ def test_windows_are_consecutive_and_limit_the_mixed_blocks():
 
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_buffers_can_begin_anywhere(start):
-    everything = list(order().buffers(1))
+    everything = list(order().fillings(1))
     assert [buffer.index for buffer in everything] == list(range(len(everything)))
     assert all(len(buffer.pieces) == 3 for buffer in everything[:-1])
     assert [piece for buffer in everything for piece in buffer.pieces] == list(order().pieces(1))
-    assert list(order().buffers(1, start)) == everything[start:]
+    assert list(order().fillings(1, start)) == everything[start:]
 
 
 def test_tokens_are_shuffled_by_seed_epoch_rank_and_buffer():
     slots = np.arange(50)
-    buffers = [buffer for epoch in range(2) for buffer in itertools.islice(order().buffers(epoch), 2)]
+    buffers = [buffer for epoch in range(2) for buffer in itertools.islice(order().fillings(epoch), 2)]
     found = [tuple(o.shuffled(b, slots)) for o in (order(), order(seed=8), order(rank=1, world=2)) for b in buffers]
     assert len(set(found)) == len(found)
     assert all(sorted(each) == slots.tolist() for each in found)
@@ -66,7 +66,7 @@ def test_the_order_does_not_change_between_versions():
     """These numbers may not change, since readers resume from saved states, also with other versions of numpy."""
     assert permutation(10, 7, 0).tolist() == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
     assert [rows(order().pieces(1))[i] for i in (0, 9, 30)] == [(3, 0), (1, 1), (7, 5)]
-    assert order().shuffled(next(order().buffers(1)), np.arange(10)).tolist() == [1, 8, 7, 2, 4, 9, 3, 6, 5, 0]
+    assert order().shuffled(next(order().fillings(1)), np.arange(10)).tolist() == [1, 8, 7, 2, 4, 9, 3, 6, 5, 0]
     assert permutation(0, 1).tolist() == []
     many = permutation(100_000, 5)
     assert np.array_equal(np.sort(many), np.arange(100_000))
@@ -93,7 +93,7 @@ def test_every_rank_knows_the_number_of_tokens_of_all(world):
 def test_a_store_without_blocks_has_no_pieces():
     empty = order(block_rows=(), world=2, rank=1)
     assert list(empty.pieces(0)) == []
-    assert list(empty.buffers(0)) == []
+    assert list(empty.fillings(0)) == []
     assert empty.tokens_per_rank(0, np.empty(0, np.int64), lambda blocks: []) == [0, 0]
 
 

@@ -4,7 +4,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -16,7 +15,6 @@ from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.text.long_texts import PIECE_CHARACTERS, encode_in_pieces
 from pipeline.data.text.templates import ChatTemplate, RenderError
-from pipeline.data.text.token_starts import TokenStarts, offset_starts
 from pipeline.data.text.tokenizer_files import read_tokenizer_files
 from pipeline.data.text.tokenizer_settings import is_from_tokenizers, library_errors
 
@@ -179,17 +177,9 @@ class TextTokenizer:
         return [np.array(encoding.ids, np.int32)[:, None] for encoding in encodings]
 
     def _ids_and_starts(self, texts: list[str]) -> list[Int32[np.ndarray, "_ 2"]]:
-        found: list[Int32[np.ndarray, "_ 2"] | None] = [None] * len(texts)
-        if self._token_starts.joins:
-            encodings = self._library_encodings(self._tokenizer.encode_batch_fast, texts)
-            found = [self._token_starts.find(text, item.ids) for text, item in zip(texts, encodings, strict=True)]
-        left = [text for text, tokens in zip(texts, found, strict=True) if tokens is None]
-        counted = iter(self._library_encodings(self._tokenizer.encode_batch, left))
-        return [offset_starts(next(counted)) if tokens is None else tokens for tokens in found]
-
-    @cached_property
-    def _token_starts(self) -> TokenStarts:
-        return TokenStarts(self._tokenizer)
+        encodings = self._library_encodings(self._tokenizer.encode_batch, texts)
+        starts = ([first for first, _ in encoding.offsets] for encoding in encodings)
+        return [np.array([item.ids, first], np.int32).T.copy() for item, first in zip(encodings, starts, strict=True)]
 
     def _library_encodings(self, encode: Callable[..., list[Encoding]], texts: list[str]) -> list[Encoding]:
         try:

@@ -20,7 +20,6 @@ from jaxtyping import Shaped
 
 from pipeline.core.errors import StoreError
 from pipeline.data.documents import TokenBlock
-from pipeline.data.text.labels import Label
 from pipeline.job.leasing import LeasedStreams
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics, Stage
@@ -31,6 +30,7 @@ from pipeline.planning.host_memory import MAX_SORTING_THREADS
 from pipeline.planning.plan import Plan
 from pipeline.step.row_statistics import RowStatistics
 from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.layout import StoreLayout
 from pipeline.store.write.store_writer import StoreWriter, metrics_key
 
 log = logging.getLogger("pipeline")
@@ -205,7 +205,7 @@ class BlockWriter:
             with self._metrics.stage(Stage.WRITER_COPY):
                 self._checks.check(block)
                 arrays = buffers.padded(block.num_rows, self._plan)
-                arrays |= side_arrays(block, self._plan.rows_per_block, self._store.layout.has_labels)
+                arrays |= side_arrays(block, self._store.layout)
             with self._metrics.stage(Stage.WRITER_STORE):
                 summary = BlockSummary(self._plan.step, block, arrays, buffers.statistics, self._summary_threads)
                 written = self._store.start_block(commit_record(block), arrays, block.table, summary.result)
@@ -249,18 +249,12 @@ class BlockWriter:
         return self._log_thread.submit(write, metrics_key(self._metrics.name), self._metrics.emit())
 
 
-def side_arrays(
-    block: TokenBlock, rows_per_block: int, has_labels: bool = False
-) -> dict[str, Shaped[np.ndarray, "R ..."]]:
-    """Tokens, segments, positions, documents, selected positions and labels, padded to the R rows of a store shard."""
-    padding = ((0, rows_per_block - block.num_rows), (0, 0))
-    arrays = {name: np.pad(getattr(block, name), padding) for name in ("tokens", "segments", "positions")}
-    arrays["documents"] = np.pad(block.documents, padding, constant_values=-1)
-    if block.selected is not None:
-        arrays["selected"] = np.pad(block.selected, padding, constant_values=-1)
-    if has_labels:
-        labels = np.empty((*block.tokens.shape, len(Label)), np.int16) if block.labels is None else block.labels
-        arrays["labels"] = np.pad(labels, (*padding, (0, 0)))
+def side_arrays(block: TokenBlock, layout: StoreLayout) -> dict[str, Shaped[np.ndarray, "R ..."]]:
+    """The layout's side arrays, padded to the R rows of a block."""
+    arrays = {spec.name: np.full(layout.block_shape(spec), spec.fill, spec.dtype) for spec in layout.side_arrays}
+    for name, array in arrays.items():
+        if block.num_rows:  # else there may be no labels
+            array[: block.num_rows] = getattr(block, name)
     return arrays
 
 

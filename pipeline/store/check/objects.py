@@ -27,16 +27,9 @@ from pipeline.store.format.statistics import (
 from pipeline.store.format.summary import IDS, IDS_BYTES, STATISTICS, summary_key
 from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
 from pipeline.store.io.ahead import map_ahead
-from pipeline.store.io.problems import Problem, Remedy
-from pipeline.store.io.shards import (
-    ABSENT,
-    CHECKSUM_BYTES,
-    ShardFormat,
-    checksum,
-    decode_chunk,
-    decode_index,
-    values_digest,
-)
+from pipeline.store.io.local_files import file_problem
+from pipeline.store.io.problems import Problem, Remedy, reported
+from pipeline.store.io.shards import decoded_chunks, values_digest
 from pipeline.store.io.storage import Storage
 
 _MISSING = "is missing, although the block is committed"
@@ -71,15 +64,15 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
             if is_own and (index := block * num_streams + stream) in committed:
                 stored.add(index * parts + sum(part))
             elif scope.has_stream(stream) if is_own else scope.is_first:
-                problem = Problem(key, "belongs to no committed block", Remedy.discard, place[:2] if is_own else None)
-                problems.append(problem)
+                remedy = Remedy.discard if store.root.complete else Remedy.leftover
+                problems.append(Problem(key, "belongs to no committed block", remedy, place[:2] if is_own else None))
         for block in chain.from_iterable(found.table for found in streams.values()):
             is_needed = block.has_statistics or prefix != STATISTICS_PREFIX
             if is_needed and not scope.reads_block(block.stream, block.block):
                 first = (block.block * num_streams + block.stream) * parts
                 for part in (part for part in range(parts) if first + part not in stored):
                     key = key_of(block.stream, block.block, *(() if spec is None else (part,)))
-                    what = store.storage.file_problem(key) or _MISSING  # listings omit folders
+                    what = file_problem(store.storage.directory, key) or _MISSING  # listings omit folders
                     problems.append(Problem(key, what, block=(block.stream, block.block)))
         return problems
 
@@ -97,38 +90,33 @@ def _place(key: str, layout: StoreLayout, spec: ArraySpec | None) -> tuple[int, 
     return (parsed.stream, parsed.number) if spec is None else layout.shard_place(spec, parsed.number, parsed.column)
 
 
-def check_arrays(store: OpenStore, num_rows: int | None) -> Iterator[Problem]:
+def check_arrays(store: OpenStore, num_rows: int | None) -> list[Problem]:
     """Checks the zarr.json of every array. num_rows: in a complete store, up to the last row with tokens."""
+    problems: list[Problem] = []
     for spec in store.layout.all_arrays:
         key = array_key(spec.name)
 
         def parse(key: str, content: bytes | None, spec: ArraySpec = spec) -> int:
             return parse_rows(content, store.layout, spec, key)
 
-        try:
+        with reported(problems, key, Remedy.recreate):
             [rows] = store.storage.read_checked([key], parse)
-        except StoreError as error:
-            yield Problem(key, str(error), Remedy.recreate)
-            continue
-        if num_rows is not None and rows != num_rows:
-            yield Problem(key, f"has {rows} rows, but the last committed row is {num_rows - 1}", Remedy.recreate)
+            if num_rows is not None and rows != num_rows:
+                raise StoreInvalid(f"has {rows} rows, but the last committed row is {num_rows - 1}")
+    return problems
 
 
-def check_summary(store: OpenStore) -> Iterator[Problem]:
+def check_summary(store: OpenStore) -> list[Problem]:
     """Checks that the merged statistics and the index of ids are those that the root names."""
-    storage, summary = store.storage, store.root.summary or {}
-    checks = {
-        STATISTICS: lambda key, sha256: next(
-            storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256))
-        ),
-        IDS: lambda key, sha256: _require_sha256(storage, key, summary[IDS_BYTES], sha256),
-    }
-    for kind, check in checks.items():
-        if sha256 := summary.get(kind):
-            try:
-                check(summary_key(kind, sha256), sha256)
-            except StoreError as error:
-                yield Problem(summary_key(kind, sha256), str(error), Remedy.summarise)
+    summary, problems = store.root.summary or {}, list[Problem]()
+    if sha256 := summary.get(STATISTICS):
+        key = summary_key(STATISTICS, sha256)
+        with reported(problems, key, Remedy.summarise):
+            next(store.storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256)))
+    if sha256 := summary.get(IDS):
+        with reported(problems, key := summary_key(IDS, sha256), Remedy.summarise):
+            _require_sha256(store.storage, key, summary[IDS_BYTES], sha256)
+    return problems
 
 
 def _require_sha256(storage: Storage, key: str, size: int, expected: str) -> None:
@@ -166,10 +154,8 @@ def _check_block_once(store: OpenStore, stream: int, block: int) -> tuple[list[P
         checks[index_key(sae["features"], *place)] = partial(_check_index, storage, sae, place)
     problems, results = [], {}
     for key, check in checks.items():
-        try:
+        with reported(problems, key, block=place):
             results[key] = check()
-        except StoreError as error:
-            problems.append(Problem(key, str(error), block=place))
     for spec in store.layout.all_arrays:
         problems += _check_array(store, spec, record)
     return problems, results.get(table_key(*place))
@@ -184,19 +170,14 @@ def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> lis
     """What is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
     format, place = store.layout.shard_format(spec), (record.stream, record.block)
     keys = [store.layout.shard_key(spec, *place, part) for part in range(store.layout.num_parts(spec))]
-    absent, is_plain = checksum(format.fill_chunk), format.compression == "none"
     checksums, wrong, damaged = [], [], []
     for key in keys:
         try:
-            for stored in _read_chunks(store, key, format):
-                if stored is None:
-                    checksums.append(absent)
-                    continue
-                values = decode_chunk(stored, format)
-                content = memoryview(values.reshape(-1).view(np.uint8))
-                checksums.append(bytes(stored[-CHECKSUM_BYTES:]) if is_plain else checksum(content))
-                if not wrong and (found := _wrong_values(store, spec, values, len(checksums) - 1)):
-                    wrong = [Problem(key, *found, place)]
+            for values, chunk_checksum in decoded_chunks(partial(_read_part, store.storage, key), format):
+                checksums.append(chunk_checksum)
+                if values is not None and not wrong:
+                    found = _wrong_values(store, spec, values, len(checksums) - 1)
+                    wrong = [Problem(key, *found, place)] if found else []
         except (StoreError, ValueError) as error:
             damaged.append(Problem(key, str(error), Remedy.recompute, place))
     digest, expected = values_digest(checksums), record.digests.get(spec.name)
@@ -206,23 +187,12 @@ def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> lis
     return [Problem(key, what, Remedy.recompute, place) for key in keys]
 
 
-def _read_chunks(store: OpenStore, key: str, format: ShardFormat) -> Iterator[memoryview | None]:
-    """The stored chunks of a store shard in order, None for one of fill values. Raises ValueError for a damaged index,
-    and StoreError."""
-    [tail] = store.storage.read_many([key], [(-format.index_bytes, None)])
-    if tail is None:
+def _read_part(storage: Storage, key: str, start: int, stop: int | None) -> bytes:
+    """Bytes of a store shard. Raises StoreError."""
+    [content] = storage.read_many([key], [(start, stop)])
+    if content is None:
         raise StoreInvalid(_MISSING)
-    index = decode_index(tail, format).tolist()
-    chunks_at_once = max(1, _PIECE_BYTES // format.stored_chunk_limits[1])
-    for first in range(0, len(index), chunks_at_once):
-        some = index[first : first + chunks_at_once]
-        present = [entry for entry in some if entry[1] != ABSENT]  # they follow each other without gaps
-        start, stop = (present[0][0], sum(present[-1])) if present else (0, 0)
-        [content] = store.storage.read_many([key], [(start, stop)]) if present else [b""]
-        if content is None or len(content) != stop - start:
-            raise StoreInvalid("changed while it was read")
-        piece = memoryview(content)
-        yield from (None if size == ABSENT else piece[offset - start :][:size] for offset, size in some)
+    return content
 
 
 def _wrong_values(store: OpenStore, spec: ArraySpec, values: np.ndarray, number: int) -> tuple[str, Remedy] | None:

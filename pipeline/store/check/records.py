@@ -14,6 +14,7 @@ from pipeline.store.format.block_table import BlockTable, counts_of, impossible_
 from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, parse_commit_key, require_record
 from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.summary import BLOCKS, summary_key
+from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage
 
@@ -60,7 +61,7 @@ def _read(
     `problems`."""
     for start in range(0, len(keys), _RECORDS_AT_ONCE):
         some = keys[start : start + _RECORDS_AT_ONCE]
-        wrong = {key: what for key in some if (what := storage.file_problem(key))}
+        wrong = {key: what for key in some if (what := file_problem(storage.directory, key))}
         files, records = [key for key in some if key not in wrong], []
         for key, text in zip(files, storage.read_many(files), strict=True):
             try:

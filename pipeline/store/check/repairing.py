@@ -13,11 +13,12 @@ from pipeline.core.errors import EXIT_FAILED, EXIT_OK, StoreError
 from pipeline.core.messages import counted
 from pipeline.core.progress import progress_bar
 from pipeline.store.check.scope import EVERYTHING, Scope
-from pipeline.store.check.verifying import examine
+from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import COMMITS_PREFIX, commit_key, parse_commit_key
 from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, change_root, require_root
 from pipeline.store.io.ahead import map_ahead
+from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.local_files import sync_directory
 from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage
@@ -36,18 +37,19 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING, repairs: bool = False
     leases = _read_leases(storage) if repairs else {}
     notes: list[str] = []
     with progress_bar("verify", "block") as progress:
-        findings = examine(storage, progress, notes.append, scope, find_leftovers=repairs)
-    for line in (*(f"note: {note}" for note in notes), *findings.problems):
+        found = verify_store(storage, progress, notes.append, scope, find_leftovers=repairs)
+    problems = [problem for problem in found if problem.remedy is not Remedy.leftover]
+    for line in (*(f"note: {note}" for note in notes), *problems):
         print(line)
-    remedies = dict.fromkeys(problem.remedy for problem in findings.problems)
+    remedies = dict.fromkeys(problem.remedy for problem in problems)
     if not remedies:
         print(f"{path}: {'sound' if scope.is_everything else 'no problem found'}")
     else:
-        print(f"{path}: {counted(len(findings.problems), 'problem')}.")
+        print(f"{path}: {counted(len(problems), 'problem')}.")
     for remedy in remedies:
         if not (repairs and remedy.is_repair):
             print(f"verify.repair=true {remedy}" if remedy.is_repair else remedy)
-    doomed = [problem for problem in (*findings.problems, *findings.leftovers) if problem.remedy.is_repair]
+    doomed = [problem for problem in found if problem.remedy.is_repair]
     if repairs and doomed:
         _require_no_job(storage, require_root(storage), leases)
         num_records, num_objects = _repair(storage, doomed)
@@ -112,7 +114,7 @@ def _repair(storage: Storage, problems: Iterable[Problem]) -> tuple[int, int]:
 
 def _is_to_be_adopted(problem: Problem, first_blocks: Mapping[int, int]) -> bool:
     """Whether an object without a record is of a block that will be computed again."""
-    if problem.remedy is not Remedy.discard or problem.block is None:
+    if problem.remedy not in (Remedy.discard, Remedy.leftover) or problem.block is None:
         return False
     stream, block = problem.block
     return stream in first_blocks and block >= first_blocks[stream]
@@ -138,6 +140,6 @@ def _delete(storage: Storage, key: str) -> None:
     if storage.directory is None:
         storage.write(key, None)
         return
-    with storage.errors(key), suppress(FileNotFoundError):
+    with storage_errors(storage.url(key)), suppress(FileNotFoundError):
         os.unlink(storage.directory + key)
         sync_directory(os.path.dirname(storage.directory + key))

@@ -1,12 +1,11 @@
 """Verifies a store: all records, objects and checksums."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 
 import pyarrow as pa
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.objects import check_arrays, check_block, check_listings, check_summary
 from pipeline.store.check.records import StreamRecords, check_records
 from pipeline.store.check.scope import EVERYTHING, Level, OpenStore, Scope
@@ -17,7 +16,8 @@ from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.summary import BLOCKS, read_summarised, summary_key
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.ahead import map_ahead
-from pipeline.store.io.problems import Problem, Remedy
+from pipeline.store.io.local_files import file_problem
+from pipeline.store.io.problems import Problem, Remedy, reported
 from pipeline.store.io.storage import Storage, StorageLike
 
 _BLOCKS_AT_ONCE = 4  # enough to keep object storage busy
@@ -27,43 +27,25 @@ _GROUP_COLUMNS = ("document", "n_prompt", "n_completion")
 Progress = Callable[[int, int], None]
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The problems of a store, and the objects of an unfinished one that belong to no committed block. The latter are
-    no problem: a job that was killed left them, and the next one adopts them."""
-
-    problems: list[Problem]
-    leftovers: list[Problem]
-
-
 def verify_store(
-    store: StorageLike,
-    progress: Progress = lambda done, total: None,
-    note: Callable[[str], object] = lambda text: None,
-    scope: Scope = EVERYTHING,
-) -> list[Problem]:
-    """All problems of a store's committed blocks; an empty list if it is valid.
-
-    progress: called with the number of checked blocks and the total. note: called with a sentence about each thing that
-    is not checked. scope: what to check; several ranks together find all problems.
-    Raises StoreInvalid if there is no store, and StoreError if it cannot be reached. Damage is not raised but returned.
-    """
-    return examine(Storage.open(store), progress, note, scope).problems
-
-
-def examine(
-    storage: Storage,
+    place: StorageLike,
     progress: Progress = lambda done, total: None,
     note: Callable[[str], object] = lambda text: None,
     scope: Scope = EVERYTHING,
     find_leftovers: bool = False,
-) -> Findings:
-    """As `verify_store`. find_leftovers: list the objects of an unfinished store, too."""
-    store = _open(storage)
-    if isinstance(store, Problem):
-        return Findings([store], [])
+) -> list[Problem]:
+    """All problems of a store's committed blocks; an empty list if it is valid.
+
+    progress: called with the number of checked blocks and the total. note: called with a sentence about each thing that
+    is not checked. scope: what to check; several ranks together find all problems. find_leftovers: also list what jobs
+    have left in an unfinished store, which is no problem.
+    Raises StoreInvalid if there is no store, and StoreError if it cannot be reached. Damage is not raised but returned.
+    """
+    storage, problems = Storage.open(place), list[Problem]()
+    if (store := _open(storage, problems)) is None:
+        return problems
     root, num_streams = store.root, store.layout.num_streams
-    summarised, problems = _read_summarised(storage, root)
+    summarised = _read_summarised(storage, root, problems)
     parts = dict(enumerate([] if summarised is None else split_streams(summarised, num_streams)))
     some = range(scope.rank, num_streams, scope.world)
     checked = map_ahead(lambda stream: check_records(store, stream, parts.get(stream)), some, _STREAMS_AT_ONCE)
@@ -74,44 +56,41 @@ def examine(
     if skips := describe_skips(storage, BlockTable.join(records.table for records in streams.values())):
         note(f"skipped {skips}")
     if scope.level == Level.records:
-        return Findings(problems, [])
+        return problems
     if scope.is_first:
         is_known = root.complete and summarised is not None
         problems += check_arrays(store, _num_rows(store, summarised) if is_known else None)
-    leftovers: list[Problem] = []
     if root.complete or find_leftovers or scope.level is Level.objects or scope.sample < 1:
-        for problem in check_listings(store, scope, streams):
-            is_leftover = problem.remedy is Remedy.discard and not root.complete
-            (leftovers if is_leftover else problems).append(problem)
+        listed = check_listings(store, scope, streams)
+        problems += (problem for problem in listed if find_leftovers or problem.remedy is not Remedy.leftover)
     if scope.level >= Level.checksums:
         problems += _check_blocks(store, scope, streams, progress)
         problems += check_summary(store) if scope.is_first else ()
-    return Findings(problems, leftovers)
+    return problems
 
 
-def _open(storage: Storage) -> OpenStore | Problem:
-    """The store, or the problem of its root. Raises StoreInvalid if there is none."""
-    if what := storage.file_problem(ROOT_KEY):
-        return Problem(ROOT_KEY, what, Remedy.restore)
+def _open(storage: Storage, problems: list[Problem]) -> OpenStore | None:
+    """The store; None if its root is a problem. Raises StoreInvalid if there is none."""
+    if what := file_problem(storage.directory, ROOT_KEY):
+        problems.append(Problem(ROOT_KEY, what, Remedy.restore))
+        return None
     text = storage.read(ROOT_KEY)
     if text is None:
         raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
-    try:
+    with reported(problems, ROOT_KEY, Remedy.restore):
         root = StoreRoot.from_json(text, storage.path)
         return OpenStore(storage, root, layout_of(root))
-    except StoreError as error:
-        return Problem(ROOT_KEY, str(error), Remedy.restore)
+    return None
 
 
-def _read_summarised(storage: Storage, root: StoreRoot) -> tuple[BlockTable | None, list[Problem]]:
-    """The summary's table of blocks, None if there is none that can be read, and its problems."""
-    if root.summary is None:
-        what = "the store is complete, but has no summary"
-        return None, [Problem(ROOT_KEY, what, Remedy.summarise)] if root.complete else []
-    try:
-        return read_summarised(storage, root), []
-    except StoreError as error:
-        return None, [Problem(summary_key(BLOCKS, root.summary[BLOCKS]), str(error), Remedy.summarise)]
+def _read_summarised(storage: Storage, root: StoreRoot, problems: list[Problem]) -> BlockTable | None:
+    """The summary's table of blocks; None if there is none that can be read."""
+    if root.summary is not None:
+        with reported(problems, summary_key(BLOCKS, root.summary[BLOCKS]), Remedy.summarise):
+            return read_summarised(storage, root)
+    elif root.complete:
+        problems.append(Problem(ROOT_KEY, "the store is complete, but has no summary", Remedy.summarise))
+    return None
 
 
 def _num_rows(store: OpenStore, blocks: BlockTable) -> int:

@@ -152,12 +152,10 @@ def _open_array(storage: Storage, metadata: dict[str, Any], name: str) -> ts.Ten
     # A new cache pool: within one pool, an array opened later would get the metadata of one that is already open.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}} | _MAPPED, parent=storage.context)
     kvstore = (storage.kvstore / name / "").spec().to_json()
-    opening = ts.open(
+    return ts.open(
         {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata},
         open=True,
         assume_metadata=True,
         context=context,
         recheck_cached_data=False,  # shards never change
-    )
-    with storage.errors(array_key(name)):
-        return opening.result()
+    ).result()

@@ -190,9 +190,6 @@ class StreamBlocks(NamedTuple):
         """The number of valid tokens in all blocks."""
         return self.table.total("tokens")
 
-    def with_record(self, record: CommitRecord) -> "StreamBlocks":
-        return StreamBlocks(BlockTable.join([self.table, BlockTable.from_records([record])]), record)
-
 
 NO_BLOCKS = StreamBlocks(BlockTable(), None)
 

@@ -13,9 +13,8 @@ from typing import Any
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import Kind, block_key, parse_key, stream_prefix
-from pipeline.store.io.digests import json_digest
 from pipeline.store.io.failures import VERIFY_REMEDY
-from pipeline.store.io.parsing import Each, Of, Range, mismatch, parse_store_json
+from pipeline.store.io.parsing import Each, Of, Range, json_digest, mismatch, parse_store_json
 from pipeline.store.io.storage import Storage
 
 COMMITS_PREFIX = "_commits/"

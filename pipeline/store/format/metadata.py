@@ -18,8 +18,7 @@ from pipeline.store.format.keys import encoded_array, is_activation_name
 from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.scaled import LARGEST
 from pipeline.store.format.target import ALL, Target
-from pipeline.store.io.digests import json_digest
-from pipeline.store.io.parsing import Each, Of, Range, mismatch, parse_store_json
+from pipeline.store.io.parsing import Each, Of, Range, json_digest, mismatch, parse_store_json
 from pipeline.store.io.storage import Storage
 
 FORMAT_VERSION = 1

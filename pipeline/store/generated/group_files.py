@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.io.parquet import decode_parquet
 from pipeline.store.io.parsing import parse_store_json
-from pipeline.store.io.problems import Problem, Remedy
+from pipeline.store.io.problems import Problem, Remedy, reported
 from pipeline.store.io.storage import Storage
 
 REMEDY = "Delete this group; the next run generates it again."
@@ -123,24 +123,20 @@ def _activation_columns(table: pa.Table) -> Iterator[str]:
     return (field.name for field in table.schema if field.type == ACTIVATIONS)
 
 
-def check_groups(storage: Storage, stream: int, table: pa.Table | None) -> Iterator[Problem]:
-    """Checks a stream's groups. Finds groups that cannot be read, and documents whose lengths differ from those in the
-    stream's document tables. A missing group is generated again when it is needed.
+def check_groups(storage: Storage, stream: int, table: pa.Table | None) -> list[Problem]:
+    """Checks a stream's groups. Finds groups that cannot be read, or have a document whose lengths differ from those in
+    the stream's document tables. A missing group is generated again when it is needed.
 
     table: the document tables; None to skip that comparison.
     """
-    columns = ("document", "n_prompt", "n_completion")
+    columns, problems = ("document", "n_prompt", "n_completion"), list[Problem]()
     expected = {} if table is None else {row["document"]: row for row in table.select(columns).to_pylist()}
     for index in stored_groups(storage, stream):
-        key = group_key(stream, index)
-        try:
+        with reported(problems, group_key(stream, index), Remedy.regenerate):
             group = read_group(storage, stream, index)
-        except StoreError as error:
-            yield Problem(key, str(error), Remedy.regenerate)
-            continue
-        for row in group.select(list(_TYPES)).filter(pc.is_valid(group["document"])).to_pylist():
-            sizes = (row["document"], len(row["prompt"]), len(row["completion"]))
-            row_lengths = dict(zip(columns, sizes, strict=True))
-            if row_lengths != expected.get(row["document"], row_lengths):
-                what = f"has {row_lengths}, but the document table has {expected[row['document']]}"
-                yield Problem(key, what, Remedy.regenerate)
+            for row in group.select(list(_TYPES)).filter(pc.is_valid(group["document"])).to_pylist():
+                sizes = (row["document"], len(row["prompt"]), len(row["completion"]))
+                lengths = dict(zip(columns, sizes, strict=True))
+                if lengths != expected.get(row["document"], lengths):
+                    raise StoreInvalid(f"has {lengths}, but the document table has {expected[row['document']]}")
+    return problems

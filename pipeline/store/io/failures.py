@@ -40,15 +40,9 @@ _BY_ERRNO = {
     errno.ELOOP: _Cause(StoreInvalid, "Choose a different store.path."),
 }
 _BY_STATUS = {
+    "PERMISSION_DENIED": _PERMISSION,
     "DATA_LOSS": _DAMAGE,
-    "OUT_OF_RANGE": _DAMAGE,  # bytes beyond the object's end, or rows beyond the array's
-}
-_BY_STATUS_OF_OPENING = {  # when an array is opened
-    "NOT_FOUND": _DAMAGE,
-    "FAILED_PRECONDITION": _Cause(
-        StoreInvalid,
-        "The array was edited: delete its zarr.json (the next run writes a new one), or change store.path.",
-    ),
+    "OUT_OF_RANGE": _DAMAGE,  # bytes beyond the object's end
 }
 
 _STATUSES = (
@@ -60,8 +54,6 @@ _INVALID_ARGUMENT = re.compile(  # failed operations with this status; others wi
     r"Error (opening|reading|writing|deleting) |Failed to .*os_error_code=|.*HTTP response code", re.DOTALL
 )
 _ERRNO = re.compile(r"\[os_error_code='(\d+)'\]")
-_OPENING_ARRAY = re.compile(rf'(({_STATUSES}): )?Error opening "zarr3"')
-_READING_SHARD = re.compile(rf"(({_STATUSES}): )?Error reading shard")
 
 
 @contextmanager
@@ -80,19 +72,13 @@ def storage_errors(subject: str) -> Iterator[None]:
         text = str(error).partition(" [tensorstore_spec=")[0]
         if not (_STATUS.match(text) or _INVALID_ARGUMENT.match(text)):
             raise
-        cause = _PERMISSION if text.startswith("PERMISSION_DENIED: ") else _cause(text)
+        cause = _cause(text)
         raise cause.error(f"{subject}: {text}. {cause.remedy}") from error
 
 
 def _cause(text: str) -> _Cause:
     """The cause of a failure, from TensorStore's message."""
-    number = _ERRNO.search(text)
-    if number and int(number[1]) in _BY_ERRNO:
-        return _BY_ERRNO[int(number[1])]
-    match = _STATUS.match(text)
-    status = match and match[1]
-    if status in _BY_STATUS:
-        return _BY_STATUS[status]
-    if _READING_SHARD.match(text):
-        return _DAMAGE
-    return _BY_STATUS_OF_OPENING.get(status, _TRANSIENT) if _OPENING_ARRAY.match(text) else _TRANSIENT
+    status, number = _STATUS.match(text), _ERRNO.search(text)
+    by_status = _BY_STATUS.get(status[1]) if status else None
+    by_number = _BY_ERRNO.get(int(number[1])) if number else None
+    return by_status if by_status is _PERMISSION else by_number or by_status or _TRANSIENT

@@ -79,9 +79,11 @@ def sync_directory(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def file_problem(directory: str, key: str) -> str | None:
+def file_problem(directory: str | None, key: str) -> str | None:
     """What is wrong if there is something other than a file at a key of a store in this directory, or if the file's
-    content may come from elsewhere, through a symbolic link; None if there is nothing."""
+    content may come from elsewhere, through a symbolic link; None if there is nothing, or for remote storage."""
+    if directory is None:
+        return None
     path = directory
     try:
         for part in key.split("/"):

@@ -80,17 +80,12 @@ def _process_context() -> ts.Context:
     return ts.Context()
 
 
-def local_directory(path: str) -> str:
-    """The absolute path of a local store; `~` is the home directory."""
-    return os.path.abspath(os.path.expanduser(path))
-
-
 def kvstore_spec(path: str) -> dict[str, Any]:
     """TensorStore's spec of the storage at `path`. Raises StoreInvalid for an unusable path."""
     if reason := unusable_store_path(path):
         raise StoreInvalid(reason)
     if "://" not in path:
-        return {"driver": "file", "path": local_directory(path).rstrip("/") + "/"}
+        return {"driver": "file", "path": os.path.abspath(os.path.expanduser(path)).rstrip("/") + "/"}
     try:
         spec = ts.KvStore.Spec(path.rstrip("/") + "/").to_json()
     except ValueError as error:

@@ -89,12 +89,12 @@ def decode_parquet(content: bytes, max_rows: int, verify_pages: bool = False) ->
     with pq.ParquetFile(pa.BufferReader(content), **options) as file:
         if not _require_bounded(content, file.metadata, max_rows, max_bytes):
             return file.read(use_threads=False)
-        texts = _text_columns(file)
+        texts, schema = _text_columns(file), file.schema_arrow
     with pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts, **options) as file:
         table = file.read(use_threads=False)
     if sum(map(_text_bytes, map(table.column, texts))) > max_bytes:
         raise ValueError(f"its texts take more than {max_bytes:,} bytes decoded, the most that a file of its size may")
-    return table.cast(pa.schema([_decoded(field) for field in table.schema], table.schema.metadata))
+    return table.cast(schema)
 
 
 def _require_bounded(content: bytes, metadata: pq.FileMetaData, max_rows: int, max_bytes: int) -> bool:
@@ -198,7 +198,3 @@ def _text_bytes(column: pa.ChunkedArray) -> int:
     """The size of a dictionary-encoded column of texts when it is decoded."""
     sizes = [pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0 for chunk in column.chunks]
     return sum(sizes)
-
-
-def _decoded(field: pa.Field) -> pa.Field:
-    return field.with_type(field.type.value_type) if pa.types.is_dictionary(field.type) else field

@@ -1,5 +1,6 @@
 """Parsing a store's JSON, which may have been edited: into plain values, whose types and bounds are then checked."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ def parse_store_json(text: bytes, subject: str, remedy: str = DAMAGE_REMEDY) -> 
     if is_deep(text, value):
         raise StoreInvalid(too_deep)
     return value
+
+
+def json_digest(content: Any) -> str:
+    """The sha256 of the canonical JSON of plain values, as hex, which reveals an edited object."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

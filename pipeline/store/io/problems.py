@@ -1,8 +1,11 @@
 """The problems that `verify_store` reports, and what to do about each kind."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
+from pipeline.core.errors import StoreError
 from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
 
 
@@ -18,6 +21,7 @@ class Remedy(StrEnum):
         "pipeline.finalize with index=true the index of ids."
     )
     discard = "deletes objects that belong to no committed block."
+    leftover = "deletes what a job that was killed has left; otherwise the next one adopts it."
     recreate = "deletes the zarr.json of these arrays. The job's command writes it again."
     regenerate = "deletes damaged groups. The next run that needs them generates them again."
     other_dtype = (
@@ -48,3 +52,14 @@ class Problem:
     def __str__(self) -> str:
         """The key and the problem, without the advice to run pipeline.verify, which prints this."""
         return f"{self.where}: {self.what}".removesuffix(f" {DAMAGE_REMEDY}").removesuffix(f" {VERIFY_REMEDY}")
+
+
+@contextmanager
+def reported(
+    problems: list[Problem], where: str, remedy: Remedy = Remedy.recompute, block: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """Adds a StoreError of the `with` block to the problems, as one of the object `where`."""
+    try:
+        yield
+    except StoreError as error:
+        problems.append(Problem(where, str(error), remedy, block))

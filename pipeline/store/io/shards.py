@@ -9,7 +9,7 @@ those of fill values too), so it does not depend on the compression.
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,7 @@ ABSENT = (1 << 64) - 1  # offset and size, in the index, of a chunk that has onl
 _ENTRY_BYTES = 16  # offset and size
 _DIGEST_DIGITS = 16
 _ZSTD_LEVEL = 1
+_PIECE_BYTES = 64 << 20  # of a shard, read at a time by `decoded_chunks`
 
 
 @dataclass(frozen=True)
@@ -107,20 +108,40 @@ def encode_shard(values: Shaped[np.ndarray, "..."], format: ShardFormat) -> tupl
 def decode_shard(content: Buffer, format: ShardFormat) -> tuple[Shaped[np.ndarray, "..."], bytes]:
     """The values of a shard, and its chunks' checksums (decoded). Raises ValueError, saying what is wrong, if the shard
     is damaged."""
-    content = memoryview(content)
+    content, checksums = memoryview(content), []
     index = decode_index(content[-format.index_bytes :], format)
-    present = index[index[:, 1] != ABSENT]
-    if len(content) != int(present[:, 1].sum()) + format.index_bytes:
+    if len(content) != int(index[index[:, 1] != ABSENT, 1].sum()) + format.index_bytes:
         raise ValueError(f"its {len(content)} bytes are not those of its chunks and index")
-    chunks = np.empty((format.num_chunks, *format.chunk_shape), format.dtype)
-    checksums = []
-    for (offset, size), chunk in zip(index.tolist(), chunks, strict=True):
-        if size == ABSENT:
-            chunk[...] = format.fill
-        else:
-            decode_chunk(content[offset : offset + size], format, chunk)
-        checksums.append(checksum(memoryview(chunk.reshape(-1).view(np.uint8))))
+    chunks = np.full((format.num_chunks, *format.chunk_shape), format.fill, format.dtype)
+    for number, (values, chunk_checksum) in enumerate(decoded_chunks(lambda *part: content[slice(*part)], format)):
+        checksums.append(chunk_checksum)
+        if values is not None:
+            chunks[number] = values
     return chunks.reshape(format.shape), b"".join(checksums)
+
+
+def decoded_chunks(
+    read: Callable[[int, int | None], Buffer], format: ShardFormat
+) -> Iterator[tuple[Shaped[np.ndarray, "..."] | None, bytes]]:
+    """A shard's chunks in order, None for one of fill values, each with its checksum (decoded). read: returns bytes of
+    the shard, from the first up to the second number, as for a slice. Raises ValueError, saying what is wrong, if the
+    shard is damaged."""
+    index = decode_index(read(-format.index_bytes, None), format).tolist()
+    absent, chunks_at_once = checksum(format.fill_chunk), max(1, _PIECE_BYTES // format.stored_chunk_limits[1])
+    for first in range(0, len(index), chunks_at_once):
+        some = index[first : first + chunks_at_once]
+        present = [entry for entry in some if entry[1] != ABSENT]  # they follow each other without gaps
+        start = present[0][0] if present else 0
+        piece = memoryview(read(start, sum(present[-1])) if present else b"")
+        for offset, size in some:
+            if size == ABSENT:
+                yield None, absent
+            else:
+                stored = piece[offset - start :][:size]
+                values, chunk_checksum = decode_chunk(stored, format), bytes(stored[-CHECKSUM_BYTES:])
+                if format.compression != "none":
+                    chunk_checksum = checksum(memoryview(values.reshape(-1).view(np.uint8)))
+                yield values, chunk_checksum
 
 
 def decode_index(content: Buffer, format: ShardFormat) -> UInt64[np.ndarray, "chunks 2"]:
@@ -143,11 +164,9 @@ def decode_index(content: Buffer, format: ShardFormat) -> UInt64[np.ndarray, "ch
     return index
 
 
-def decode_chunk(
-    stored: Buffer, format: ShardFormat, out: Shaped[np.ndarray, "..."] | None = None
-) -> Shaped[np.ndarray, "..."]:
-    """The values of a stored chunk, which its checksum follows; written into `out` if given, else perhaps a read-only
-    view of `stored`. Raises ValueError, saying what is wrong, if the chunk is damaged."""
+def decode_chunk(stored: Buffer, format: ShardFormat) -> Shaped[np.ndarray, "..."]:
+    """The values of a stored chunk, which its checksum follows, perhaps a read-only view of `stored`. Raises
+    ValueError, saying what is wrong, if the chunk is damaged."""
     stored = memoryview(stored)
     content = stored[:-CHECKSUM_BYTES]
     if checksum(content) != stored[-CHECKSUM_BYTES:]:
@@ -160,11 +179,7 @@ def decode_chunk(
             raise ValueError(f"a chunk cannot be decompressed: {error}") from error
     if len(content) != format.chunk_bytes:
         raise ValueError(f"a chunk has {len(content)} bytes, expected {format.chunk_bytes}")
-    values = np.frombuffer(content, format.dtype).reshape(format.chunk_shape)
-    if out is None:
-        return values
-    out[...] = values
-    return out
+    return np.frombuffer(content, format.dtype).reshape(format.chunk_shape)
 
 
 def _codec(format: ShardFormat) -> pa.Codec | None:

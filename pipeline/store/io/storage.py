@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -55,31 +54,68 @@ NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
 _REUSED_BYTES = 1 << 20  # contents from this size on are joined in memory that is kept: new memory costs page faults
 
 
-class KeyValueStore:
-    """Objects by key. Methods raise StoreError if the storage fails.
+class Storage:
+    """The objects of one activation store by key, and the resources that requests for them share. Use `Storage.open`.
+    Methods raise StoreError if the storage fails.
 
+    path: as given, or with the commit for the Hub. context: the TensorStore context for opening the store's arrays.
     directory: the local directory of the objects, with a trailing slash; None for other kinds of storage.
     is_remote: whether requests go through a network, so that one may fail or get a wrong answer.
     """
 
-    def __init__(self, kvstore: "ts.KvStore | HubFiles") -> None:
+    def __init__(
+        self, path: str, kvstore: "ts.KvStore | HubFiles", context: ts.Context, options: StorageOptions
+    ) -> None:
+        self.path = path
         self.kvstore = kvstore
+        self.context = context
+        self._options = options
         self._spec = kvstore.spec().to_json() if isinstance(kvstore, ts.KvStore) else {"driver": "hf"}
         self.directory: str | None = self._spec["path"] if self._spec["driver"] == "file" else None
         self.is_remote: bool = self._spec["driver"] not in ("file", "memory")
         self._joined, self._joining = bytearray(), threading.Lock()  # the content that is about to be sent
+
+    @classmethod
+    def open(cls, address: "StorageLike", options: StorageOptions = DEFAULT_OPTIONS) -> "Storage":
+        """Opens a local path (`~` is the home directory) or a URL; returns a Storage unchanged. Does not create or read
+        any object.
+
+        `hf://datasets/owner/name[@revision]` is resolved to a commit, which becomes part of `path`. `s3://` is Amazon's
+        service unless the environment names a different one, as for Amazon's own tools: AWS_ENDPOINT_URL_S3 or
+        AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION.
+
+        Raises StoreInvalid for an unusable path (empty, `~` of an unknown user, a URL with an unknown scheme, without
+        a bucket or with credentials) and if the Hub refuses access; ConfigError for options that are out of range;
+        HubUnavailable; StoreError.
+        """
+        if isinstance(address, Storage):
+            return address
+        return cls._open(os.fspath(address), options.context(), options)
+
+    @classmethod
+    def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
+        require_not_forked("TensorStore")
+        if path.startswith(HUB_SCHEME):
+            from pipeline.store.io.hub_files import open_hub_files  # imports huggingface_hub
+
+            files = open_hub_files(path, options.concurrency)
+            return cls(files.url.rstrip("/"), files, context, options)
+        spec = kvstore_spec(path)
+        set_request_defaults()
+        opening = ts.KvStore.open(spec, context=context)
+        with storage_errors(path):
+            return cls(path, opening.result(), context, options)
+
+    def with_own_requests(self, limit: int) -> "Storage":
+        """The same storage with its own limit of concurrent requests, so that they do not queue behind others."""
+        context = ts.Context({name: {"limit": limit} for name in CONCURRENCY}, parent=self.context)
+        return self._open(self.path, context, replace(self._options, concurrency=limit))
 
     def url(self, key: str) -> str:
         """The URL or path of an object, for messages."""
         if self._spec["driver"] == "s3":  # TensorStore has no URL for an S3 endpoint
             return f"s3://{self._spec['bucket']}/{self._spec.get('path', '')}{key}"
         return self.kvstore.url + key
-
-    @contextmanager
-    def errors(self, key: str) -> Iterator[None]:
-        """`storage_errors` for an object."""
-        with storage_errors(self.url(key)):
-            yield
 
     def read(self, key: str) -> bytes | None:
         """The object's bytes; None if it does not exist. See `require_file`."""
@@ -100,7 +136,7 @@ class KeyValueStore:
             yield self._value(*reads.popleft())
 
     def _value(self, key: str, read: ts.Future) -> bytes | None:
-        with self.errors(key):
+        with storage_errors(self.url(key)):
             result = read.result()
         return result.value if result.state == "value" else None
 
@@ -149,7 +185,7 @@ class KeyValueStore:
         """The keys >= `start` that begin with `prefix`, sorted."""
         first, after = max(prefix, start), prefix and prefix[:-1] + chr(ord(prefix[-1]) + 1)
         listing = self.kvstore.list(ts.KvStore.KeyRange(first, after))
-        with self.errors(first):
+        with storage_errors(self.url(first)):
             names = [name.decode(errors="replace") for name in listing.result()]
         # Some servers with the GCS protocol ignore the range.
         return sorted(name for name in names if name >= first and (name < after or not after))
@@ -161,7 +197,7 @@ class KeyValueStore:
         False does not mean that another process wrote it: an earlier attempt's answer may have been lost on the way.
         """
         self.require_file(key)
-        with self.errors(key):
+        with storage_errors(self.url(key)):
             return self._put_remote(key, parts) if self.directory is None else put_file(self.directory, key, parts)
 
     def _put_remote(self, key: str, parts: Sequence[Buffer]) -> bool:
@@ -178,31 +214,17 @@ class KeyValueStore:
             write = self.kvstore.write(key, self._joined, if_equal=NO_OBJECT)
         return bool(write.result().generation)
 
-    def start_write(self, key: str, value: bytes | None, if_equal: bytes | None = None) -> ts.Future:
-        """Starts writing an object (None deletes it). Raises StoreInvalid for a store on the Hub; see `require_file`.
-
-        A local object's directories are first created durably: TensorStore only syncs the file and its last directory.
-        """
-        self.require_file(key)
-        if value is not None and self.directory is not None:
-            with self.errors(key):
-                make_directories(os.path.dirname(self.directory + key), self.directory)
-        return self.kvstore.write(key, value, if_equal=if_equal)
-
-    def write(self, key: str, value: bytes | None) -> None:
-        """Writes an object durably (None deletes it)."""
-        write = self.start_write(key, value)
-        with self.errors(key):
-            write.result()
-
-    def write_if_unchanged(self, key: str, value: bytes | None, generation: bytes) -> bytes | None:
-        """Writes an object (None deletes it) if its generation is unchanged. Returns the new one; None if it changed.
+    def write(self, key: str, value: bytes | None, generation: bytes | None = None) -> bytes | None:
+        """Writes an object durably (None deletes it), with a `generation` only if the object still has it. Returns the
+        new generation; None if it has another one. Raises StoreInvalid on the Hub; see `require_file`.
 
         S3 has no conditional deletion: TensorStore compares the generation just before it deletes.
         """
-        write = self.start_write(key, value, generation)
-        with self.errors(key):
-            return write.result().generation or None
+        self.require_file(key)
+        with storage_errors(self.url(key)):
+            if value is not None and self.directory is not None:  # TensorStore only syncs the last directory
+                make_directories(os.path.dirname(self.directory + key), self.directory)
+            return self.kvstore.write(key, value, if_equal=generation).result().generation or None
 
     def update(self, key: str, change: Callable[[bytes | None], tuple[T, bytes | None]]) -> T:
         """Replaces an object, whose content is given to `change`, by the content that this returns; None leaves it as
@@ -218,75 +240,19 @@ class KeyValueStore:
 
         for _ in range(_UPDATE_ATTEMPTS):
             result, new, generation = self.retry_read(read)
-            if new is None or self.write_if_unchanged(key, new, generation) is not None:
+            if new is None or self.write(key, new, generation) is not None:
                 return result
         raise StoreError(
             f"{self.url(key)} could not be changed: other processes changed it first, {_UPDATE_ATTEMPTS} times in a "
             "row. Run the same command again."
         )
 
-    def file_problem(self, key: str) -> str | None:
-        """What is wrong if there is something other than a file at a key of a local store, or if the file's content may
-        come from elsewhere, through a symbolic link; None if there is nothing."""
-        return None if self.directory is None else file_problem(self.directory, key)
-
     def require_file(self, key: str) -> None:
         """Raises StoreInvalid if there is something other than the store's own file at a key of a local store.
         TensorStore treats a folder, a socket or a broken link as an absent object, follows other links, and waits
         forever for a pipe."""
-        if problem := self.file_problem(key):
+        if problem := file_problem(self.directory, key):
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
-
-
-class Storage(KeyValueStore):
-    """The storage of one activation store, and the resources that its requests share. Use `Storage.open`.
-
-    path: as given, or with the commit for the Hub. context: the TensorStore context for opening the store's arrays.
-    """
-
-    def __init__(
-        self, path: str, kvstore: "ts.KvStore | HubFiles", context: ts.Context, options: StorageOptions
-    ) -> None:
-        super().__init__(kvstore)
-        self.path = path
-        self.context = context
-        self._options = options
-
-    @classmethod
-    def open(cls, address: "StorageLike", options: StorageOptions = DEFAULT_OPTIONS) -> "Storage":
-        """Opens a local path (`~` is the home directory) or a URL; returns a Storage unchanged. Does not create or read
-        any object.
-
-        `hf://datasets/owner/name[@revision]` is resolved to a commit, which becomes part of `path`. `s3://` is Amazon's
-        service unless the environment names a different one, as for Amazon's own tools: AWS_ENDPOINT_URL_S3 or
-        AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION.
-
-        Raises StoreInvalid for an unusable path (empty, `~` of an unknown user, a URL with an unknown scheme, without
-        a bucket or with credentials) and if the Hub refuses access; ConfigError for options that are out of range;
-        HubUnavailable; StoreError.
-        """
-        if isinstance(address, Storage):
-            return address
-        return cls._open(os.fspath(address), options.context(), options)
-
-    @classmethod
-    def _open(cls, path: str, context: ts.Context, options: StorageOptions) -> "Storage":
-        require_not_forked("TensorStore")
-        if path.startswith(HUB_SCHEME):
-            from pipeline.store.io.hub_files import open_hub_files  # imports huggingface_hub
-
-            files = open_hub_files(path, options.concurrency)
-            return cls(files.url.rstrip("/"), files, context, options)
-        spec = kvstore_spec(path)
-        set_request_defaults()
-        opening = ts.KvStore.open(spec, context=context)
-        with storage_errors(path):
-            return cls(path, opening.result(), context, options)
-
-    def with_own_requests(self, limit: int) -> "Storage":
-        """The same storage with its own limit of concurrent requests, so that they do not queue behind others."""
-        context = ts.Context({name: {"limit": limit} for name in CONCURRENCY}, parent=self.context)
-        return self._open(self.path, context, replace(self._options, concurrency=limit))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes objects durably and concurrently."""

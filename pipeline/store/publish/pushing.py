@@ -25,7 +25,7 @@ from pipeline.store.format.keys import is_worker_key
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
 from pipeline.store.format.tables import TABLES_PREFIX
-from pipeline.store.io.failures import VERIFY_REMEDY
+from pipeline.store.io.failures import VERIFY_REMEDY, storage_errors
 from pipeline.store.io.hub_files import HubFiles
 from pipeline.store.io.local_files import LOCK_SUFFIX
 from pipeline.store.io.storage import Storage
@@ -154,7 +154,7 @@ def _groups(storage: Storage, keys: Sequence[str]) -> Iterator[list[CommitOperat
         path = f"{storage.directory}{key}"
         if content is None and not (is_local and os.path.exists(path)):
             raise StoreInvalid(f"{storage.url(key)} is missing, although it is listed. {VERIFY_REMEDY}")
-        with storage.errors(key):
+        with storage_errors(storage.url(key)):
             return CommitOperationAdd(key, path if content is None else content)
 
     size = _GROUP if is_local else _REMOTE_GROUP

@@ -20,7 +20,8 @@ from pipeline.store.format.commits import read_commit_records
 from pipeline.store.format.layout import LABELS_ARRAY
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.io.storage import StorageLike
-from pipeline.store.read.batches import HasBatches, Stores
+from pipeline.store.read.batches import HasBatches
+from pipeline.store.read.buffers import Stores
 from pipeline.store.read.options import BatchOptions, Key
 from pipeline.store.read.reader import ActivationStore
 

@@ -1,84 +1,194 @@
-"""Reads pieces of blocks, from one store or several with the same tokens, into the memory of a buffer."""
+"""Reads pieces of blocks, from one store or several with the same tokens, into the memories of buffers."""
 
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cached_property, partial
+from itertools import count
 
 import numpy as np
+from jaxtyping import Int64
 
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import DOCUMENTS, MIB, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.tables import read_tables
 from pipeline.store.generated.completions import completion_slots
-from pipeline.store.read.gathering import TokenMemory
-from pipeline.store.read.options import COMPLETIONS, BatchArrays, TokenFilter
-from pipeline.store.read.order import Buffer, ReadingOrder
+from pipeline.store.read.gathering import Filled, TokenMemory, refuse_epoch
+from pipeline.store.read.iterating import Position
+from pipeline.store.read.options import COMPLETIONS, BatchArrays, BatchOptions, TokenFilter
+from pipeline.store.read.order import Filling, ReadingOrder
 from pipeline.store.read.rows import slot_side_arrays
-from pipeline.store.read.shard_reads import REMOTE_PIECES, ShardReads
+from pipeline.store.read.shard_reads import REMOTE_PIECES, REMOTE_REQUESTS, ShardReads
+
+# Memory for the side arrays (20 bytes per token) and outputs of a window's blocks, whose pieces are shuffled together.
+WINDOW_MIB = 64.0
+
+# Without shuffling, a buffer of this size is enough to read ahead.
+SEQUENTIAL_BUFFER_MIB = 64.0
 
 # If tokens are selected, side arrays of all positions are read, this much at a time, and reduced to the selected ones.
 WHOLE_MIB = 64.0
 
+# How many blocks' side arrays are read at a time to count tokens.
+BLOCKS_COUNTED_AT_ONCE = 64
+
+_Kept = dict[int, tuple[int, Sequence[dict[str, np.ndarray]]]]
+"""By block: its window, and for each store its arrays [rows, S, ...] by name."""
+
+Stores = Sequence[tuple[ShardReads, BatchArrays]]
+"""The stores of a reader, which have the same tokens: one, or several that are read together."""
+
 
 class Buffers:
-    """Fills buffers from stores with the same tokens.
+    """The buffers of a reader, in its order, and the numbers of tokens in them.
 
     Activations and features are read by pieces. Side arrays and outputs, whose chunks hold many tokens, are read by
     blocks, and kept for the other pieces of the window's blocks.
+
+    arrays: of each store. order: the order in which they are read.
     """
 
-    def __init__(self, stores: Sequence[tuple[ShardReads, BatchArrays]], blocks: BlockTable) -> None:
-        """blocks: of each store."""
+    def __init__(self, stores: Stores, blocks: BlockTable, options: BatchOptions) -> None:
+        """blocks: of each store, all with rows."""
+        self.arrays = [arrays for _, arrays in stores]
+        self.order = reading_order(blocks, self.arrays, options)
         self._blocks = blocks
-        self._arrays = [arrays for _, arrays in stores]
-        self._pieces = [reads.another(REMOTE_PIECES) for reads, _ in stores]
-        self._sides = [reads.another() for reads, _ in stores]  # side arrays are read at the same time
-        # By block: its window, and for each store its arrays [rows, S, ...] by name.
-        self._kept: dict[int, tuple[int, Sequence[dict[str, np.ndarray]]]] = {}
+        self._options = options
+        self._reads = [reads for reads, _ in stores]
 
-    def fill(
-        self, memory: TokenMemory, buffer: Buffer, order: ReadingOrder, token_filter: TokenFilter
+    def filled(self, start: Position, end: int | None) -> Filled:
+        """The buffers from position `start` to epoch `end` (None: no end), with two memories in turn. They are filled
+        in threads."""
+        pieces, sides = ([reads.another(most) for reads in self._reads] for most in (REMOTE_PIECES, REMOTE_REQUESTS))
+        fill = partial(self._fill, pieces, sides, {})
+        rows = self.order.piece_rows * min(self.order.pieces_per_buffer, self.num_pieces)
+        free = [TokenMemory(self.arrays, rows) for _ in range(2)]
+        started: deque[tuple[Filling, TokenMemory, Future[list[Future[None]]]]] = deque()
+        filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
+        try:
+            for filling in self._fillings(start, end):
+                memory = free.pop()
+                task = filler.submit(fill, memory, filling)
+                started.append((filling, memory, task))
+                if len(started) > 1:
+                    before, memory, task = started.popleft()
+                    _wait(task)
+                    yield before, memory, before.epoch != filling.epoch
+                    free.append(memory)
+            for filling, memory, task in started:
+                _wait(task)
+                yield filling, memory, True
+        finally:
+            # Without waiting, since a dropped reader may be garbage-collected in one of these threads. The threads that
+            # read shards are not shut down here: garbage collection may run in `filler` while it submits to them and
+            # holds the lock that their shutdown needs. They end when nothing refers to them.
+            filler.shutdown(wait=False, cancel_futures=True)
+
+    def _fillings(self, start: Position, end: int | None) -> Iterator[Filling]:
+        if next(self.order.pieces(start.epoch), None) is None:
+            if end is None:
+                refuse_epoch(0, self._options)
+            return
+        for epoch in count(start.epoch) if end is None else range(start.epoch, end):
+            yield from self.order.fillings(epoch, start.buffer if epoch == start.epoch else 0)
+
+    @cached_property
+    def num_pieces(self) -> int:
+        return int((-(-np.asarray(self.order.block_rows) // self.order.piece_rows)).sum())
+
+    @property
+    def piece_mib(self) -> float:
+        return sum(_piece_mib(arrays, self.order.piece_rows) for arrays in self.arrays)
+
+    def max_batches(self, epoch: int) -> int | None:
+        """How many batches every rank has in an epoch; None if ranks need not have the same number."""
+        if self._options.world == 1 or self._options.epochs is None:
+            return None
+        tokens = min(self.order.tokens_per_rank(epoch, self._block_tokens, self._count_tokens))
+        if tokens < self._options.batch_size:
+            refuse_epoch(tokens, self._options)
+        return tokens // self._options.batch_size
+
+    def num_batches(self, epochs: range) -> int:
+        """How many batches the epochs have. Raises TypeError if only reading tells."""
+        if self._options.token_filter != TokenFilter():
+            raise TypeError("a reader with a token_filter has no length: only reading tells how many tokens pass it")
+        if self._options.world > 1:
+            return sum(map(self.max_batches, epochs))
+        tokens, size = int(self._block_tokens.sum()), self._options.batch_size
+        return (tokens // size if self._options.drop_last else -(-tokens // size)) * len(epochs)
+
+    @cached_property
+    def _block_tokens(self) -> Int64[np.ndarray, " blocks"]:
+        """How many tokens of each block pass the filter. With a filter, reads the segments of the whole store, once."""
+        if not self._options.token_filter.side_arrays:
+            return self._blocks.column("activations")
+        return np.array([sum(pieces) for pieces in self._count_tokens(range(len(self._blocks)))], np.int64)
+
+    def _count_tokens(self, blocks: Sequence[int]) -> list[list[int]]:
+        """How many tokens of each piece of the given blocks pass the filter."""
+        token_filter, counts = self._options.token_filter, []
+        names, table = ("segments", *token_filter.side_arrays), self._blocks[np.array(blocks, np.int64)]
+        for start in range(0, len(table), BLOCKS_COUNTED_AT_ONCE):
+            some = table[start : start + BLOCKS_COUNTED_AT_ONCE]
+            for side_arrays in read_block_arrays(self._reads[0], names, some):
+                per_row = token_filter.keeps(side_arrays).sum(axis=1)
+                counts.append(np.add.reduceat(per_row, range(0, len(per_row), self.order.piece_rows)).tolist())
+        return counts
+
+    def _fill(
+        self,
+        pieces: Sequence[ShardReads],
+        sides: Sequence[ShardReads],
+        kept: _Kept,
+        memory: TokenMemory,
+        filling: Filling,
     ) -> list[Future[None]]:
-        """Waits until no task uses the memory, then reads the buffer's pieces into it. Raises StoreError.
+        """Waits until no task uses the memory, then reads the filling's pieces into it. Raises StoreError.
 
+        pieces, sides: of each store; side arrays are read at the same time. kept: those of earlier fillings.
         Use the memory after the futures are done: they raise StoreInvalid if a store was replaced by another one.
         """
+        token_filter = self._options.token_filter
         memory.wait_for_users()
         row, reads = 0, []
         try:
-            for piece in buffer.pieces:
-                for pieces, arrays, targets in zip(self._pieces, self._arrays, memory.arrays, strict=True):
+            for piece in filling.pieces:
+                for store, arrays, out in zip(pieces, self.arrays, memory.arrays, strict=True):
                     first_row = arrays.layout.first_row(*self._blocks[piece.block][:2]) + piece.first
                     for name in arrays.by_piece:
-                        reads += pieces.start(name, first_row, targets[name][row : row + piece.num_rows])
+                        reads += store.start(name, first_row, out[name][row : row + piece.num_rows])
                 row += piece.num_rows
-            completions = {COMPLETIONS: np.empty((row, self._arrays[0].layout.slots), bool)}
-            targets = [memory.arrays[0] | completions, *memory.arrays[1:]]
-            self._copy_block_arrays(buffer, targets, token_filter)  # while activations are being read
+            completions = {COMPLETIONS: np.empty((row, self.arrays[0].layout.slots), bool)}
+            memories = [memory.arrays[0] | completions, *memory.arrays[1:]]
+            self._copy_block_arrays(sides, kept, filling, memories)  # while activations are being read
             slots = memory.chosen(token_filter, row, completions)
             for read in reads:
                 read.result()
         finally:  # also after an error, none of them writes to memory that is used again
             wait([read for read in reads if not read.cancel()])
-        memory.order = order.shuffled(buffer, memory.within_norms(token_filter, slots))
-        return [pieces.start_check() for pieces in self._pieces]
+        memory.order = self.order.shuffled(filling, memory.within_norms(token_filter, slots))
+        return [store.start_check() for store in pieces]
 
     def _copy_block_arrays(
-        self, buffer: Buffer, targets: Sequence[dict[str, np.ndarray]], token_filter: TokenFilter
+        self, sides: Sequence[ShardReads], kept: _Kept, filling: Filling, memories: Sequence[dict[str, np.ndarray]]
     ) -> None:
         """Copies the pieces' side arrays and outputs. Drops those of earlier windows."""
-        oldest = min(piece.window for piece in buffer.pieces)
-        self._kept = {block: kept for block, kept in self._kept.items() if kept[0] >= oldest}
-        missing = {piece.block: piece.window for piece in buffer.pieces if piece.block not in self._kept}
-        names = [arrays.by_block for arrays in self._arrays]
-        names[0] = (*names[0], *(spec.name for spec in SIDE_ARRAYS), *token_filter.side_arrays)
+        oldest = min(piece.window for piece in filling.pieces)
+        for block in [block for block, (window, _) in kept.items() if window < oldest]:
+            del kept[block]
+        missing = {piece.block: piece.window for piece in filling.pieces if piece.block not in kept}
+        names = [arrays.by_block for arrays in self.arrays]
+        names[0] = (*names[0], *(spec.name for spec in SIDE_ARRAYS), *self._options.token_filter.side_arrays)
         tables = self._blocks[np.array(list(missing), np.int64)]
-        by_store = [read_block_arrays(*store, tables) for store in zip(self._sides, names, strict=True)]
-        self._kept |= {block: (missing[block], arrays) for block, *arrays in zip(missing, *by_store, strict=True)}
+        by_store = [read_block_arrays(*store, tables) for store in zip(sides, names, strict=True)]
+        kept |= {block: (missing[block], arrays) for block, *arrays in zip(missing, *by_store, strict=True)}
         row = 0
-        for piece in buffer.pieces:
-            for target, arrays in zip(targets, self._kept[piece.block][1], strict=True):
+        for piece in filling.pieces:
+            for out, arrays in zip(memories, kept[piece.block][1], strict=True):
                 for name, values in arrays.items():
-                    target[name][row : row + piece.num_rows] = values[piece.first : piece.first + piece.num_rows]
+                    out[name][row : row + piece.num_rows] = values[piece.first : piece.first + piece.num_rows]
             row += piece.num_rows
 
 
@@ -117,3 +227,40 @@ def _read_some(reads: ShardReads, names: set[str], blocks: BlockTable) -> list[d
         {name: of_block.pop(name) for name in outputs & of_block.keys()} | slot_side_arrays(of_block)
         for of_block in arrays
     ]
+
+
+def _wait(task: Future[list[Future[None]]]) -> None:
+    for check in task.result():
+        check.result()
+
+
+def reading_order(blocks: BlockTable, stores: Sequence[BatchArrays], options: BatchOptions) -> ReadingOrder:
+    """The order in which one or several stores with the same `blocks`, all with rows, are read. Their buffers have
+    `buffer_mib` together."""
+    mib = options.buffer_mib if options.shuffle else min(options.buffer_mib, SEQUENTIAL_BUFFER_MIB)
+    # With activations, pieces need not be whole chunks of features: such pieces could be many times as large.
+    rows = (arrays.layout.piece_rows(arrays.names or arrays.sparse, arrays.sparse) for arrays in stores)
+    piece_rows = min(math.lcm(*rows), stores[0].layout.rows_per_block)
+    piece_mib = sum(_piece_mib(arrays, piece_rows) for arrays in stores)
+    return ReadingOrder(
+        block_rows=tuple(blocks.column("rows").tolist()),
+        piece_rows=piece_rows,
+        pieces_per_buffer=max(1, int(mib / piece_mib)),
+        window_blocks=max(1, int(WINDOW_MIB / max(map(_block_arrays_mib, stores)))),
+        seed=options.order_seed,
+        rank=options.rank,
+        world=options.world,
+    )
+
+
+def _piece_mib(arrays: BatchArrays, piece_rows: int) -> float:
+    """The size of one piece of all arrays that are read by pieces, in MiB."""
+    layout, names = arrays.layout, set(arrays.by_piece)
+    return sum(layout.row_bytes(spec) for spec in layout.all_arrays if spec.name in names) * piece_rows / MIB
+
+
+def _block_arrays_mib(arrays: BatchArrays) -> float:
+    """The size of a block's side arrays and of the outputs that are read, in MiB."""
+    layout = arrays.layout
+    outputs = (spec for spec in layout.outputs if spec.name in arrays.by_block)
+    return sum(spec.position_bytes for spec in (*SIDE_ARRAYS, *outputs)) * layout.slots * layout.rows_per_block / MIB

@@ -26,7 +26,7 @@ from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.frameworks import STORED, converter
 from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import BatchArrays, BatchOptions, TokenFilter
-from pipeline.store.read.order import Buffer
+from pipeline.store.read.order import Filling
 
 AHEAD = 4  # how many batches are gathered ahead
 GATHERING_THREADS = 2
@@ -137,18 +137,18 @@ class TokenMemory:
             for name, values in arrays.items():
                 # As integers, for which numpy releases the GIL. mode="raise" would copy twice.
                 integers = values.reshape(-1, *values.shape[2:]).view(f"u{values.itemsize}")
-                target = batch[name][at : at + len(slots)].view(integers.dtype)
-                if target.flags.c_contiguous:
-                    np.take(integers, slots, axis=0, out=target, mode="clip")
+                part = batch[name][at : at + len(slots)].view(integers.dtype)
+                if part.flags.c_contiguous:
+                    np.take(integers, slots, axis=0, out=part, mode="clip")
                     continue
                 for first in range(0, len(slots), _TOKENS_AT_A_TIME):  # numpy would copy all of a stacked part
                     some = slice(first, first + _TOKENS_AT_A_TIME)
-                    target[some] = np.take(integers, slots[some], axis=0, mode="clip")
+                    part[some] = np.take(integers, slots[some], axis=0, mode="clip")
 
 
-Filled = Iterator[tuple[Buffer, TokenMemory, bool]]
-"""Buffers in order, each with its filled memory and whether it is its epoch's last. A memory may be filled again, after
-its `users` are complete, when the next buffer is requested."""
+Filled = Iterator[tuple[Filling, TokenMemory, bool]]
+"""Fillings in order, each with the filled memory and whether it is its epoch's last. When the next one is requested,
+the memory may be filled again, after its `users` are complete."""
 
 
 def gathered(
@@ -165,7 +165,7 @@ def gathered(
     gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
     ahead: deque[tuple[Future[Batch], Position]] = deque()
     try:
-        for batch in _submitted(gatherers, filled, start, _finisher(stores, options), options, limit):
+        for batch in _submitted(gatherers, filled, start, _batch_maker(stores, options), options, limit):
             ahead.append(batch)
             if len(ahead) > AHEAD:
                 yield _done(ahead.popleft())
@@ -179,14 +179,14 @@ def _submitted(
     gatherers: ThreadPoolExecutor,
     filled: Filled,
     begin: Position,
-    finish: Callable[..., Batch],
+    make_batch: Callable[..., Batch],
     options: BatchOptions,
     limit: Callable[[int], int | None],
 ) -> Iterator[tuple[Future[Batch], Position]]:
     """Batches whose gathering has been started, each with the position after it."""
     size, batch, start, most = options.batch_size, begin.batch, begin.token, limit(begin.epoch)
     parts, num_tokens, out = [], 0, []
-    for buffer, memory, is_last in filled:
+    for filling, memory, is_last in filled:
         stop = start
         while stop < len(memory.order) and batch != most:
             start, stop = stop, min(stop + size - num_tokens, len(memory.order))
@@ -196,20 +196,20 @@ def _submitted(
             num_tokens += stop - start
             if num_tokens == size:
                 batch += 1
-                after = Position(buffer.epoch, batch, buffer.index, stop, buffer.begin)
-                yield gatherers.submit(finish, parts, out, num_tokens), after
+                after = Position(filling.epoch, batch, filling.index, stop, filling.begin)
+                yield gatherers.submit(make_batch, parts, out, num_tokens), after
                 parts, num_tokens, out = [], 0, []
         start = 0
         if is_last:
             if num_tokens and not options.drop_last:
-                yield gatherers.submit(finish, parts, out, num_tokens), Position(buffer.epoch + 1)
+                yield gatherers.submit(make_batch, parts, out, num_tokens), Position(filling.epoch + 1)
             elif not batch and options.epochs is None:  # it would never end
                 refuse_epoch(num_tokens, options)
             parts, num_tokens, out, batch = [], 0, [], 0
-            most = limit(buffer.epoch + 1)
+            most = limit(filling.epoch + 1)
 
 
-def _finisher(
+def _batch_maker(
     stores: Sequence[BatchArrays], options: BatchOptions
 ) -> Callable[[Sequence[Future[None]], list[dict[str, np.ndarray]], int], Batch]:
     """A function that turns gathered memory into a batch: normalises, casts, and converts to the framework."""
@@ -230,7 +230,7 @@ def _finisher(
         values = ByName((name, convert(array)) for name, array in values.items())
         return values[arrays.names[0]] if arrays.is_single else values
 
-    def finish(parts: Sequence[Future[None]], out: list[dict[str, np.ndarray]], num_tokens: int) -> Batch:
+    def make_batch(parts: Sequence[Future[None]], out: list[dict[str, np.ndarray]], num_tokens: int) -> Batch:
         for part in parts:
             part.result()
         out = [{name: values[:num_tokens] for name, values in arrays.items()} for arrays in out]
@@ -246,7 +246,7 @@ def _finisher(
         side_arrays = {name: convert_side(out[0][name]) for name in names}
         return Batch(**dict(zip(("activations", "outputs", "features"), parts, strict=True)), **side_arrays)
 
-    return finish
+    return make_batch
 
 
 def refuse_epoch(num_tokens: int, options: BatchOptions) -> NoReturn:

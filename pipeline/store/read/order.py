@@ -25,9 +25,9 @@ class Piece(NamedTuple):
     window: int
 
 
-class Buffer(NamedTuple):
-    """Pieces whose tokens are shuffled together. `index`: the number of the buffer within its epoch and rank. `begin`:
-    of a buffer that is computed, where its computation begins."""
+class Filling(NamedTuple):
+    """One filling of a buffer: pieces whose tokens are shuffled together. `index`: its number within its epoch and
+    rank. `begin`: if it is computed, where its computation begins."""
 
     epoch: int
     index: int
@@ -68,17 +68,17 @@ class ReadingOrder:
                     pieces.append(Piece(block, start, num_rows, window))
             yield from (pieces[i] for i in self._permuted(len(pieces), epoch, _PIECES, self.rank, window))
 
-    def buffers(self, epoch: int, start: int = 0) -> Iterator[Buffer]:
-        """This rank's buffers of an epoch, from buffer `start` on."""
+    def fillings(self, epoch: int, start: int = 0) -> Iterator[Filling]:
+        """This rank's fillings of an epoch, from number `start` on."""
         pieces = islice(self.pieces(epoch), start * self.pieces_per_buffer, None)
         index = start
         while buffer_pieces := tuple(islice(pieces, self.pieces_per_buffer)):
-            yield Buffer(epoch, index, buffer_pieces)
+            yield Filling(epoch, index, buffer_pieces)
             index += 1
 
-    def shuffled(self, buffer: Buffer, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """The slots of a buffer, in the order in which batches use them."""
-        return slots[self._permuted(len(slots), buffer.epoch, _TOKENS, self.rank, buffer.index)]
+    def shuffled(self, filling: Filling, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """The slots of a filled buffer, in the order in which batches use them."""
+        return slots[self._permuted(len(slots), filling.epoch, _TOKENS, self.rank, filling.index)]
 
     def tokens_per_rank(
         self, epoch: int, block_tokens: Int64[np.ndarray, " blocks"], count: Callable[[list[int]], list[list[int]]]

@@ -38,7 +38,8 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
 from pipeline.store.format.summary import read_blocks
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.read.batches import BatchReader, HasBatches, Stores
+from pipeline.store.read.batches import BatchReader, HasBatches
+from pipeline.store.read.buffers import Stores
 from pipeline.store.read.documents import DocumentActivations, Labels, StoredDocuments, document_slots
 from pipeline.store.read.features import feature_batches
 from pipeline.store.read.frameworks import STORED, Dtype, cast, parsed_dtype

@@ -7,7 +7,6 @@ are -1 in `selected`).
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import cached_property
-from itertools import pairwise
 from typing import NamedTuple, SupportsIndex
 
 import numpy as np
@@ -106,15 +105,12 @@ class StoredRows:
         self, name: str, rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"] | None = None
     ) -> StartedRead:
         """Starts reading an array's rows in any order, [n, S, ...], or one slot of each, [n, ...]."""
-        if slots is None:
-            values = self._reads.memory(name, len(rows))
-            ends = [*(np.flatnonzero(np.diff(rows) != 1) + 1).tolist(), len(rows)]  # of runs of consecutive rows
-            runs = pairwise([0, *ends]) if len(rows) else ()
-            reads = [self._reads.start(name, int(rows[begin]), values[begin:end]) for begin, end in runs]
-            return StartedRead(values, [read for run in reads for read in run])
-        _, num_slots, *sizes = (row := self._reads.memory(name, 1)).shape
-        values = np.empty((len(rows), *sizes), row.dtype)
-        return StartedRead(values, self._reads.start_slots(name, rows * num_slots + slots, values))
+        values = self._reads.memory(name, len(rows) if slots is None else 1)
+        num_slots, *sizes = values.shape[1:]
+        if slots is not None:
+            values = np.empty((len(rows), *sizes), values.dtype)
+        wanted = rows[:, None] * num_slots + (np.arange(num_slots) if slots is None else slots[:, None])
+        return StartedRead(values, self._reads.start_slots(name, wanted.ravel(), values.reshape(-1, *sizes)))
 
     def read(
         self, names: Sequence[str], rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"] | None = None

@@ -24,7 +24,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.core.host import num_cores
 from pipeline.store.format.layout import PIECE_BYTES, StoreLayout
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, read_root
-from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY
+from pipeline.store.io.failures import DAMAGE_REMEDY, VERIFY_REMEDY, storage_errors
 from pipeline.store.io.shards import ABSENT, CHECKSUM_BYTES, ShardFormat, checksum, decode_chunk, decode_index
 from pipeline.store.io.storage import Storage
 
@@ -62,7 +62,7 @@ class ShardReads:
         self._index = lru_cache(_KEPT_INDEXES)(partial(_read_index, storage))
         self._threads = self._new_threads(REMOTE_REQUESTS)
 
-    def another(self, remote_reads: int = REMOTE_REQUESTS) -> "ShardReads":
+    def another(self, remote_reads: int) -> "ShardReads":
         """Reads of the same store, in threads of their own. remote_reads: how many at a time unless it is local."""
         reads = copy(self)
         reads._threads = self._new_threads(remote_reads)
@@ -158,7 +158,7 @@ class ShardReads:
 
         def read_once() -> None:
             try:
-                with self.storage.errors(key):
+                with storage_errors(self.storage.url(key)):
                     read(key, self._formats[name], first, out)
             except ValueError as error:  # of the decoders
                 self._index.cache_clear()

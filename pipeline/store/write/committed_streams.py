@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.store.format.block_table import StreamBlocks, read_stream, read_streams
+from pipeline.store.format.block_table import BlockTable, StreamBlocks, read_stream, read_streams
 from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_block_statistics
 from pipeline.store.io.storage import Storage
@@ -46,7 +46,8 @@ class CommittedStreams:
 
     def append(self, record: CommitRecord) -> None:
         """Adds the next committed block of a stream."""
-        self._read[record.stream] = self[record.stream].with_record(record)
+        tables = [self[record.stream].table, BlockTable.from_records([record])]
+        self._read[record.stream] = StreamBlocks(BlockTable.join(tables), record)
 
     def add_statistics(self, stream: int, block: int, statistics: BlockStatistics) -> BlockStatistics:
         """Merges a block's statistics into those of the blocks before it. Returns those of blocks 0..block."""

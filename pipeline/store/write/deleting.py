@@ -61,14 +61,12 @@ def _delete_folder(directory: str, folder: str, is_own: Callable[[str], bool]) -
     for path, children, files, descriptor in os.fwalk(directory + folder, topdown=False, onerror=raise_unless_gone):
         inner = os.path.relpath(path, directory)
         for file in files:
-            if is_own(f"{inner}/{file}") and not _is_link(file, descriptor):
-                os.unlink(file, dir_fd=descriptor)
+            if is_own(f"{inner}/{file}"):
+                status = os.stat(file, dir_fd=descriptor, follow_symlinks=False)
+                if not stat.S_ISLNK(status.st_mode):
+                    os.unlink(file, dir_fd=descriptor)
         for child in children:
             with suppress(OSError):  # the folder is a link, or has other files
                 os.rmdir(child, dir_fd=descriptor)
     with suppress(OSError):
         os.rmdir(directory + folder)
-
-
-def _is_link(file: str, descriptor: int) -> bool:
-    return stat.S_ISLNK(os.stat(file, dir_fd=descriptor, follow_symlinks=False).st_mode)

@@ -90,7 +90,7 @@ class Leases:
             if generation is None:
                 return
             try:
-                self._storage.write_if_unchanged(lease_key(stream), None, generation)
+                self._storage.write(lease_key(stream), None, generation)
             except StoreError as error:
                 log.warning("cannot release the lease on stream %d, which will expire: %s", stream, error)
 
@@ -125,7 +125,7 @@ class Leases:
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "pid_space": _pid_space()}
         lease = owner | {"number": next(_numbers)}
         content = (json.dumps(lease) + "\n").encode()
-        written = self._storage.write_if_unchanged(key, content, generation)
+        written = self._storage.write(key, content, generation)
         if written is None:  # a retried request may find what its first attempt wrote
             [(stored, stored_generation)] = self._storage.read_with_generations([key])
             written = stored_generation if stored == content else None

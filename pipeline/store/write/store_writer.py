@@ -58,7 +58,7 @@ class StoreWriter:
     written. streams: the committed blocks.
     """
 
-    def __init__(self, storage: Storage, root: StoreRoot) -> None:
+    def __init__(self, storage: Storage, root: StoreRoot, is_new: bool = False) -> None:
         self.path = storage.path
         self.layout = layout_of(root)
         self.streams = CommittedStreams(storage, self.layout.num_streams)
@@ -69,47 +69,46 @@ class StoreWriter:
         self._last: dict[int, Future[CommitRecord]] = {}  # by stream: the block that was started last
         self._committing = threading.Lock()  # for `streams`
         self._name = process_name()
-        self._exists = True
-
-    @classmethod
-    def open_or_plan(
-        cls, storage: Storage, metadata: StoreMetadata, layout: StoreLayout, exclusive: bool = False
-    ) -> "StoreWriter":
-        """As `open`, but a new store is created with its first block, or by `create`, so that a run that fails before
-        leaves no store. First tests the storage, see `probe_storage`. exclusive: no other process writes the store."""
-        is_vacant = storage.read(ROOT_KEY) is None and require_vacant(storage)
-        probe_storage(storage, process_name(), exclusive)
-        if not is_vacant:
-            return cls.open(storage, metadata, layout)
-        planned = cls(storage, new_root(metadata, layout))
-        planned._exists = False
-        return planned
-
-    def create(self) -> None:
-        """Creates the store unless it exists, with what was recorded so far. Raises as `open`."""
-        if self._exists:
-            return
-        planned = self.root
-        self.root, self._exists = StoreWriter.open(self.storage, self.metadata, self.layout).root, True
-        self.reopen(planned.target)
-        recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
-        self.record(**{name: value for name, value in recorded.items() if value})
+        self._is_new = is_new  # not created yet
 
     @classmethod
     def open(cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
-        """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or creates it.
+        """As `plan`, but creates a new store at once."""
+        return cls.plan(place, metadata, layout).create()
 
-        Completes an interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
+    @classmethod
+    def plan(
+        cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout, exclusive: bool = False
+    ) -> "StoreWriter":
+        """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or plans a new one,
+        which is created with its first block, or by `create`: a run that fails before leaves no store.
+
+        First tests the storage, see `probe_storage`. exclusive: no other process writes the store. Completes an
+        interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
         `metadata`, StoreInvalid if the store is damaged or the path has other objects, and StoreError.
         """
         storage = Storage.open(place)
-        if storage.read(ROOT_KEY) is None and require_vacant(storage):
-            storage.put(ROOT_KEY, new_root(metadata, layout).to_json())
-        root = require_root(storage)  # perhaps of another process
+        is_new = storage.read(ROOT_KEY) is None and require_vacant(storage)
+        probe_storage(storage, process_name(), exclusive)
+        root = new_root(metadata, layout) if is_new else require_root(storage)
         root.metadata.require_same(metadata, storage.path)
-        writer = cls(storage, root)
-        create_arrays(storage, writer.layout)
+        writer = cls(storage, root, is_new)
+        if not is_new:
+            create_arrays(storage, writer.layout)
         return writer
+
+    def create(self) -> "StoreWriter":
+        """Creates the store unless it exists, with what was recorded so far. Raises as `plan`."""
+        if self._is_new:
+            planned, self._is_new = self.root, False
+            self.storage.put(ROOT_KEY, planned.to_json())
+            self.root = require_root(self.storage)  # perhaps of another process
+            self.root.metadata.require_same(planned.metadata, self.path)
+            create_arrays(self.storage, self.layout)
+            recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
+            self.reopen(planned.target)
+            self.record(**{name: value for name, value in recorded.items() if value})
+        return self
 
     @classmethod
     def open_existing(cls, place: StorageLike) -> "StoreWriter":
@@ -139,10 +138,14 @@ class StoreWriter:
         self._change_root(lambda root: replace(root, complete=False, target=larger(root.target, target or root.target)))
 
     def _change_root(self, change: Callable[[StoreRoot], StoreRoot]) -> None:
-        self.root = change_root(self.storage, change) if self._exists else change(self.root)
+        self.root = change(self.root) if self._is_new else change_root(self.storage, change)
 
     def start_block(
-        self, record: CommitRecord, arrays: Mapping[str, np.ndarray], table: pa.Table, summarise: Summarise
+        self,
+        record: CommitRecord,
+        arrays: Mapping[str, np.ndarray],
+        table: pa.Table,
+        summarise: Summarise = lambda _: (None, {}),
     ) -> Future[CommitRecord]:
         """Starts writing a block; does not wait. Start the blocks of a stream in order. The future returns the record
         as it is stored; it raises StoreError, also if an earlier block of the stream failed.
@@ -178,17 +181,6 @@ class StoreWriter:
         block = NewBlock(replace(record, written_by=self._name), arrays, table, derive)
         self._last[stream] = started = self._blocks.submit(self._write, block)
         return started
-
-    def write_block(
-        self,
-        record: CommitRecord,
-        arrays: Mapping[str, np.ndarray],
-        table: pa.Table,
-        statistics: BlockStatistics | None = None,
-        indexes: Mapping[str, bytes] | None = None,
-    ) -> CommitRecord:
-        """Writes a block whose arrays no other run has written with other values. See `start_block`."""
-        return self.start_block(record, arrays, table, lambda _: (statistics, indexes or {})).result()
 
     def _write(self, block: NewBlock) -> CommitRecord:
         record = run_steps(write_block(self.layout, block), self._answers)
