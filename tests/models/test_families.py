@@ -307,6 +307,7 @@ def test_an_older_config_gives_the_same_architecture(family: str, tmp_path) -> N
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 REFUSED = [
+    ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False"),
     ("cohere2", {"sliding_window": None}, "sliding_window is null, expected a length"),
     (
         "deepseek_v2",
@@ -326,9 +327,11 @@ REFUSED = [
     ("gemma4_text", {"num_kv_shared_layers": 4}, "expected a layer of each kind"),
     ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 10}}}, "none for other layers"),
     ("gemma4_text", {"per_layer_config": {"3": {"sliding_window": 3}}}, "3 sets sliding"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list is"),
     ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
     ("gpt_neo", {"attention_layers": ["global", "block"] * 2}, "expected lists of global"),
     ("gpt_neo", {"attention_layers": None, "attention_types": [[["global"], 3]]}, "for 4 layers in total"),
+    ("gpt_neo", {"attention_layers": None, "attention_types": [3]}, "attention_types is"),
     (
         "gpt_neo",
         {"attention_layers": None, "attention_types": [[[], 10**15], [["global"], 10**15]]},
