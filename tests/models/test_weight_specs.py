@@ -1,11 +1,11 @@
-"""Consequences of each weight's description: the shape of its bias, and which layers have it."""
+"""Consequences of each weight's description: division along `tensor`, its bias's shape, and which layers have it."""
 
 from dataclasses import replace
 
 import pytest
 
 from pipeline.models.architecture import DeltaNet, Experts, GlobalHeads, Part, SharedKeys, ShortConv
-from pipeline.models.weight_specs import WEIGHTS, WeightKind, weight_spec
+from pipeline.models.weight_specs import TENSOR_AXES, WEIGHTS, WeightKind, weight_spec
 from tests.specs import LLAMA
 
 ATTENTION = {Part.attention, Part.keys, Part.values}
@@ -22,6 +22,13 @@ PARTS = [  # fields of an architecture, and the parts of its last layer beside P
     ({"global_heads": KEYS_AS_VALUES}, {Part.attention, Part.keys, Part.dense}),
     ({"global_heads": KEYS_AS_VALUES, "shared_keys": SharedKeys(1, 64)}, {Part.attention, Part.dense}),
 ]
+
+
+def test_all_matrices_but_the_small_ones_are_divided() -> None:
+    """`test_mesh.py` computes with divided weights, but few undivided ones would not change what it measures."""
+    matrices = {key: {*spec.logical_axes} for key, spec in WEIGHTS.items() if spec.kind is WeightKind.matrix}
+    small = {"attention.q_down", "attention.kv_down", "attention.k_rotary", "mlp.input_gate", "mlp.input_out"}
+    assert {key for key, axes in matrices.items() if not axes & TENSOR_AXES.keys()} == small
 
 
 @pytest.mark.parametrize("key", [key for key, spec in WEIGHTS.items() if spec.kind is not WeightKind.embedding])
