@@ -23,7 +23,7 @@ from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.models.registry import open_model
 from tests.damaging import DEEP, damaged_bytes, damaged_value, to_json
-from tests.models.hf_reference import CLASSES, tiny_config
+from tests.models.hf_reference import PLACES, tiny_config
 from tests.models.test_parity import FAMILIES
 
 TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
@@ -123,7 +123,7 @@ _KINDS = [
 
 def write_family(folder: Path, rng: random.Random) -> str:
     """Writes a damaged config.json of a random family, to be opened with random weights."""
-    name = rng.choice(list(CLASSES))
+    name = rng.choice(sorted(PLACES))
     config = json.loads(tiny_config(name, **FAMILIES.get(name, {})).to_json_string())
     for _ in range(rng.choice([1, 1, 2, 3])):
         config = damaged_value(config, rng)

@@ -89,62 +89,6 @@ MULTIMODAL = {
 }
 """The type of the language model, and the configuration of vision."""
 
-CLASSES = {
-    "bert": ("BertConfig", "BertForMaskedLM"),
-    "cohere": ("CohereConfig", "CohereForCausalLM"),
-    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM"),
-    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
-    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
-    "deepseek_v32": ("DeepseekV32Config", "DeepseekV32ForCausalLM"),
-    "glm": ("GlmConfig", "GlmForCausalLM"),
-    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
-    "glm4_moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
-    "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM"),
-    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM"),
-    "gptj": ("GPTJConfig", "GPTJForCausalLM"),
-    "granite": ("GraniteConfig", "GraniteForCausalLM"),
-    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
-    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
-    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
-    "gemma3": ("Gemma3Config", "Gemma3ForConditionalGeneration"),
-    "gemma3_text": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
-    "gemma4_text": ("Gemma4TextConfig", "Gemma4ForCausalLM"),
-    "gemma4_unified": ("Gemma4UnifiedConfig", "Gemma4UnifiedForConditionalGeneration"),
-    "gemma4_unified_text": ("Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
-    "lfm2": ("Lfm2Config", "Lfm2ForCausalLM"),
-    "llama": ("LlamaConfig", "LlamaForCausalLM"),
-    "minimax_m2": ("MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
-    "llama4": ("Llama4Config", "Llama4ForConditionalGeneration"),
-    "llama4_text": ("Llama4TextConfig", "Llama4ForCausalLM"),
-    "ministral3": ("Ministral3Config", "Ministral3ForCausalLM"),
-    "mistral": ("MistralConfig", "MistralForCausalLM"),
-    "mistral3": ("Mistral3Config", "Mistral3ForConditionalGeneration"),
-    "olmo": ("OlmoConfig", "OlmoForCausalLM"),
-    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
-    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
-    "opt": ("OPTConfig", "OPTForCausalLM"),
-    "phi": ("PhiConfig", "PhiForCausalLM"),
-    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
-    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
-    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
-    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
-    "stablelm": ("StableLmConfig", "StableLmForCausalLM"),
-    "gpt_oss": ("GptOssConfig", "GptOssForCausalLM"),
-    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
-    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
-    "qwen2_moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
-    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
-    "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration"),
-    "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration"),
-    "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration"),
-    "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration"),
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
-    "qwen3_5_text": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
-    "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
-}
-
 LLAMA_PLACES = {
     Site.embed: "embed_tokens output",
     Site.resid_pre: "layers.* input",
@@ -331,7 +275,8 @@ def tiny_config(family: str, **overrides: object):
 def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
     """A random float32 model of `family` (its `model_type`), saved to `path`. Returns the torch model."""
     torch.manual_seed(seed)
-    model = getattr(transformers, CLASSES[family][1])(tiny_config(family, **overrides)).eval()
+    auto = "ImageTextToText" if family in MULTIMODAL else "MaskedLM" if family == "bert" else "CausalLM"
+    model = getattr(transformers, f"AutoModelFor{auto}").from_config(tiny_config(family, **overrides)).eval()
     with torch.no_grad():  # the usual initialisation has biases of 0, norms of 1 and almost uniform attention
         for name, parameter in model.named_parameters():
             is_scale = ("norm" in name.lower() or "ln_" in name) and not name.endswith("bias")

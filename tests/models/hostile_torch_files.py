@@ -7,16 +7,11 @@ from collections.abc import Callable, Mapping
 
 CANARY = "canary"  # a file in the working directory that exists after an attack that succeeds
 COMMAND = f"touch {CANARY}"
-FUNCTIONS = """
-    os system|posix system|nt system|subprocess Popen|subprocess check_output|builtins eval|builtins exec|builtins open
-    builtins __import__|builtins getattr|__builtin__ eval|importlib import_module|runpy run_path|pdb run|timeit timeit
-    torch load|torch.hub load|torch.jit load|torch.serialization load|torch._utils _rebuild_tensor_v2.__globals__
-    torch._utils __builtins__|torch._utils sys|torch _utils._rebuild_tensor_v2|torch.storage _load_from_bytes
-    torch.storage UntypedStorage|torch FloatStorage.from_file|torch ComplexFloatStorage|collections OrderedDict.fromkeys
-    collections Counter|functools partial|operator attrgetter|pickle loads|_codecs encode|numpy load|types CodeType
-    numpy.core.multiarray _reconstruct|webbrowser open|shutil rmtree|ctypes CDLL|code interact|asyncio run
-    pip main|torch._utils _rebuild_tensor|torch._utils _rebuild_tensor_v3|torch._tensor _rebuild_from_type_v2
-"""
+FUNCTIONS = (
+    *("os system", "posix system", "builtins eval", "__builtin__ eval", "torch load", "torch._utils __builtins__"),
+    *("torch._utils _rebuild_tensor_v2.__globals__", "torch _utils._rebuild_tensor_v2", "torch FloatStorage.from_file"),
+    *("collections OrderedDict.fromkeys", "torch._utils _rebuild_tensor_v3", "numpy.core.multiarray _reconstruct"),
+)
 
 
 def push(value: object) -> bytes:
@@ -59,60 +54,36 @@ def dicts(depth: int) -> bytes:
 SYSTEM, DICT, OPEN_ARGUMENTS = named("os system"), named("collections OrderedDict"), push((COMMAND,))
 # In place of a tensor.
 VALUES: Mapping[str, bytes] = {
-    **{
-        name: named(name) + OPEN_ARGUMENTS + b"R"
-        for line in FUNCTIONS.split("\n")
-        for name in line.strip().split("|")
-        if name
-    },
+    **{name: named(name) + OPEN_ARGUMENTS + b"R" for name in FUNCTIONS},
     "STACK_GLOBAL": push("os") + push("system") + b"\x93" + OPEN_ARGUMENTS + b"R",
-    "STACK_GLOBAL from the memo": push("os") + b"q\1" + push("system") + b"q\2h\1h\2\x93" + OPEN_ARGUMENTS + b"R",
     "INST": b"(" + push(COMMAND) + b"ios\nsystem\n",
     "OBJ": b"(" + SYSTEM + push(COMMAND) + b"o",
-    "OBJ of a known class": b"(" + DICT + b"o",
     "NEWOBJ": DICT + b")\x81",
-    "NEWOBJ_EX": DICT + b")}\x92",
     "EXT1": b"\x82\1" + OPEN_ARGUMENTS + b"R",
-    "EXT4": b"\x84\xff\xff\xff\x7f",
     "PERSID": b"Pcos.system\n",
     "BUILD of a tensor": tensor() + push({"__setstate__": COMMAND}) + b"b",
     "BUILD of a function": named("torch FloatStorage") + push({"__reduce__": COMMAND}) + b"b",
-    "POP": push(1) + SYSTEM + b"0",
-    "DUP": push(1) + b"2",
     "protocol 5": b"\x80\5" + push(1),
-    "frame": b"\x95" + b"\xff" * 8 + push(1),
-    "buffer": b"\x97",
     "text": b"I" + b"9" * 5000 + b"\n",
-    "long text": b"L" + b"9" * 5000 + b"L\n",
-    "LONG4": b"\x8b\xff\xff\xff\x7f",
     "string of 2 GB": b"X\xff\xff\xff\x7fabc",
     "string of 2**60 bytes": b"\x8d" + (1 << 60).to_bytes(8, "little"),
-    "bytes": b"C\4abcd",
     "no such memo": b"h\xff",
     "empty stack": b"00000",
-    "no mark": b"t" * 9,
-    "a mark": b"(",
     "APPEND to a dict": b"}" + push(1) + b"a",
-    "SETITEM of a list": b"]" + push(1) + push(2) + b"s",
     "odd items": b"}(" + push("a") + b"u",
     "dict with itself": b"}q\1" + push("a") + b"h\1s",
-    "dicts 100 deep": (b"}" + push("a")) * 100 + b"}" + b"s" * 100,
     "2 million dicts": dicts(7),
     "long names": (b"}" + push("a" * 2000)) * 3 + push(1) + b"s" * 3,
     "a hash of 2**60": b"}" + doubled(push(())) + push(1) + b"s",
     "a list as key": b"}]" + push(1) + b"s",
     "REDUCE of a dict": b"}" + b")R",
-    "REDUCE of a result": DICT + b")R" + b")R",
     "REDUCE with a list": DICT + b"]R",
     "REDUCE with a function": DICT + SYSTEM + b"\x85R",
     "a dict of pairs": DICT + push(([("a", 1)],)) + b"R",
     "a parameter of a dict": named("torch._utils _rebuild_parameter") + b"}\x85R",
     "five arguments": tensor(rest=b"\x89"),
-    "seven arguments": tensor(rest=b"\x89}" + push({"neg": True})),
-    "a storage of text": tensor(stored=push("9")),
     "a tensor of a tensor": tensor(stored=tensor()),
     "a persistent text": push("9") + b"Q",
-    "a persistent pair": push(("storage", "9")) + b"Q",
     "a persistent module": tensor(stored=storage(kind="module")),
     "a storage of a dict": tensor(stored=storage(dtype=DICT)),
     "a storage of a text": tensor(stored=storage(dtype=push("torch FloatStorage"))),
@@ -121,17 +92,14 @@ VALUES: Mapping[str, bytes] = {
         stored=b"(" + push("storage") + named("torch FloatStorage") + doubled(push(())) + push("cpu") + push(4) + b"tQ"
     ),
     "a path": tensor(stored=storage(key="../../../../etc/passwd")),
-    "a path to the same": tensor(stored=storage(key="../data/9")),
     "no such storage": tensor(stored=storage(key="7")),
     "a storage of 2**40": tensor(stored=storage(size=1 << 40)),
     "a smaller storage": tensor((3,), stored=storage(size=3)),
     "a storage of -4": tensor(stored=storage(size=-4)),
-    "a storage of 2**2000": tensor(stored=storage(size=1 << 2000)),
     "a storage of True": tensor(stored=storage(size=True)),
     "a wider dtype": tensor(stored=storage(dtype=named("torch DoubleStorage"))),
     "offset -1": tensor((2,), offset=-1),
     "offset 1": tensor(offset=1),
-    "offset 2**47": tensor(offset=1 << 47),
     "stride -1": tensor(strides=(-1,)),
     "stride 0": tensor((1 << 40,), (0,)),
     "stride 2": tensor(strides=(2,)),
@@ -185,10 +153,7 @@ Archive = Callable[[Mapping[str, bytes]], bytes]
 LARGE = {f"x/{number:060000}": b"" for number in range(30)}
 ARCHIVES: Mapping[str, Archive] = {
     "empty": lambda members: b"",
-    "three bytes": lambda members: b"PK\3",
     "a pickle": lambda members: pickle.dumps({}, 2),
-    "a tar": lambda members: b"data".ljust(257, b"\0") + b"ustar\0".ljust(300, b"\0"),
-    "gzip": lambda members: b"\x1f\x8b" + bytes(100),
     "no directory": lambda members: archive(members)[:-400],
     "only a directory": lambda members: b"PK\3\4" + archive(members)[-400:],
     "deflated": lambda members: archive(members, zipfile.ZIP_DEFLATED),
@@ -197,17 +162,12 @@ ARCHIVES: Mapping[str, Archive] = {
     "two pickles": lambda members: repeated(members, "x/data.pkl"),
     "no pickle": lambda members: archive({name: members[name] for name in members if name != "x/data.pkl"}),
     "no folder": lambda members: archive({name.removeprefix("x/"): content for name, content in members.items()}),
-    "another folder": lambda members: archive({"../y": b"", **members}),
-    "a root": lambda members: archive({f"/{name}": content for name, content in members.items()}),
     "big-endian": lambda members: archive(members | {"x/byteorder": b"big"}),
-    "a byte order of 2 MB": lambda members: archive(members | {"x/byteorder": bytes(1 << 21)}),
     "a pickle of 2 MB": lambda members: archive(members | {"x/data.pkl": b"N0" * (1 << 20) + b"."}),
     "11,000 members": lambda members: archive(members | {f"x/{number}": b"" for number in range(11_000)}),
     "a directory of 2 MB": lambda members: archive(members | LARGE),
     "a longer storage": lambda members: archive(members | {"x/data/0": members["x/data/0"] + bytes(4)}),
-    "a shorter storage": lambda members: archive(members | {"x/data/0": members["x/data/0"][:-4]}),
     "a size of 4 GB": lambda members: patched(members, "x/data.pkl", 20, b"\xfe\xff\xff\xff" * 2),
-    "a size of 4 GB, stored": lambda members: patched(members, "x/data/0", 24, b"\xfe\xff\xff\xff"),
     "beyond the end": lambda members: patched(members, "x/data/0", 42, b"\xf0\xff\xff\x7f"),
     "the place of another": lambda members: patched(members, "x/data/0", 42, bytes(4)),
     "no header": lambda members: patched(members, "x/data/0", 0, b"PK\5\6", in_directory=False),

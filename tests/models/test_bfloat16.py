@@ -73,12 +73,11 @@ BOUNDS = {
     "bert": 0.0070,
     "gemma2": 0.0200,
     "gpt_neox": 0.0140,
-    "olmo2": 0.0205,
     "qwen3_5_text": 0.0330,
 }
 """Bounds for the residual stream: 1.5 times the measured error. The bundled model is a Qwen2.
-LLaMA, Mistral, Phi-3 and SmolLM3 compute a part of what it and GPT-NeoX (which rotates in part) compute, OLMo 3 and
-Gemma 3 what OLMo 2 and Gemma 2 compute with the norms of Qwen3 and with windows, which only mask."""
+LLaMA, Mistral, Phi-3 and SmolLM3 compute a part of what it and GPT-NeoX (which rotates in part) compute, OLMo 2 and 3
+and Gemma 3 what Gemma 2 computes with norms of queries and keys, and with windows, which only mask."""
 ROUTED = {
     "deepseek_v3": (0.96, 0.025),
     "gemma4_text": (0.91, 0.034),

@@ -26,7 +26,7 @@ from test_parity import (
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.registry import open_model
-from tests.models.hf_reference import CLASSES, tiny_config
+from tests.models.hf_reference import PLACES, tiny_config
 
 pytestmark = pytest.mark.heavy
 VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
@@ -107,7 +107,7 @@ IGNORED = {  # not read by transformers' model at inference, or not with the var
 
 
 OTHER_PARTS = ("vision_config", "audio_config")  # which the program does not read
-ALL_FAMILIES = [pytest.param(family, marks=[pytest.mark.slow] if family in WITH_VISION else []) for family in CLASSES]
+ALL_FAMILIES = [pytest.param(family, marks=[pytest.mark.slow] if family in WITH_VISION else []) for family in PLACES]
 
 
 def changes(key: str, value: object) -> Iterator[tuple[str, object]]:
@@ -144,7 +144,7 @@ def expected_model(path: Path, config: Mapping[str, object]) -> tuple | Checkpoi
         return error
 
 
-@pytest.mark.parametrize("family", CLASSES)
+@pytest.mark.parametrize("family", PLACES)
 def test_no_attribute_is_overlooked(family: str, tmp_path) -> None:
     config = tiny_config(family, **VARIANTS[family]).to_dict() | {"something_new": None}
     before = opened(tmp_path, config)

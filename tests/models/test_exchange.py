@@ -109,7 +109,7 @@ for path in sys.argv[3:]:
                 np.testing.assert_array_equal(shard.data, np.asarray(values)[shard.index], err_msg=f"{path} {name}")
 print(sorted(exchanged))
 """
-FAMILIES = ("llama", "gpt2", "gpt_oss", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "gpt2", "gpt_oss", "deepseek_v3")
 
 
 def test_devices_hold_their_parts_after_an_exchange(tmp_path: Path) -> None:

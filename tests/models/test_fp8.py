@@ -113,9 +113,7 @@ def without(key: str) -> dict:
 
 REFUSED = {
     "one scale": (PUBLISHED | {"weight_block_size": None}, "weight_block_size is None, expected two whole numbers"),
-    "empty blocks": (PUBLISHED | {"weight_block_size": [0, 12]}, r"weight_block_size is \[0, 12\]"),
     "activations with scales": (PUBLISHED | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
-    "something else": (PUBLISHED | {"expert_dtype": "fp4"}, "sets expert_dtype='fp4'"),
     "another method": (
         PUBLISHED | {"quant_method": "quanto"},
         "quantization_config: expected .* compressed-tensors weights, got 'quanto'",
@@ -140,9 +138,7 @@ def test_names_of_unquantised_modules_do_not_matter(packed: Path) -> None:
 NAME = "model.layers.1.mlp.down_proj.weight"
 DAMAGES = {
     "no scales": ({f"{NAME}_scale_inv": None}, "down_proj.weight has dtype F8_E4M3, expected F32, F16, BF16"),
-    "no numbers": ({NAME: None}, "down_proj.weight is missing.*down_proj.weight_scale_inv is unexpected"),
     "scales of another shape": ({f"{NAME}_scale_inv": torch.ones(2, 3)}, r"F8_E4M3 with scales F32 \[2, 3\]"),
-    "numbers in bfloat16": ({NAME: torch.ones(32, 48, dtype=torch.bfloat16)}, r"BF16 with scales BF16 \[2, 4\]"),
     "numbers of another shape": ({NAME: torch.ones(32, 47).to(torch.float8_e4m3fn)}, r"shape \(32, 47\), expected"),
 }
 

@@ -85,9 +85,6 @@ def test_configurations_that_are_not_implemented_are_refused(case: str, tmp_path
 
 ACCEPTED = {
     "as published": QWEN2 | {"torch_dtype": "bfloat16", "use_cache": True, "use_mrope": False, "bos_token_id": 1},
-    "unused window": QWEN2 | {"use_sliding_window": False, "sliding_window": 64, "max_window_layers": 2},
-    "window above all layers": QWEN2 | SLIDING | {"max_window_layers": 4},
-    "window as long as the context": QWEN2 | SLIDING | {"sliding_window": 512},
     "null": QWEN2 | {"rope_scaling": None, "sliding_window": None, "something_new": None},
     "yarn": QWEN2 | {"rope_scaling": YARN | {"attention_factor": None, "beta_slow": None}},
     "dynamic": QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},

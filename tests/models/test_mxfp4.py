@@ -79,7 +79,6 @@ def cut(tensor: np.ndarray) -> np.ndarray:
 
 DAMAGES = {
     "no scales": ("_scales", None, "down_proj is missing.*down_proj_blocks is unexpected"),
-    "no blocks": ("_blocks", None, "down_proj is missing.*down_proj_scales is unexpected"),
     "scales of another shape": ("_scales", cut, r"down_proj has shape \(6, 64, 1\), expected \(6, 96, 64\)"),
     "blocks of another size": ("_blocks", cut, r"down_proj has shape \(6, 64, 3, 1\), expected \(6, 96, 64\)"),
 }

@@ -109,10 +109,6 @@ CASES = {
         | {"num_hidden_layers": 2, "max_window_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
         | {"rope_parameters": LONG_ROPE | {"rope_theta": 1e6}},
     ),
-    "llama without groups, llama3 rope, head_dim, gelu": (
-        "llama",
-        {"num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE, "head_dim": 16, "hidden_act": "gelu"},
-    ),
     "lfm2 alternating, biases, two taps, one kv head, untied, linear rope, d_mlp as it is": (
         "lfm2",
         {"layer_types": ["conv", "full_attention"] * 2, "conv_bias": True, "conv_L_cache": 2, "norm_eps": 1e-3}
@@ -123,15 +119,6 @@ CASES = {
         "nemotron_h",
         {"layers_block_type": ["full_attention", "linear_attention", "mlp"] * 2, "n_groups": 1, "mlp_bias": True}
         | {"use_bias": True, "time_step_min": 0.7, "conv_kernel": 2, "mlp_hidden_act": "silu", "head_dim": 6},
-    ),
-    "mistral without window, dynamic rope, head_dim": (
-        "mistral",
-        {"sliding_window": None, "head_dim": 6, "rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96},
-    ),
-    "llama4, every second layer sparse, biases, three experts, one kv head, without norms, llama3 rope": (
-        "llama4_text",
-        {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_bias": True, "use_qk_norm": False}
-        | {"num_experts_per_tok": 3, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE},
     ),
     "qwen3 biases, one kv head, windows, yarn, head_dim": (
         "qwen3",
@@ -151,17 +138,12 @@ CASES = {
         | {"num_key_value_heads": 1, "head_dim": 6}
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
     ),
-    "smollm3 every second layer, all heads": (
-        "smollm3",
-        {"num_hidden_layers": 2, "no_rope_layer_interval": 2, "num_key_value_heads": None},
-    ),
     "phi3 window, tied, one kv head, longrope, partly rotating": (
         "phi3",
         {"sliding_window": 7, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "num_key_value_heads": 1}
         | {"original_max_position_embeddings": 20}
         | {"rope_parameters": LONG_ROPE | {"short_factor": [1.0, 1.5, 7.5], "long_factor": [9.0] * 3}},
     ),
-    "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
     "gemma3 scaled global rope": (
         "gemma3_text",
         GEMMA
@@ -187,7 +169,6 @@ CASES = {
         "phi",
         {"qk_layernorm": True, "num_key_value_heads": 1, "tie_word_embeddings": True, "partial_rotary_factor": 0.75},
     ),
-    "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
     "qwen3 moe, one expert, a dense layer, window, biases": (
         "qwen3_moe",
         WINDOW
@@ -206,7 +187,6 @@ CASES = {
         | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 2, "attention_bias": True, "hidden_act": "gelu"}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3, "partial_rotary_factor": 0.5}},
     ),
-    "qwen3.5 moe": ("qwen3_5_moe_text", DELTA_FIRST | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
     "qwen3-next, DeltaNet at last, a dense layer, biases": (
         "qwen3_next",
         {"num_hidden_layers": 2, "layer_types": ["full_attention", "linear_attention"], "mlp_only_layers": [0]}
@@ -226,11 +206,6 @@ CASES = {
         GPT_OSS
         | {"rope_parameters": YARN_ROPE | {"truncate": False}, "head_dim": 16}
         | {"tie_word_embeddings": True, "num_key_value_heads": 1, "num_experts_per_tok": 1, "swiglu_limit": 0.3},
-    ),
-    "gpt-oss, all experts, without biases, windows longer than the row, default rope, all heads": (
-        "gpt_oss",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "num_key_value_heads": 4, "head_dim": 6}
-        | {"num_experts_per_tok": 6, "attention_bias": False, "swiglu_alpha": 0.7},
     ),
     "deepseek v2, one of the groups, yarn with mscale, biases, tied": (
         "deepseek_v2",
@@ -253,43 +228,32 @@ CASES = {
         {"q_lora_rank": None, "norm_topk_prob": False, "rope_interleave": False, "topk_group": 1}
         | {"rms_norm_eps": 1e-3},
     ),
-    "deepseek v3, dense, linear rope": (
-        "deepseek_v3",
-        {"num_hidden_layers": 2, "first_k_dense_replace": 2, "rope_parameters": LINEAR_ROPE}
-        | {"n_group": 1, "topk_group": 1},
-    ),
 }
 FURTHER_CASES = {
+    "llama without groups, llama3 rope, head_dim, gelu": (
+        "llama",
+        {"num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE, "head_dim": 16, "hidden_act": "gelu"},
+    ),
+    "mistral without window, dynamic rope, head_dim": (
+        "mistral",
+        {"sliding_window": None, "head_dim": 6, "rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 96},
+    ),
+    "llama4, every second layer sparse, biases, three experts, one kv head, without norms, llama3 rope": (
+        "llama4_text",
+        {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_bias": True, "use_qk_norm": False}
+        | {"num_experts_per_tok": 3, "num_key_value_heads": 1, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "gemma2 low caps": ("gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 5}),
+    "gpt2 odd heads, relu": ("gpt2", {"n_embd": 28, "n_inner": None, "activation_function": "relu"}),
+    "qwen3.5 moe": ("qwen3_5_moe_text", DELTA_FIRST | {"linear_num_key_heads": 1, "linear_num_value_heads": 3}),
     "cohere theta by default, biases, one kv head, untied": (
         "cohere",
         {"attention_bias": True, "num_key_value_heads": 1, "tie_word_embeddings": False, "logit_scale": 0.7},
-    ),
-    "cohere linear rope, gelu, odd number of pairs": (
-        "cohere",
-        {"hidden_size": 24, "hidden_act": "gelu", "rope_parameters": LINEAR_ROPE, "num_key_value_heads": 4},
-    ),
-    "cohere yarn": ("cohere", {"rope_parameters": YARN_ROPE, "layer_norm_eps": 1e-2}),
-    "cohere2 windows by period, biases, all heads": (
-        "cohere2",
-        {"sliding_window": 7, "num_hidden_layers": 4, "attention_bias": True, "num_key_value_heads": 4},
     ),
     "cohere2 without windows, so without rotation": (
         "cohere2",
         {"sliding_window": 7, "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
     ),
-    "cohere2 windows longer than the row, other theta": (
-        "cohere2",
-        {"sliding_window": 600, "num_hidden_layers": 2, "layer_types": TURNS[:2]}
-        | {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
-    ),
-    "gpt_neo all local, relu, other width": (
-        "gpt_neo",
-        {"num_hidden_layers": 2, "attention_types": [[["local"], 2]], "activation_function": "relu"}
-        | {"intermediate_size": None, "layer_norm_epsilon": 1e-2},
-    ),
-    "gpt_neo all global": ("gpt_neo", {"num_hidden_layers": 2, "attention_types": [[["global"], 2]]}),
-    "gptj rotating whole heads": ("gptj", {"rotary_dim": 8, "n_inner": None}),
-    "gptj two dimensions, gelu": ("gptj", {"rotary_dim": 2, "activation_function": "gelu"}),
     "gptj odd heads, tied": ("gptj", {"n_embd": 36, "rotary_dim": 4, "tie_word_embeddings": True}),
     "granite biases, tied, yarn, head_dim": (
         "granite",
@@ -297,48 +261,21 @@ FURTHER_CASES = {
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "rope_parameters": YARN_ROPE}
         | {"head_dim": 6, "num_key_value_heads": 4},
     ),
-    "granite multipliers by default, llama3 rope": ("granite", {"rope_parameters": LLAMA3_ROPE}),
-    "granite large multipliers, one kv head, gelu": (
-        "granite",
-        {"residual_multiplier": 2.0, "embedding_multiplier": 12, "hidden_act": "gelu", "num_key_value_heads": 1},
-    ),
     "granitemoe one expert, biases, tied": (
         "granitemoe",
         MULTIPLIERS | {"num_experts_per_tok": 1, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-    "granitemoe all experts": ("granitemoe", {"num_experts_per_tok": 6, "residual_multiplier": 0.3}),
-    "granitemoe three experts, gelu, linear rope": (
-        "granitemoe",
-        MULTIPLIERS | {"num_local_experts": 3, "hidden_act": "gelu", "rope_parameters": LINEAR_ROPE},
     ),
     "opt without biases, gelu, untied": (
         "opt",
         {"enable_bias": False, "activation_function": "gelu", "tie_word_embeddings": False},
     ),
-    "opt norms and projections without weights and biases": (
-        "opt",
-        {"layer_norm_elementwise_affine": False, "enable_bias": False, "ffn_dim": 30},
-    ),
     "phi rotating whole heads, yarn, gelu": (
         "phi",
         {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 1.0}, "hidden_act": "gelu"},
     ),
-    "phi all heads, other theta, eps": (
-        "phi",
-        {"num_key_value_heads": None, "rope_parameters": OTHER_THETA, "layer_norm_eps": 1e-2},
-    ),
     "glm without biases, rotating whole heads, tied": (
         "glm",
         {"attention_bias": False, "partial_rotary_factor": 1.0, "tie_word_embeddings": True, "num_key_value_heads": 4},
-    ),
-    "glm4 without biases, a quarter rotating, gelu": (
-        "glm4",
-        {"attention_bias": False, "head_dim": 16, "hidden_act": "gelu", "num_key_value_heads": 1}
-        | {"rope_parameters": OTHER_THETA | {"partial_rotary_factor": 0.25}},
-    ),
-    "glm4 yarn, all heads, tied": (
-        "glm4",
-        {"rope_parameters": YARN_ROPE, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
     "glm4 heads of another size, eps": ("glm4", {"head_dim": 12, "partial_rotary_factor": 2 / 3, "rms_norm_eps": 1e-3}),
     "glm4_moe norms of heads, biases, two shared experts, scaled": (
@@ -346,42 +283,18 @@ FURTHER_CASES = {
         {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
         | {"n_group": 1, "topk_group": 1, "tie_word_embeddings": True},
     ),
-    "glm4_moe all layers sparse, rotating whole heads": (
-        "glm4_moe",
-        {"num_hidden_layers": 2, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0, "n_group": 2}
-        | {"topk_group": 1},
-    ),
-    "minimax_m2 one expert, rotating whole heads, tied": (
-        "minimax_m2",
-        {"num_experts_per_tok": 1, "rope_parameters": OTHER_THETA, "tie_word_embeddings": True},
-    ),
     "minimax_m2 all experts, one kv head, a quarter rotating": (
         "minimax_m2",
         {"num_experts_per_tok": 6, "num_key_value_heads": 1, "head_dim": 16}
         | {"rope_parameters": OTHER_THETA | {"partial_rotary_factor": 0.25}},
     ),
-    "minimax_m2 three experts, yarn": ("minimax_m2", {"num_local_experts": 3, "rope_parameters": YARN_ROPE}),
     "olmo without clipping, biases, tied, all heads": (
         "olmo",
         {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": None},
     ),
-    "olmo linear rope, gelu, one kv head": (
-        "olmo",
-        {"rope_parameters": LINEAR_ROPE, "hidden_act": "gelu", "num_key_value_heads": 1, "clip_qkv": 2.0},
-    ),
-    "olmo heads of another size": ("olmo", {"head_dim": 6, "rope_parameters": OTHER_THETA}),
     "stablelm all heads, tied, eps": (
         "stablelm",
         {"num_key_value_heads": 4, "tie_word_embeddings": True, "layer_norm_eps": 1e-2, "use_qkv_bias": True},
-    ),
-    "stablelm parallel, yarn, gelu": (
-        "stablelm",
-        {"use_parallel_residual": True, "hidden_act": "gelu"}
-        | {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.75}},
-    ),
-    "deepseek v3.2, linear rope, all experts": (
-        "deepseek_v32",
-        {"num_hidden_layers": 2, "rope_parameters": LINEAR_ROPE, "num_experts_per_tok": 6, "topk_group": 3},
     ),
     "deepseek v3.2, weights as they are, all sparse, longer choice of keys": (
         "deepseek_v32",
@@ -396,31 +309,11 @@ FURTHER_CASES = {
         {"model_type": "ministral3", "head_dim": 6, "num_key_value_heads": 4}
         | {"rope_parameters": MSCALE_ROPE | {"mscale_all_dim": 0.0, "llama_4_scaling_beta": 0}},
     ),
-    "mistral3, windows, one kv head, linear rope": (
-        "mistral3",
-        {"sliding_window": 7, "num_key_value_heads": 1, "head_dim": 6, "rope_parameters": LINEAR_ROPE},
-    ),
-    "gemma3, biases, all heads, untied, yarn in global layers": (
-        "gemma3",
-        GEMMA
-        | {"num_hidden_layers": 3, "layer_types": ALTERNATING[:3], "num_key_value_heads": 4, "attention_bias": True}
-        | {"tie_word_embeddings": False, "rope_parameters": YARN_ROPES},
-    ),
-    "gemma4 unified, all heads alike, biases, soft cap, other ropes": (
-        "gemma4_unified",
-        {"num_hidden_layers": 2, "layer_types": TURNS[:2], "global_head_dim": 8, "final_logit_softcapping": 2.0}
-        | {"attention_bias": True, "rope_parameters": GEMMA3_ROPES, "num_key_value_heads": 4},
-    ),
     "qwen2.5 vl, windows, one kv head, tied": (
         "qwen2_5_vl",
         WINDOW
         | {"num_hidden_layers": 2, "max_window_layers": 1, "num_key_value_heads": 1, "tie_word_embeddings": True}
         | {"rope_parameters": SECTIONS | LINEAR_ROPE},
-    ),
-    "qwen2.5 vl, all heads, two layer types": (
-        "qwen2_5_vl",
-        WINDOW
-        | {"layer_types": ALTERNATING, "num_key_value_heads": 4, "rope_parameters": SECTIONS | {"rope_type": "mrope"}},
     ),
     "qwen3 vl, biases, one kv head, tied, wide heads": (
         "qwen3_vl",
@@ -457,11 +350,6 @@ FURTHER_CASES = {
         {"layer_types": ["full_attention", "chunked_attention"] * 2, "attn_temperature_tuning": False, "head_dim": 12}
         | {"num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "gelu"},
     ),
-    "ministral3, windows, one kv head, tied, plain rope": (
-        "ministral3",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0} | SCALED_QUERIES, "sliding_window": 7}
-        | {"num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True, "hidden_act": "gelu"},
-    ),
     "gemma biases, one kv head, untied, gelu": (
         "gemma",
         {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": False, "hidden_act": "gelu"},
@@ -475,24 +363,15 @@ FURTHER_CASES = {
         {"num_hidden_layers": 3, "attention_types": [[["local"], 1], [["global"], 2]], "window_size": 3}
         | {"tie_word_embeddings": False},
     ),
-    "glm4_moe dense at first, weights as they are, head_dim": (
-        "glm4_moe",
-        {"num_hidden_layers": 3, "first_k_dense_replace": 2, "norm_topk_prob": False, "head_dim": 12}
-        | {"topk_group": 3, "num_experts_per_tok": 3, "rope_parameters": OTHER_THETA | {"partial_rotary_factor": 0.5}},
-    ),
 }
 """Variants of families whose parts other cases test, too. They are slow only in sum."""
 WITH_VISION = ("gemma3", "gemma4_unified", "llama4", "mistral3", "qwen2_vl")
 """Also slow: models with vision whose language model is that of another family. `test_families.py` compares names."""
-COMBINED = (
-    *("deepseek_v2", "gemma3_text", "gemma4_unified_text", "mixtral", "olmo3", "olmoe", "phi3", "qwen2_5_vl"),
-    *("qwen3_5_text", "qwen3_moe", "qwen3_vl_moe", "gemma2 low caps", "gpt2 odd heads, relu"),
-    *("deepseek v3, dense, linear rope", "smollm3 every second layer, all heads"),
-)
-"""Also slow: models whose parts are those of another fast row, which combines them with further ones."""
+COMBINED = ("gemma4_unified_text", "qwen2_5_vl", "qwen3_vl_moe", *(family for family, _ in CASES.values()))
+"""Also slow: families whose parts are those of another fast row, and families that a case tests with other parts."""
 SCANNED = {
     "alike": "llama",
-    "local and global with two ropes": "gemma3_text",
+    "local and global with two ropes": "gemma3 scaled global rope",
     "local and global, rotated and not": "smollm3 windows where it rotates, yarn, one kv head, biases, untied",
     "local and global, one norm for attention and MLP, adjacent pairs": "cohere2",
     "norms without weights": "opt norms without weights",
@@ -512,6 +391,7 @@ SCANNED = {
     "two layers with the keys of another one, experts beside MLPs": "gemma4_text",
 }
 """Models whose layers are also computed by a scan: a capture of the last residual stream alone needs no layer apart."""
+SLOW = {*FURTHER_CASES, *WITH_VISION, *COMBINED} - {*SCANNED.values()}
 
 
 ALIKE = (
@@ -597,7 +477,7 @@ def bound(key: ActivationKey, model: Model) -> float:
 @pytest.mark.parametrize(
     "forward",
     [
-        pytest.param(case, marks=[pytest.mark.slow] if case in {*FURTHER_CASES, *WITH_VISION, *COMBINED} else [])
+        pytest.param(case, marks=[pytest.mark.slow] if case in SLOW else [])
         for case in (*FAMILIES, *CASES, *FURTHER_CASES)
     ],
     indirect=True,

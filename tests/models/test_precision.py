@@ -43,7 +43,7 @@ def rounded_products(compute, dtype: str, *inputs: object) -> list[str]:
 
 @pytest.mark.parametrize(
     "family",
-    ["bert", "deepseek_v3", "gemma4_text", "gpt_oss", "lfm2", "nemotron_h", "olmo2", "qwen2_moe", "qwen3_next"],
+    ["deepseek_v3", "gemma4_text", "gpt_oss", "lfm2", "nemotron_h", "qwen3_next"],
 )
 def test_every_float32_product_of_a_family_has_float32s_precision(family: str, tmp_path) -> None:
     tiny_config(family, **FAMILIES[family]).save_pretrained(tmp_path)
@@ -86,7 +86,7 @@ ATTEND = {
 }
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [*(("splash", size) for size in (80, 96, 144, 192)), ("xla", 96)])
+@pytest.mark.parametrize(("name", "head_dim"), [("splash", 80), ("splash", 192), ("xla", 96)])
 def test_logits_have_no_systematic_error(name: str, head_dim: int) -> None:
     """With one token per value dim, z is the attention pattern, whose logarithm has the logits' differences."""
     length, scale = 256, head_dim**-0.5

@@ -1,12 +1,10 @@
 """Every process of a job must trace the same program. The processes of this test hash strings differently."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
-from tests.jobs import ROOT
+from tests.jobs import run_program
 
 pytestmark = pytest.mark.heavy
 PROGRAM = """
@@ -28,9 +26,7 @@ print(apply.lower(params, *rows).as_text())
 
 def lowered(hash_seed: str) -> str:
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": hash_seed}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = run_program(PROGRAM, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -130,12 +130,6 @@ def lens_scaled(folder: Path, rng: np.random.Generator) -> Written:
     return written
 
 
-def lens_with_scale_of_ones(folder: Path, rng: np.random.Generator) -> Written:
-    written = sae_files.write_saelens(folder, "standard", rng, is_old=True)
-    save_file({**written.tensors, "scaling_factor": np.ones(WIDTH, np.float32)}, folder / saelens.WEIGHTS)
-    return written
-
-
 CENTRED = {"model_from_pretrained_kwargs": {"center_writing_weights": True}}
 HOOK_Z = {"metadata": {"hook_name": "blocks.1.attn.hook_z"}, "reshape_activations": "hook_z"}
 CASES: dict[str, tuple[Write, Features]] = {
@@ -144,20 +138,17 @@ CASES: dict[str, tuple[Write, Features]] = {
     "standard, raw input": (lens("standard", apply_b_dec_to_input=False), lens_relu),
     "standard, constant norm": (lens("standard", normalize_activations="constant_norm_rescale"), lens_relu),
     "standard, layer norm": (lens("standard", normalize_activations="layer_norm"), lens_relu),
-    "standard, scale of ones": (lens_with_scale_of_ones, lens_relu),
     "standard, hook_z": (lens("standard", **HOOK_Z), lens_relu),
     "standard, old hook_z": (lens("standard", is_old=True, hook_name="blocks.1.attn.hook_z"), lens_relu),
     "standard, centred": (lens("standard", **CENTRED), centred),
     "gated": (lens("gated"), lens_gated),
     "gated, scaled input": (lens_scaled, lambda t, config, x: lens_gated(t, config, x * 0.4)),
     "jumprelu": (lens("jumprelu"), lens_jumprelu),
-    "jumprelu, old": (lens("jumprelu", is_old=True), lens_jumprelu),
     "topk": (lens("topk"), lens_topk),
     "topk, old": (lens("topk", is_old=True), lens_topk),
     "topk, decoder norms": (lens("topk", rescale_acts_by_decoder_norm=True), lens_topk),
     "transcoder": (lens("transcoder"), lens_relu),
     "skip_transcoder": (lens("skip_transcoder"), lens_relu),
-    "jumprelu_transcoder": (lens("jumprelu_transcoder"), lens_jumprelu),
     "jumprelu_skip_transcoder": (lens("jumprelu_skip_transcoder"), lens_jumprelu),
     "gemma_scope": (sae_files.write_gemma_scope, gemma),
     "gemma_scope, compressed": (
@@ -580,19 +571,8 @@ def npz_with_text(header: bytes, version: int = 1) -> Damage:
 
 HEADERS = {
     "parentheses": b"(" * 9000,
-    "minus signs": b"-" * 9000 + b"1",
-    "null bytes": bytes(100),
-    "an unknown dtype": b"{'descr': '<q9', 'fortran_order': False, 'shape': (3,), }",
     "a number of 5,000 digits": b"{'descr': '<f4', 'fortran_order': False, 'shape': (" + b"9" * 5000 + b",), }",
 }
-
-
-def cut(write: Write, name: str) -> Damage:
-    def damage(folder: Path, rng: np.random.Generator) -> None:
-        file = write(folder, rng).folder / name
-        file.write_bytes(file.read_bytes()[:-100])
-
-    return damage
 
 
 def removed(write: Write, name: str) -> Damage:
@@ -601,20 +581,10 @@ def removed(write: Write, name: str) -> Damage:
 
 YAMLS = {
     "an alias": "activation: &a relu\nmodel_name: *a",
-    "a tag": "model_name: !!python/object/apply:os.system [touch]",
-    "a list": "feature_input_hook: [a]",
     "a list below": "feature_input_hook:\n- a",
-    "a mapping": "activation: {a: b}",
-    "a mapping below": "activation:\n  a: b",
-    "a mapping on the line": "activation: a: b",
-    "a block": "model_name: |\n  a",
     "no end": "model_name: 'a",
-    "an escape": 'model_name: "\\U99999999"',
     "twice": "model_name: a\nmodel_name: b",
     "no mapping": "[a, b]",
-    "a flow mapping": "{model_name: a}",
-    "two documents": "model_name: b\n---\nc: d",
-    "brackets": "[" * 60_000,
     "no UTF-8": "",
 }
 
@@ -636,15 +606,11 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     ),
     "no files": (lambda folder, rng: folder.mkdir(), "is not an SAE: expected cfg.json and sae_weights.* got no files"),
     "without weights": (removed(lens("standard"), "sae_weights.safetensors"), "is not an SAE.*got cfg.json"),
-    "not JSON": (text("cfg.json", "{"), "cfg.json is not JSON"),
-    "no width": (lens("standard", d_sae=None), "cfg.json has no 'd_sae'"),
     "another width": (lens("standard", d_sae=WIDTH + 1), r"W_enc has shape \(12, 40\), expected \(12, 41\)"),
-    "width as text": (lens("standard", d_sae="40"), "d_sae is '40', expected a whole number"),
     "temporal": (lens("standard", architecture="temporal"), "'temporal', which is not implemented.*the tokens before"),
     "temporal, published": (text("conf.yaml", "sae: {}", "latest_ckpt.safetensors"), "is a temporal SAE"),
     "abstopk": (lens("topk", architecture="abstopk"), "'abstopk'.*may be negative"),
     "pursuit": (lens("standard", architecture="matching_pursuit"), "'matching_pursuit'.*for each feature that fires"),
-    "another architecture": (lens("standard", architecture="x"), "architecture is 'x'.*Use another SAE"),
     "batchtopk": (lens("jumprelu", architecture="batchtopk"), "'batchtopk'.*save_inference_model"),
     "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which its architecture"),
     "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
@@ -659,7 +625,6 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "decoder norms": (lens("jumprelu", rescale_acts_by_decoder_norm=True), "rescale_acts_by_decoder_norm is True"),
     "unknown attribute": (lens("standard", tied=True, warp=0), "sets tied=True, warp=0, which this program does not"),
     "k above the width": (lens("topk", k=WIDTH + 1), "k is 41, expected at most d_sae, 40"),
-    "two ks": (lens("topk", activation_fn_kwargs={"k": K + 1}), "k is 5, which is not implemented"),
     "transcoder with b_dec": (lens("transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input is true"),
     "missing tensor": (tensors_changed(lens("gated"), lambda t: t.pop("r_mag")), "has no r_mag: expected W_enc, b_mag"),
     "unexpected tensor": (
@@ -671,17 +636,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         "has scaling_factor, which its architecture",
     ),
     "transposed": (tensors_changed(lens("standard"), transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
-    "of doubles": (
-        tensors_changed(lens("standard"), lambda t: t.update(W_enc=t["W_enc"].astype(np.float64))),
-        "W_enc has dtype F64, expected one of F32",
-    ),
-    "cut safetensors": (cut(lens("standard"), "sae_weights.safetensors"), "not a complete safetensors file"),
     "groupmax": (sparse(activation="groupmax"), "activation is 'groupmax', which is not implemented"),
-    "signed": (sparse(signed=True), "signed is True, which is not implemented"),
-    "sparsify, unknown": (sparse(batch_topk=True), "sets batch_topk=True"),
-    "sparsify, k": (sparse(k=WIDTH + 1), "k is 41, expected at most the width 40"),
-    "gemma, transposed": (tensors_changed(GEMMA, transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
-    "gemma, missing": (tensors_changed(GEMMA, lambda t: t.pop("threshold")), "has no threshold"),
     "gemma, no biases": (
         tensors_changed(GEMMA, lambda t: t.pop("b_enc")),
         "expected b_enc with the axes F, b_dec with the axes D, got",
@@ -689,17 +644,12 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, pickled": (pickled_npz, "b_enc has dtype object.*Pickled objects are never read"),
     "gemma, bomb": (npz_bomb, "W_dec of at most 20 times its"),
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
-    "gemma, negative shape": (npz_with_header((-2, -3)), "is not a valid .npz file"),
-    "gemma, cut": (cut(GEMMA, "params.npz"), "is not a valid .npz file"),
     **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
-    "gemma, no zip": (lambda folder, rng: (folder.mkdir(), (folder / "params.npz").write_bytes(b"\x93NUMPY")), "valid"),
     **{f"tracer, {what}": (traced(yaml), r"config\.yaml cannot be read") for what, yaml in YAMLS.items()},
     "tracer, topk": (traced("activation: topk"), "is 'topk', which is not implemented .implemented: relu.. .*no thres"),
     "tracer, jump_relu": (traced("activation: jump_relu"), "is 'jump_relu', .* has no thresholds"),
     "tracer, large": (traced("# " * (40 << 10)), "81,920 bytes, expected at most 65,536"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),
-    "gemma 2, skip": (gemma_2(affine_connection=True), "has no affine_skip_connection"),
-    "llama, activation": (llama(act_fn="topk"), "act_fn is 'topk'"),
     "llama, no norms": (llama(dataset_average_activation_norm=None), "dataset_average_activation_norm has no 'in'"),
     "llama, other norms": (
         llama(dataset_average_activation_norm={"in": 1.0, "out": 1.0, "scale": 2.0}),

@@ -122,7 +122,6 @@ def test_tensors_of_any_layout_are_read(has_checksums: bool, tmp_path: Path):
 
 
 SAVED: dict[str, tuple[Callable[[dict[str, object], Path], object], str]] = {
-    "an older file": (partial(torch.save, _use_new_zipfile_serialization=False), "since torch 1.6.*Save it again"),
     "protocol 4": (partial(torch.save, pickle_protocol=4), "got pickle protocol 4, which torch.save uses only if"),
     "a module": (lambda state, file: torch.save(torch.nn.Linear(2, 3), file), "class torch.nn.modules.linear.Linear"),
     "a tensor": (lambda state, file: torch.save(torch.ones(3), file), "got a tensor in place of a dict"),
@@ -140,7 +139,6 @@ SAVED: dict[str, tuple[Callable[[dict[str, object], Path], object], str]] = {
     ),
     "NumPy's": (lambda state, file: torch.save({"a": np.float32(3)}, file), "multiarray.scalar"),
     "two of a name": (lambda state, file: torch.save({"a.b": 1, "a": {"b": 2}}, file), "two values with the name a.b"),
-    "many": (lambda state, file: torch.save(dict.fromkeys(range(10_001)), file), "more than 10,000 values"),
     "no tensors": (
         lambda state, file: torch.save({}, file),
         "is not a state dict|has no encoder_linear.weight|expected enc",
@@ -160,16 +158,12 @@ def test_files_that_are_not_a_state_dict_are_refused(case: str, tmp_path: Path):
 REFUSED: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "class": ("AutoEncoder", {}, {"dict_class": "CrossCoder"}, "dict_class is 'CrossCoder', which is not implemented"),
     "width": ("AutoEncoder", {}, {"dict_size": WIDTH + 1}, r"encoder.weight has shape \(40, 12\), expected \(41, 12\)"),
-    "extra": ("AutoEncoder", {"extra": np.zeros(3)}, {}, "has extra, which its architecture does not have"),
     "threshold": ("AutoEncoder", {"threshold": np.float32(1)}, {}, "has threshold, which its architecture does not"),
-    "plain": ("AutoEncoder", {"activation": "topk"}, {}, "has activation, which its architecture does not have"),
     "a text": ("AutoEncoder", {"bias": "text"}, {}, r"bias has shape \(\), expected \(12,\)"),
-    "doubles": ("AutoEncoder", {"bias": np.zeros(D_IN)}, {}, "bias has dtype F64, expected one of F32"),
     "two ks": ("AutoEncoderTopK", {"k": np.int32(K + 1)}, {}, "k is 6, expected 5 as in config.json"),
     "k": ("AutoEncoderTopK", {}, {"k": WIDTH + 1}, "k is 41, expected a whole number above 0, at most 40"),
     "NaN": ("BatchTopKSAE", {"threshold": np.float32(np.nan)}, {}, "expected a finite number as threshold"),
     "orientation": ("Qwen-Scope", {"W_dec": np.zeros((1024, D_IN), np.float32)}, {}, r"W_dec has shape.*transposed"),
-    "features": ("Qwen-Scope", {"b_enc": np.zeros(WIDTH, np.float32)}, {}, "has 40 features, .* expected 1,024 as in"),
     "axes": ("Qwen-Scope", {"b_enc": np.zeros((K, 1), np.float32)}, {}, "expected b_dec with the axes D, b_enc with"),
     "names": ("Goodfire", {"encoder_linear.weight": np.zeros(3)}, {}, "encoder_linear.weight with the axes F D, got"),
 }

@@ -3,7 +3,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models import quantised_weights
@@ -55,18 +54,6 @@ def test_only_the_needed_tensors_are_read(name: str, needed: set[str], tmp_path,
     assert sum(array.size for array in jax.tree.leaves(params)) == num_params(model.leaves((key(name),)))
 
 
-def test_leaves_have_the_values_and_layout_of_the_tensors(tmp_path) -> None:
-    save_random("qwen2", tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    params = open_model(str(tmp_path)).load((key("blocks.3.attn_out"),), "float32", DEVICE)
-    stack, last = params["runs"]
-    q = np.stack([tensors[f"model.layers.{layer}.self_attn.q_proj.weight"].reshape(4, 8, 32) for layer in range(3)])
-    np.testing.assert_array_equal(stack["attention"]["q"], q)
-    np.testing.assert_array_equal(
-        last["attention"]["o"], tensors["model.layers.3.self_attn.o_proj.weight"].reshape(32, 4, 8)
-    )
-
-
 @pytest.mark.parametrize(
     "index",
     [np.s_[:, 1:3], np.s_[1:3, 2:4, 5:7], np.s_[0:1, :, :, 8:16], np.s_[2:3, 3:4, 7:8, 31:32]],
@@ -108,27 +95,6 @@ def test_rows_of_several_parts_are_read_once(axis: int, quantised: str | None, t
     assert np.concatenate(values, axis=axis).shape == o.shape
     assert len(set(rows)) == len(rows)
     assert sum(stop - start for _, start, stop in rows) == 4 * 32  # four tensors' rows
-
-
-@pytest.mark.parametrize(
-    ("family", "name", "tensor"),
-    [
-        ("gpt2", "qkv", lambda t: t["transformer.h.1.attn.c_attn.weight"].reshape(32, 3, 4, 8).transpose(2, 1, 3, 0)),
-        ("gpt2", "o", lambda t: t["transformer.h.1.attn.c_proj.weight"].reshape(4, 8, 32).transpose(2, 0, 1)),
-        ("phi3", "k", lambda t: t["model.layers.1.self_attn.qkv_proj.weight"][32:48].reshape(2, 8, 32)),
-        ("gpt_neox", "qkv", lambda t: t["gpt_neox.layers.1.attention.query_key_value.weight"].reshape(4, 3, 8, 32)),
-    ],
-)
-def test_parts_of_leaves_with_other_axes_than_the_file_are_read(family: str, name: str, tensor, tmp_path) -> None:
-    save_random(family, tmp_path)
-    model = open_model(str(tmp_path))
-    leaf = needed_leaves(model.arch, model.table, (key("blocks.2.resid_post"),))["runs"][0]["attention"][name]
-    expected = tensor(load_file(tmp_path / "model.safetensors"))
-    assert leaf.layer_shape == expected.shape
-    for part in (np.s_[:, :, :], np.s_[1:2, 1:3, :], np.s_[:1, :, 2:5]):
-        index = (slice(1, 2), *part, *[slice(None)] * (expected.ndim - 3))
-        ((got,),) = read_leaf(model.checkpoint, leaf, np.dtype(np.float32), [index])
-        np.testing.assert_array_equal(got[0], expected[index[1:]])
 
 
 def test_a_checkpoint_of_many_files_equals_one_file(tmp_path) -> None:

@@ -33,12 +33,12 @@ def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProces
 
 
 COMPILED = {  # with splash attention
-    "Qwen2.5-0.5B on v5e-64": ("Qwen2.5-0.5B", "v5e-64", "[18]", 128, 2048, "replicated"),
     "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[21]", 256, 2048, "fsdp"),
 }
 COMPILED_SLOWLY = {  # layers between two captured ones are compiled separately
     "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[40]", 512, 2048, "fsdp"),  # like the 7B, as is the next
     "Llama-3-8B on v5e-64": ("Llama-3-8B", "v5e-64", "[8,16,24]", 256, 2048, "fsdp"),
+    "Qwen2.5-0.5B on v5e-64": ("Qwen2.5-0.5B", "v5e-64", "[18]", 128, 2048, "replicated"),
     "Qwen2.5-0.5B on v5e-64, 1024 positions": ("Qwen2.5-0.5B", "v5e-64", "[6,12,18]", 1024, 1024, "replicated"),
     "Gemma-2-9B on v6e-64": ("Gemma-2-9B", "v6e-64", "[10,20,30]", 64, 8192, "replicated"),  # longer than its windows
     "Llama-3-70B on v5p-128": ("Llama-3-70B", "v5p-128", "[20,40,60]", 128, 2048, "fsdp"),

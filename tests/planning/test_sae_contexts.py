@@ -32,7 +32,6 @@ PACKED = replace(RUN, batch=BatchConfig(length=128))
 LAST = replace(RUN, capture=replace(RUN.capture, positions=Positions.last))
 CASES: dict[str, tuple[dict, RunConfig, list[str]]] = {
     "the same": ({}, RUN, []),
-    "another owner": ({"model_name": "Meta-Tiny-Model"}, RUN, []),
     "nothing known": (dict.fromkeys(SAME), replace(NO_BOS, batch=BatchConfig()), []),
     "model": ({"model_name": "gpt2-small"}, RUN, ["was trained on gpt2-small, but model.path is .*tiny-model"]),
     "length": ({"context_size": 1024}, RUN, [r"of 1,024 tokens, but batch.length is 128. Set batch.length=1024"]),
@@ -46,10 +45,8 @@ CASES: dict[str, tuple[dict, RunConfig, list[str]]] = {
         ["the token eos between documents, but batch.separator is"],
     ),
     "special tokens": ({"exclude_special_tokens": True}, RUN, ["without special tokens.*TokenFilter.drop_tokens"]),
-    "selected tokens": ({"exclude_special_tokens": True}, LAST, []),
     "some tokens": ({"exclude_special_tokens": [0, 7]}, RUN, [r"without the tokens \[0, 7\]"]),
     "positions": ({"seqpos_slice": [5, None]}, RUN, [r"the positions slice\(5, None\) of contexts"]),
-    "every position": ({"seqpos_slice": [None]}, RUN, []),
     "other data": ({"dataset_path": "owner/pile"}, RUN, ["trained on owner/pile, and data.path is owner/texts"]),
 }
 

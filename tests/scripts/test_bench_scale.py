@@ -25,7 +25,7 @@ BOUNDS = {
 
 def test_the_bookkeeping_of_a_growing_store_takes_no_more_requests(tmp_path):
     """In another process, since TensorStore keeps the first address of Google Cloud Storage."""
-    command = [sys.executable, "-m", "scripts.bench.bench_scale", "--blocks", "80", "160", "--streams", str(STREAMS)]
+    command = [sys.executable, "-m", "scripts.bench.bench_scale", "--blocks", "40", "80", "--streams", str(STREAMS)]
     command += ["--latency-s", "0"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)

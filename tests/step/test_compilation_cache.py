@@ -47,13 +47,7 @@ def programs(*overrides: str, **environment: str) -> str:
     return result.stdout.split("programs: ")[1].strip()
 
 
-def test_a_run_compiles_only_its_step_and_a_second_run_finds_it(overrides, tmp_path):
-    cached = [*overrides, f"run.compilation_cache={tmp_path / 'cache'}"]
-    assert programs(*cached, f"store.path={tmp_path / 'first'}") == "2 0"
-    assert programs(*cached, f"store.path={tmp_path / 'second'}") == "2 2"
-
-
-def test_a_cache_in_a_bucket(overrides, tmp_path):
+def test_a_run_compiles_only_its_step_and_a_second_run_finds_it_in_a_bucket(overrides, tmp_path):
     pytest.importorskip("etils.epath")
     with gcs_emulator() as address:
         cached = [*overrides, f"run.compilation_cache={new_bucket('gs', address)}/cache"]

@@ -24,8 +24,6 @@ KEYS = ["embed", "blocks.1.resid_post", "blocks.1.attn_z", "final_norm"]
 STORED = {  # by name: overrides, and the largest error of a token's values in a store of one byte per value
     "float32": (["capture.dtype=float32"], None),
     "bfloat16": (["capture.dtype=bfloat16"], None),
-    "float16": (["capture.dtype=float16"], None),
-    "int8": (["capture.dtype=int8"], 0.01),
     "int8 in groups": (["capture.dtype=int8", "capture.scale_group=32"], 0.008),
     "int8 of selected tokens": (["capture.dtype=int8", "capture.positions=every", "capture.every=8"], 0.01),
     "float8_e4m3fn in groups": (["capture.dtype=float8_e4m3fn", "capture.scale_group=32"], 0.03),
