@@ -2,8 +2,6 @@
 
 `CASES` edits a sound store. A pool of processes opens each edited store, reads all of it and verifies it. Only
 PipelineErrors may be raised, no link may be followed, and no case may take much more memory than the sound store.
-
-By hand: `python -m tests.store.hostile_stores [words of a case's name ...]`
 """
 
 import functools
@@ -12,7 +10,6 @@ import json
 import os
 import resource
 import shutil
-import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -418,7 +415,7 @@ def _check_named(name: str, images: dict[str, Path], folder: Path) -> Result:
     return check(next(case for case in cases() if case.name == name), images, folder)
 
 
-def run_cases(names: Sequence[str], processes: int = 2) -> list[Result]:
+def run_cases(names: Sequence[str], processes: int) -> list[Result]:
     """Checks the cases with these names in a pool of processes with limited memory."""
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         images = {kind: Path(folder) / kind for kind in ("int8", "zstd")}
@@ -427,17 +424,3 @@ def run_cases(names: Sequence[str], processes: int = 2) -> list[Result]:
         with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
             call = functools.partial(_check_named, images=images, folder=Path(folder))
             return list(pool.map(call, names))
-
-
-def main(*words: str) -> None:
-    results = run_cases([case.name for case in cases() if all(word in case.name for word in words)])
-    for result in results:
-        if result.failure:
-            print(f"{result.name}: {result.failure}")
-    largest = max(results, key=lambda result: result.mib)
-    failed = sum(bool(result.failure) for result in results)
-    print(f"{len(results)} cases, {failed} failed; most memory {largest.mib:.0f} MiB ({largest.name})")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
