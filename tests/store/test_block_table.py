@@ -10,11 +10,11 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams, read_stream, split_streams
 from pipeline.store.format.commits import CommitRecord, commit_key, list_blocks, num_recent
-from pipeline.store.format.statistics import Statistics, merge, read_block_statistics, token_statistics
+from pipeline.store.format.statistics import merge, read_block_statistics
 from pipeline.store.io.parquet import encode_table, table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import WIDTHS, Block, blocks, commit_block, copy_store, layout, metadata
+from tests.store.example_store import WIDTHS, blocks, commit_block, copy_store, layout, metadata, statistics_of
 
 CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
@@ -142,11 +142,6 @@ def test_records_beyond_a_million_blocks_are_seen(tmp_path):
     for block in (10**6 - 1, 10**6, 10**6 + 1):
         storage.write(commit_key(3, block), b"")
     assert list_blocks(storage, 3, 10**6 - 1) == range(10**6 - 1, 10**6 + 2)
-
-
-def statistics_of(block: Block) -> dict[str, Statistics]:
-    valid = block.arrays["segments"] > 0
-    return {name: token_statistics(block.arrays[name][valid].astype(np.float32)) for name in WIDTHS}
 
 
 def test_running_statistics_cover_all_blocks(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.store.format.layout import MIB, PIECE_BYTES, TOKENS, ArraySpec, StoreLayout, rows_per_block_for
+from pipeline.store.format.layout import MIB, PIECE_BYTES, ArraySpec, StoreLayout, rows_per_block_for
 
 ACTIVATION = ArraySpec("blocks.0.resid_post", "bfloat16", 896)
 
@@ -76,12 +76,6 @@ def test_chunks_divide_the_shard_and_have_the_specified_size_if_possible(rows, l
     parts = [t for t in range(1, length + 1) if length % t == 0]
     within = [slots for slots in whole_rows + parts if MIB // 4 <= slots * width * 2 <= MIB]
     assert chunk_rows * positions in within or not within
-
-
-def test_shard_keys_follow_zarr():
-    layout = StoreLayout(3, 4, 8, (ACTIVATION,))
-    assert layout.shard_key(ACTIVATION, stream=2, block=5) == "blocks.0.resid_post/c.17.0.0"
-    assert layout.shard_key(TOKENS, stream=2, block=5) == "tokens/c.17.0"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,10 @@ def test_a_repaired_store_is_completed_by_its_job(name):
     ("damage", "removed"),
     [
         ([edit(f"{RESID}/c.2.0.0")], [f"{RESID}/c.2.0.0", *(commit_key(0, block) for block in (1, 2, 3))]),
+        (
+            [edit(f"{RESID}/c.2.0.0"), edit("tokens/c.6.0")],
+            [f"{RESID}/c.2.0.0", "tokens/c.6.0", *(commit_key(0, block) for block in (1, 2, 3))],
+        ),
         ([delete("tokens/c.6.0")], [commit_key(0, 3)]),
         ([edit(table_key(1, 1))], [table_key(1, 1), commit_key(1, 1)]),
         ([edit(commit_key(0, 2))], [commit_key(0, 2), commit_key(0, 3)]),
