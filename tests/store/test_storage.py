@@ -162,7 +162,7 @@ def test_no_update_of_several_threads_is_lost(storage: Storage) -> None:
     assert storage.update("counter", lambda content: (content, None)) == b"12"
 
 
-def test_a_put_never_replaces(storage: Storage) -> None:
+def test_a_put_never_replaces(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [b"first", memoryview(b"second" * 100_000)]
     assert storage.put("a/object", *parts)
     for other in ([b"x"], parts, [b"longer" * 200_000]):
@@ -175,6 +175,8 @@ def test_a_put_never_replaces(storage: Storage) -> None:
     assert len(winners) == 1
     assert storage.read("a/third") == bytes(winners) * 1000
     assert storage.list_keys() == ["a/object", "a/other", "a/third"]
+    monkeypatch.setattr("os.path.lexists", lambda path: False)  # as before another process writes the object
+    assert not storage.put("a/object", *parts)
 
 
 def test_a_put_syncs_the_file_and_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
