@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from pipeline.export import main
 from pipeline.store import ActivationStore
-from tests.store.example_store import stored_tokens
+from tests.store.example_store import copy_store, stored_tokens
 from tests.store.test_feature_batches import ENCODERS, WIDTH, write
 
 NAMES = [name for name, *_ in ENCODERS]
@@ -111,8 +111,9 @@ def test_wrong_settings_are_refused(store, arguments, message, tmp_path, capsys)
     assert not (tmp_path / "b").exists()
 
 
-def test_a_store_without_features_is_refused(small_store, tmp_path, capsys):
-    assert main([f"store.path={small_store}", f"export.path={tmp_path / 'b'}", "export.format=delphi"]) == 2
+def test_a_store_without_features_is_refused(tmp_path, capsys):
+    copy_store(str(tmp_path / "plain"))
+    assert main([f"store.path={tmp_path / 'plain'}", f"export.path={tmp_path / 'b'}", "export.format=delphi"]) == 2
     assert "has no features" in capsys.readouterr().err
 
 
