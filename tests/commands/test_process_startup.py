@@ -20,7 +20,7 @@ from pipeline.cluster import devices, joining
 from pipeline.config.schema import DistributedConfig, RunOptions
 from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.library.extractor import Extractor
-from tests.jobs import ROOT, command, committed, free_port, has_loaded, run_program, wait_until, write_text
+from tests.jobs import ROOT, command, free_port, has_loaded, run_program, wait_until, write_text
 
 pytestmark = pytest.mark.heavy
 COMMANDS = ["run", "plan", "verify", "finalize", "inspect", "export", "delete"]
@@ -276,14 +276,6 @@ def test_a_signal_at_any_moment_of_the_start_is_an_interruption(overrides, tmp_p
         place = [f"store.path={tmp_path / str(k)}", f"data.path={text}", "run.max_tokens=null"]
         result = signalled(number, lambda _pid, moment=moment: time.monotonic() > moment, *overrides, *place)
         assert_interrupted(result, number)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full"])
-def test_a_job_runs_without_standard_streams(overrides, tmp_path, redirection):
-    shell = f"{shlex.join(command(*overrides, f'store.path={tmp_path}/store'))} {redirection}"
-    assert subprocess.run(["sh", "-c", shell], cwd=ROOT, timeout=60).returncode == 0
-    assert committed(tmp_path / "store") > 0
 
 
 # Device files, the environment, and the extra that the message names; None: the CPU may be used.

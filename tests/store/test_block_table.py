@@ -7,14 +7,13 @@ import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store import ActivationStore
 from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams, read_stream, split_streams
 from pipeline.store.format.commits import CommitRecord, commit_key, list_blocks, num_recent
 from pipeline.store.format.statistics import merge, read_block_statistics
 from pipeline.store.io.parquet import encode_table, table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import WIDTHS, blocks, commit_block, copy_store, layout, metadata, statistics_of
+from tests.store.example_store import WIDTHS, blocks, commit_block, layout, metadata, statistics_of
 
 CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
@@ -158,15 +157,3 @@ def test_running_statistics_cover_all_blocks(tmp_path):
             total = merge(part[name] for part in statistics[: index + 1])
             assert all(np.array_equal(vars(running[name])[field], value) for field, value in vars(total).items())
     assert index == 3
-
-
-def test_documents_that_span_blocks_are_looked_up_in_their_blocks(tmp_path):
-    copy_store(str(tmp_path))
-    store = ActivationStore.open(str(tmp_path))
-    documents = store.documents()
-    for number in set(documents["document"].to_pylist()):
-        has_it = documents.filter(np.asarray(documents["document"]) == number)
-        expected = set(zip(has_it["stream"].to_pylist(), has_it["block"].to_pylist(), strict=True))
-        candidates = {block[:2] for block in store._documents.blocks_with(number)}
-        assert expected <= candidates
-        assert len(candidates) <= len(expected) + 1

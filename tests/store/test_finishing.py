@@ -26,19 +26,6 @@ def test_finishing_again_changes_nothing(store_path):
     assert read_image(store_path) == before
 
 
-def test_an_extension_changes_only_the_root_and_the_numbers_of_rows(store_path):
-    write_store(store_path, max_blocks=1)
-    storage, before = Storage.open(store_path), read_image(store_path)
-    writer = write_store(store_path, finish=False)
-    assert not read_root(storage).complete
-    assert writer.finish()
-    assert {key for key, content in before.items() if storage.read(key) != content} == {
-        "zarr.json",
-        *(f"{spec.name}/zarr.json" for spec in writer.layout.all_arrays),
-    }
-    assert len(storage.list_keys("_summary/")) == 2
-
-
 def test_a_late_finisher_does_not_undo_an_extension(store_path):
     """It read the records before the extension began, and finds that the root has changed."""
     writer = write_store(store_path, finish=False, max_blocks=1)

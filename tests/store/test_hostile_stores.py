@@ -1,4 +1,4 @@
-"""Crafted stores raise a PipelineError or read as what they are: no traceback, no link followed, no full memory."""
+"""Crafted stores raise a PipelineError or read as what they are: no traceback, no full memory."""
 
 import pytest
 

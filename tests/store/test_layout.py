@@ -15,13 +15,6 @@ def test_rows_of_streams_interleave_block_by_block():
     assert [layout.first_row(stream, block) for block in range(2) for stream in range(3)] == [0, 4, 8, 12, 16, 20]
 
 
-@given(st.integers(1, 50), st.integers(1, 600), st.integers(1, 10))
-def test_every_block_has_its_own_rows(num_streams, rows_per_block, num_blocks):
-    layout = StoreLayout(num_streams, rows_per_block, 8, ())
-    first_rows = [layout.first_row(stream, block) for stream in range(num_streams) for block in range(num_blocks)]
-    assert sorted(first_rows) == [shard * rows_per_block for shard in range(num_streams * num_blocks)]
-
-
 @pytest.mark.parametrize(
     ("rows", "length", "dtype", "width", "shard", "chunk"),
     [
