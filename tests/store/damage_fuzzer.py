@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import random
 import resource
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -248,9 +247,3 @@ def run_cases(specimens: Sequence[Specimen], seeds: Sequence[int]) -> Iterator[C
         yield Case(specimen.kind, seed, operator, damage.what, outcome, why)
     if pool is not None:
         pool.shutdown()
-
-
-def table(cases: Sequence[Case]) -> str:
-    """The counts of outcomes by operator and by kind of store."""
-    counts = Counter((group, case.outcome) for case in cases for group in (case.operator, case.kind, "all"))
-    return "\n".join(f"{group:20} {outcome:10} {count:6}" for (group, outcome), count in sorted(counts.items()))
