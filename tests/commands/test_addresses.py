@@ -4,12 +4,13 @@ import os
 
 import pytest
 
-from pipeline import delete, export, finalize, inspect, push, verify
+from pipeline import export, inspect
 from pipeline.config.composing import compose
 from pipeline.core.addresses import has_credentials, unusable_store_path, without_credentials
 from pipeline.core.errors import ConfigError, PipelineError, StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.io.storage import Storage
+from tests.commands.store_commands import COMMANDS, call
 from tests.store.example_store import write_store
 
 SECRET = "hunter2"
@@ -57,14 +58,6 @@ NONSENSE = (
     ("gs://bucket/store?x=1", "not a store address"),
     ("file://host/store", "not a store address"),
 )
-COMMANDS = {
-    "verify": lambda path: verify.main([f"store.path={path}"]),
-    "finalize": lambda path: finalize.main([f"store.path={path}"]),
-    "delete": lambda path: delete.main([f"store.path={path}", "confirm=true"]),
-    "inspect": lambda path: inspect.main([f"store.path={path}"]),
-    "export": lambda path: export.main([f"store.path={path}", "export.path=exported"]),
-    "push": lambda path: push.main([f"store.path={path}", "repo=owner/name"]),
-}
 
 
 @pytest.fixture
@@ -77,7 +70,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_refuses_malformed_addresses_and_creates_nothing(folder, command, capsys):
     for path, message in (*NONSENSE, ("x" * 300, ""), ("x/" * 3000, "")):
-        assert COMMANDS[command](path) == 2, path
+        assert call(command, path) == 2, path
         printed = capsys.readouterr()
         assert message in printed.err or "sage: " in printed.err, (path, printed.err)
         assert "Traceback" not in printed.err
@@ -87,7 +80,7 @@ def test_every_command_refuses_malformed_addresses_and_creates_nothing(folder, c
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_shows_credentials(folder, command, capsys):
     for path in WITH_CREDENTIALS:
-        assert COMMANDS[command](path) == 2, path
+        assert call(command, path) == 2, path
         printed = capsys.readouterr()
         assert SECRET not in printed.out + printed.err, path
         assert "redentials" in printed.err or "scheme" in printed.err

@@ -2,13 +2,13 @@
 outside of the store changes."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeline import delete, export, finalize, inspect, push, verify
 from pipeline.core.errors import EXIT_OK, PipelineError
+from tests.commands.store_commands import COMMANDS, call
 from tests.hub import hub_for_this_process
 from tests.jobs import run_here
 from tests.store.damage_stores import Specimen, make_specimen
@@ -37,24 +37,23 @@ def hub(tmp_path, monkeypatch) -> Iterator[None]:
         yield
 
 
-def run(store: Path, command: tuple[str, ...]) -> int:
+CALLS = {  # the command and its settings
+    "run": ("run",),
+    "finalize": ("finalize", "force=true"),
+    "index": ("finalize", "index=true"),
+    "repair": ("verify", "verify.repair=true"),
+    **{name: (name,) for name in COMMANDS if name != "finalize"},
+}
+
+
+def run(store: Path, made_by: tuple[str, ...], name: str, *more: str) -> int:
+    if name != "run":
+        return call(name, store, *more)
     try:
-        run_here(*command, f"store.path={store}")
+        run_here(*made_by, f"store.path={store}")
     except PipelineError as error:
         return error.exit_code
     return EXIT_OK
-
-
-COMMANDS: dict[str, Callable[[Path], int]] = {
-    "finalize": lambda store: finalize.main([f"store.path={store}", "force=true"]),
-    "index": lambda store: finalize.main([f"store.path={store}", "index=true"]),
-    "verify": lambda store: verify.main([f"store.path={store}"]),
-    "repair": lambda store: verify.main([f"store.path={store}", "verify.repair=true"]),
-    "delete": lambda store: delete.main([f"store.path={store}", "confirm=true"]),
-    "push": lambda store: push.main([f"store.path={store}", "repo=owner/acts"]),
-    "export": lambda store: export.main([f"store.path={store}", f"export.path={store}-copy"]),
-    "inspect": lambda store: inspect.main([f"store.path={store}"]),
-}
 
 
 def link(store: Path, pattern: str) -> Path:
@@ -75,10 +74,10 @@ def snapshot(path: Path) -> dict[str, tuple[bytes, int]]:
 @pytest.mark.parametrize(
     "pattern", [*SAMPLED, *(pytest.param(p, marks=pytest.mark.slow) for p in LINKED if p not in SAMPLED)]
 )
-def test_no_command_follows_a_link(specimen, pattern, tmp_path, hub):
+def test_no_command_follows_a_link(specimen, pattern, tmp_path, hub, monkeypatch):
     """Most commands do not need each object; those that do, refuse the store."""
     refusing = set()
-    for name in ("run", *COMMANDS):
+    for name, arguments in CALLS.items():
         store = tmp_path / name / "store"
         write_image(str(store), specimen.image)
         if name in ("run", "finalize"):  # so that there is something to do
@@ -86,7 +85,8 @@ def test_no_command_follows_a_link(specimen, pattern, tmp_path, hub):
             (store / "_commits/stream-00000/block-000003.json").unlink()
         outside = link(store, pattern)
         before = snapshot(outside)
-        if (run(store, specimen.command) if name == "run" else COMMANDS[name](store)) != EXIT_OK:
+        monkeypatch.chdir(store.parent)
+        if run(store, specimen.command, *arguments) != EXIT_OK:
             refusing.add(name)
         assert snapshot(outside) == before, name
     assert "verify" in refusing

@@ -188,18 +188,3 @@ def test_a_commit_with_lost_responses_is_recognised(server, tmp_path, monkeypatc
     server.loses_commits = True
     assert push(tmp_path / "store") == 0
     assert pushed_objects(server) == contents(tmp_path / "store")
-
-
-def test_a_push_ended_by_an_outage_can_be_resumed(server, tmp_path, capsys):
-    copy_store(str(tmp_path / "store"))
-
-    def refuse_uploads(request: str) -> None:
-        server.failures = [(503, {})] if request.startswith("PUT") else []
-
-    server.before = refuse_uploads
-    assert push(tmp_path / "store") == 1
-    assert "run the same command again; it continues" in capsys.readouterr().err
-    server.before = lambda request: None
-    server.failures = []
-    assert push(tmp_path / "store") == 0
-    assert pushed_objects(server) == contents(tmp_path / "store")

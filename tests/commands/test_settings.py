@@ -4,19 +4,11 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from pipeline import delete, export, finalize, inspect, push, verify
+from pipeline import export, finalize, inspect, verify
 from pipeline.cli.settings import UsageError, flag, names, one_of, parse, setting, store_path, whole_number
 from pipeline.core.errors import ConfigError
+from tests.commands.store_commands import COMMANDS, call
 from tests.jobs import run
-
-COMMANDS = {
-    "delete": delete,
-    "export": export,
-    "finalize": finalize,
-    "inspect": inspect,
-    "push": push,
-    "verify": verify,
-}
 
 
 @dataclass(frozen=True)
@@ -95,8 +87,7 @@ def test_wrong_arguments_print_the_usage(arguments, problem, capsys):
 def test_a_command_without_its_settings_or_its_store_ends_with_2(name, tmp_path, capsys):
     assert COMMANDS[name].main([]) == 2
     assert capsys.readouterr().err.startswith(f"usage: python -m pipeline.{name} store.path=...")
-    more = {"export": [f"export.path={tmp_path}/x"], "push": ["repo=owner/name"]}.get(name, [])
-    assert COMMANDS[name].main([f"store.path={tmp_path}/nothing", *more]) == 2
+    assert call(name, tmp_path / "nothing") == 2
     assert "there is no activation store" in capsys.readouterr().err
 
 

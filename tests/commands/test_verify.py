@@ -1,26 +1,19 @@
 """The command line of `python -m pipeline.verify`."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 
 from pipeline.store.write.store_writer import StoreWriter
 from pipeline.verify import main
 from tests.store.example_store import blocks, commit_block, layout, metadata, write_store
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def test_a_sound_store_is_reported_as_sound(tmp_path):
+def test_a_sound_store_is_reported_as_sound(tmp_path, capsys):
     write_store(str(tmp_path))
-    command = [sys.executable, "-m", "pipeline.verify", f"store.path={tmp_path}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert main([f"store.path={tmp_path}"]) == 0
+    printed = capsys.readouterr()
     skips = "note: skipped 2 rows of the input (data.on_error=skip): 2 rows, first file row 3: empty"
-    assert result.stdout == f"{skips}\n{tmp_path}: sound\n"
-    assert "block" in result.stderr
+    assert printed.out == f"{skips}\n{tmp_path}: sound\n"
+    assert "block" in printed.err
 
 
 def test_damage_is_reported_and_repaired(tmp_path, capsys):

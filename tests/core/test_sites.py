@@ -12,22 +12,6 @@ from pipeline.models.registry import open_model
 RUNNING = Path(__file__).parents[2] / "docs" / "running.md"
 
 
-@pytest.mark.parametrize(
-    ("key", "name", "hook_name"),
-    [
-        (ActivationKey(5, Site.resid_post), "blocks.5.resid_post", "blocks.5.hook_resid_post"),
-        (ActivationKey(2, Site.q), "blocks.2.q", "blocks.2.attn.hook_rot_q"),
-        (ActivationKey(0, Site.mlp_post), "blocks.0.mlp_post", "blocks.0.mlp.hook_post"),
-        (ActivationKey(-1, Site.embed), "embed", "hook_embed"),
-        (ActivationKey(-1, Site.final_norm), "final_norm", "ln_final.hook_normalized"),
-    ],
-)
-def test_names_are_parsed_into_the_same_key(key, name, hook_name):
-    assert key.name == name
-    assert key.hook_name() == hook_name
-    assert ActivationKey.parse(name) == key
-
-
 HOOKS = {key.name: key.hook_name() for key in activation_keys((1, 3), tuple(Site))}
 ALONE = {name: HOOKS[name] for name in ("blocks.3.resid_post", "blocks.3.attn_entropy", "embed")}
 

@@ -50,6 +50,7 @@ def test_a_lost_slice_is_requested_again_until_the_job_has_finished(uploaded: Re
     assert result.returncode == 0, result.stderr
     assert changes(uploaded) == [change for _, changes in story for change in changes]
     assert "no route to host" in result.stderr
+    assert len({command for command in uploaded.commands() if CREATE in command}) == 1
 
 
 def test_a_job_with_exit_code_2_is_not_restarted(uploaded: Recorded):
@@ -57,15 +58,6 @@ def test_a_job_with_exit_code_2_is_not_restarted(uploaded: Recorded):
     uploaded.answer("slice", "READY", "READY")
     assert uploaded.run("launch/tpu.sh", "babysit").returncode == 2
     assert changes(uploaded) == [DELETE]
-
-
-def test_a_slice_is_requested_again_with_the_same_command(recorded: Recorded):
-    assert recorded.run("launch/tpu.sh", "create").returncode == 0
-    recorded.answer("request", "FAILED", "ACTIVE exit-code 0", "ABSENT")
-    recorded.answer("slice", "READY")
-    assert recorded.run("launch/tpu.sh", "babysit").returncode == 0
-    first, again = (command for command in recorded.commands() if CREATE in command)
-    assert first == again
 
 
 def test_a_checkout_that_has_not_uploaded_the_job_fetches_its_startup_script(uploaded: Recorded):

@@ -5,17 +5,13 @@
     lose the last records of its streams: that is an earlier, sound state of it.
 (b) Each item that `ActivationStore` returns is unchanged, or raises a StoreError, if the damage is visible.
 (c) Only PipelineErrors are raised, and reading changes nothing.
-
-By hand: `python -m tests.store.damage_fuzzer int8 0:1000`
 """
 
+import itertools
 import json
 import multiprocessing
 import random
 import resource
-import sys
-import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -36,7 +32,7 @@ from pipeline.store.format.commits import parse_commit_key
 from pipeline.store.format.keys import Kind
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.damage import Damage, damaged, kind_of
-from tests.store.damage_stores import KINDS, Specimen, make_specimen
+from tests.store.damage_stores import Specimen
 from tests.store.example_store import Image, in_memory, read_image
 
 LIMIT_S = 120.0  # per case, before it is taken to hang; most take 0.05 s
@@ -218,57 +214,36 @@ def _problems(path: str) -> list[str]:
         return [f"{type(error).__name__}: {error}"]
 
 
-_oracle: list[Oracle] = []  # of a process that judges
+_oracles: dict[str, Oracle] = {}  # by kind of store, of a process that judges
 
 
-def _start_judging(specimen: Specimen) -> None:
-    _oracle.append(Oracle(specimen))
-    _oracle[0].check(specimen.image, Damage("nothing"))  # starts threads, which the memory limit would prevent
+def _start_judging(specimens: Sequence[Specimen]) -> None:
+    for specimen in specimens:
+        _oracles[specimen.kind] = Oracle(specimen)
+        _oracles[specimen.kind].check(specimen.image, Damage("nothing"))  # starts threads, which the limit prevents
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (LIMIT_GIB << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _judge(image: Image, damage: Damage) -> tuple[Outcome, str]:
-    return _oracle[0].check(image, damage)
+def _judge(kind: str, image: Image, damage: Damage) -> tuple[Outcome, str]:
+    return _oracles[kind].check(image, damage)
 
 
-def run_cases(specimen: Specimen, seeds: Sequence[int]) -> Iterator[Case]:
-    """Damages the store once per seed; first not at all. Judges in another process, which is replaced if it dies."""
+def run_cases(specimens: Sequence[Specimen], seeds: Sequence[int]) -> Iterator[Case]:
+    """Damages each store once per seed; first not at all. Judges in another process, which is replaced if it dies."""
     context = multiprocessing.get_context("spawn")  # a fork would inherit TensorStore without its threads
     pool = None
-    for seed in (-1, *seeds):
+    for specimen, seed in itertools.product(specimens, (-1, *seeds)):
         operator, damage, image = "none", Damage("nothing"), specimen.image
         if seed >= 0:
             rng = random.Random(f"{specimen.kind} {seed}")
             operator, damage, image = damaged(rng, specimen.image, specimen.older)
-        pool = pool or ProcessPoolExecutor(1, context, _start_judging, (specimen,))
+        pool = pool or ProcessPoolExecutor(1, context, _start_judging, (specimens,))
         try:
-            outcome, why = pool.submit(_judge, image, damage).result(LIMIT_S)
+            outcome, why = pool.submit(_judge, specimen.kind, image, damage).result(LIMIT_S)
         except (BrokenProcessPool, TimeoutError) as error:
             outcome, why, pool = Outcome.crashed, f"the process died or hangs: {error!r}", None
         yield Case(specimen.kind, seed, operator, damage.what, outcome, why)
     if pool is not None:
         pool.shutdown()
-
-
-def table(cases: Sequence[Case]) -> str:
-    """The counts of outcomes by operator and by kind of store."""
-    counts = Counter((group, case.outcome) for case in cases for group in (case.operator, case.kind, "all"))
-    return "\n".join(f"{group:20} {outcome:10} {count:6}" for (group, outcome), count in sorted(counts.items()))
-
-
-def main(kinds: str = ",".join(KINDS), seeds: str = "0:100") -> None:
-    cases = []
-    with tempfile.TemporaryDirectory(prefix="damage-") as folder:
-        for kind in kinds.split(","):
-            specimen = make_specimen(kind, Path(folder))
-            for case in run_cases(specimen, range(*map(int, seeds.split(":")))):
-                cases.append(case)
-                if case.outcome.is_failure:
-                    print(case, flush=True)
-    print(table(cases))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

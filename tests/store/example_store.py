@@ -23,7 +23,7 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec, scale_spec
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.scaled import LARGEST, scale_name
-from pipeline.store.format.statistics import BlockStatistics, token_statistics
+from pipeline.store.format.statistics import BlockStatistics, Statistics, token_statistics
 from pipeline.store.ids.index import index_ids
 from pipeline.store.io.parsing import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
@@ -99,6 +99,11 @@ def blocks(stream: int, max_blocks: int | None = None, dtype: str = "bfloat16") 
         yield _block(stream, block, rows[first:stop], start, next_cursor, exhausted=stop == len(rows), dtype=dtype)
 
 
+def statistics_of(block: Block) -> dict[str, Statistics]:
+    valid = block.arrays["segments"] > 0
+    return {name: token_statistics(block.arrays[name][valid].astype(np.float32)) for name in WIDTHS}
+
+
 def commit_block(writer: StoreWriter, block: Block, statistics: BlockStatistics | None = None) -> CommitRecord:
     return writer.start_block(block.record, block.arrays, block.table, lambda _: (statistics, {})).result()
 
@@ -168,9 +173,7 @@ def complete_full_store(writer: StoreWriter) -> None:
     dtype = writer.metadata.capture["dtype"]
     for stream in range(NUM_STREAMS):
         for block in list(blocks(stream, dtype=dtype))[len(writer.streams[stream].table) :]:
-            valid = block.arrays["segments"] > 0
-            values = {name: block.arrays[name][valid].astype(np.float32) for name in WIDTHS}
-            commit_block(writer, block, {name: token_statistics(found) for name, found in values.items()})
+            commit_block(writer, block, statistics_of(block))
     writer.finish()
 
 

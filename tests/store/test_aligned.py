@@ -24,9 +24,9 @@ KEYS = [["blocks.1.resid_post", "embed"], "blocks.3.resid_post"]
 
 
 @pytest.fixture
-def pair(store_path: str) -> list[str]:
+def pair(tmp_path) -> list[str]:
     """Two stores of the example's tokens, whose arrays differ in dtype and compression."""
-    paths = [f"{store_path}-a", f"{store_path}-b"]
+    paths = [str(tmp_path / name) for name in ("store-a", "store-b")]
     copy_store(paths[0])
     copy_store(paths[1], dtype="float32", compression="zstd")
     return paths
@@ -94,8 +94,8 @@ def test_filters_ranks_states_and_normalisation_apply_to_all_stores(pair):
         (0, 0, "segments", (2, 5), "block 0 of stream 0: segments differs between "),
     ],
 )
-def test_a_store_with_one_changed_value_is_refused(pair, store_path, stream, block, name, place, message):
-    path = f"{store_path}-changed"
+def test_a_store_with_one_changed_value_is_refused(pair, tmp_path, stream, block, name, place, message):
+    path = str(tmp_path / "changed")
     write_changed(path, stream, block, name, place)
     with pytest.raises(StoreMismatch) as raised:
         open_aligned([*pair, path])
@@ -104,8 +104,8 @@ def test_a_store_with_one_changed_value_is_refused(pair, store_path, stream, blo
     assert path in str(raised.value)
 
 
-def test_unequal_stores_are_refused(pair, store_path):
-    short = f"{store_path}-short"
+def test_unequal_stores_are_refused(pair, tmp_path):
+    short = str(tmp_path / "store-short")
     copy_store(short, finish=False, max_blocks=1)
     with pytest.raises(StoreMismatch, match=r"block 1 of stream 0 is in .*-a, but not in .*-short\."):
         open_aligned([short, pair[0]])

@@ -37,7 +37,7 @@ def store(tmp_path_factory) -> ActivationStore:
     return ActivationStore.open(path)
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 32, 1000])
+@pytest.mark.parametrize("batch_size", [1, 32, 1000])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("buffer_mib", [TINY_MIB, 256.0])
 def test_every_token_comes_once_with_its_activations(read_only, batch_size, shuffle, buffer_mib):
@@ -56,14 +56,6 @@ def test_every_token_comes_once_with_its_activations(read_only, batch_size, shuf
     assert sizes[:-1] == [batch_size] * (len(sizes) - 1)
     assert (sorted(seen) == sorted(all_tokens())) if shuffle else (seen == all_tokens())
     assert (seen == all_tokens()) != shuffle
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_drop_last_omits_an_incomplete_batch(store, drop_last):
-    whole, rest = divmod(stored_tokens(), 50)
-    assert rest
-    sizes = [len(batch.tokens) for batch in store.batches("embed", 50, drop_last=drop_last)]
-    assert sizes == [50] * whole + ([] if drop_last else [rest])
 
 
 def test_closing_an_iterator_ends_its_threads(store):
@@ -124,7 +116,7 @@ def test_every_epoch_has_every_token_in_another_order(store):
 def test_a_reader_resumes_where_another_stopped(store, options, epochs):
     options = {"batch_size": 7, "epochs": epochs, **options}
     expected = list(itertools.islice(store.batches(NAME, **options), 60))
-    for stop in [*range(0, 12, 2), len(expected) // 2, len(expected) - 1]:
+    for stop in [0, 1, 8, len(expected) // 2, len(expected) - 1]:
         first = store.batches(NAME, **options)
         taken = list(itertools.islice(first, stop))
         state = json.loads(json.dumps(first.state()))
@@ -259,15 +251,6 @@ def test_equal_filters_have_equal_states(store):
     plain = TokenFilter(drop_tokens=(3, 4), norms=norms, documents=(2, 4))
     states = [store.batches([NAME, "embed"], 4, token_filter=each).state() for each in (given, plain)]
     assert states[0] == states[1]
-
-
-def test_stacked_activations_equal_those_by_name(store):
-    keys = ["blocks.3.resid_post", NAME]
-    for stacked, named in zip(
-        store.batches(keys, 16, stack=True, **SHUFFLED), store.batches(keys, 16, **SHUFFLED), strict=True
-    ):
-        np.testing.assert_array_equal(stacked.activations, np.stack(list(named.activations.values()), axis=1))
-        np.testing.assert_array_equal(stacked.tokens, named.tokens)
 
 
 @pytest.mark.parametrize("stack", [False, True])

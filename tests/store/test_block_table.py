@@ -7,14 +7,13 @@ import pyarrow as pa
 import pytest
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store import ActivationStore
 from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams, read_stream, split_streams
 from pipeline.store.format.commits import CommitRecord, commit_key, list_blocks, num_recent
-from pipeline.store.format.statistics import Statistics, merge, read_block_statistics, token_statistics
+from pipeline.store.format.statistics import merge, read_block_statistics
 from pipeline.store.io.parquet import encode_table, table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.example_store import WIDTHS, Block, blocks, commit_block, copy_store, layout, metadata
+from tests.store.example_store import WIDTHS, blocks, commit_block, layout, metadata, statistics_of
 
 CURSOR = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
@@ -70,10 +69,6 @@ def decoded(change) -> BlockTable:
     return BlockTable.decode(content, "it", table_digest(content), 1)
 
 
-def test_a_table_of_the_right_form_is_decoded():
-    assert len(decoded(lambda table: table)) == 3
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -89,6 +84,7 @@ def test_a_table_of_the_right_form_is_decoded():
     ],
 )
 def test_other_tables_are_refused(change):
+    assert len(decoded(lambda table: table)) == 3
     with pytest.raises(StoreInvalid, match="^it "):
         decoded(change)
 
@@ -144,11 +140,6 @@ def test_records_beyond_a_million_blocks_are_seen(tmp_path):
     assert list_blocks(storage, 3, 10**6 - 1) == range(10**6 - 1, 10**6 + 2)
 
 
-def statistics_of(block: Block) -> dict[str, Statistics]:
-    valid = block.arrays["segments"] > 0
-    return {name: token_statistics(block.arrays[name][valid].astype(np.float32)) for name in WIDTHS}
-
-
 def test_running_statistics_cover_all_blocks(tmp_path):
     """Whoever wrote the previous blocks: this writer or another."""
     expected = list(blocks(0))
@@ -163,15 +154,3 @@ def test_running_statistics_cover_all_blocks(tmp_path):
             total = merge(part[name] for part in statistics[: index + 1])
             assert all(np.array_equal(vars(running[name])[field], value) for field, value in vars(total).items())
     assert index == 3
-
-
-def test_documents_that_span_blocks_are_looked_up_in_their_blocks(tmp_path):
-    copy_store(str(tmp_path))
-    store = ActivationStore.open(str(tmp_path))
-    documents = store.documents()
-    for number in set(documents["document"].to_pylist()):
-        has_it = documents.filter(np.asarray(documents["document"]) == number)
-        expected = set(zip(has_it["stream"].to_pylist(), has_it["block"].to_pylist(), strict=True))
-        candidates = {block[:2] for block in store._documents.blocks_with(number)}
-        assert expected <= candidates
-        assert len(candidates) <= len(expected) + 1

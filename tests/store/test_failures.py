@@ -1,5 +1,6 @@
 """Errors for failures of real file systems say what the user can do."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,10 @@ def kvstore(path: Path) -> ts.KvStore:
 def fill_the_disk(_root: Path) -> None:
     with open("/dev/full", "wb", buffering=0) as file:
         file.write(b"x")
+
+
+def write_to_a_read_only_disk(_root: Path) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
 
 def write_below_a_file(root: Path) -> None:
@@ -48,6 +53,7 @@ def make_an_existing_folder(root: Path) -> None:
     ("operation", "error", "remedy"),
     [
         (fill_the_disk, StoreError, "The disk is full. Free space, then run the same command again; it resumes."),
+        (write_to_a_read_only_disk, StoreError, "Choose a different store.path."),
         (write_below_a_file, StoreInvalid, "A file is in the way: choose a different store.path."),
         (make_an_existing_folder, StoreInvalid, "A file is in the way: choose a different store.path."),
         (write_over_a_folder, StoreInvalid, "A folder is in the way: choose a different store.path."),

@@ -71,10 +71,3 @@ def test_dtypes_of_all_libraries_are_accepted():
 def test_other_dtypes_are_refused(given):
     with pytest.raises(ArgumentError, match="dtype is .*Choose one of bfloat16, .* or 'stored'"):
         parsed_dtype(given)
-
-
-@pytest.mark.parametrize("shape", [(0,), (1,), (5, 7), (0, 3)])
-def test_memory_is_aligned(shape):
-    array = aligned_empty(shape, "int64")
-    assert array.shape == shape
-    assert array.ctypes.data % 64 == 0 or not array.size

@@ -1,6 +1,5 @@
 """Stores on the Hugging Face Hub are read in place, at one commit, through faults, and never written."""
 
-import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,19 +59,6 @@ def test_a_store_is_read_through_faults_and_expired_addresses(server, tmp_path, 
         server.expire()
         assert list(verify_store(store.path)) == []
         assert sum(proxy.faults.values()) > 20
-
-
-def test_a_reader_stays_at_its_commit(server, tmp_path):
-    copy_store(str(tmp_path / "store"))
-    files = contents(tmp_path / "store")
-    commit = server.push(REPO, files)
-    store, local = ActivationStore.open(URL), ActivationStore.open(tmp_path / "store")
-    server.push(REPO, {**files, "zarr.json": b"{}"})
-    assert store.path == f"{URL}@{commit}"
-    assert_reads_the_same(store, local)
-    assert_reads_the_same(pickle.loads(pickle.dumps(store)), local)
-    with pytest.raises(StoreInvalid, match="not an activation store"):
-        ActivationStore.open(URL)
 
 
 def test_files_and_ranges_are_read_through_faults_and_expired_addresses(server, monkeypatch):

@@ -142,10 +142,9 @@ def test_only_the_documents_tables_are_read(tmp_path):
         ActivationStore.open(tmp_path).document("stream 1 document 0")
 
 
-@pytest.mark.parametrize("max_blocks", [1, 2])
-def test_documents_missing_from_an_index_are_read_from_the_tables(tmp_path, max_blocks):
+def test_documents_missing_from_an_index_are_read_from_the_tables(tmp_path):
     path = tmp_path / "store"
-    write_store(str(path), max_blocks=max_blocks)
+    write_store(str(path), max_blocks=1)
     assert finalize([f"store.path={path}", "index=true"]) == 0
     earlier = ActivationStore.open(path)
     write_store(str(path))

@@ -3,7 +3,6 @@ resume the store. None of them treats it as a missing object, or hangs."""
 
 import os
 import re
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import cycle
@@ -32,25 +31,12 @@ def pipe(path: Path, cleanup: ExitStack) -> None:
     cleanup.callback(os.close, os.open(path, os.O_RDWR))
 
 
-def bound_socket(path: Path, cleanup: ExitStack) -> None:
-    server = cleanup.enter_context(socket.socket(socket.AF_UNIX))
-    here = os.open(".", os.O_RDONLY)
-    cleanup.callback(os.close, here)
-    os.chdir(path.parent)  # the whole path is too long for a socket
-    try:
-        server.bind(path.name)
-    finally:
-        os.fchdir(here)
-
-
 PLACED: dict[str, Callable[[Path, ExitStack], None]] = {
     "link to nothing": lambda path, _: path.symlink_to("nowhere"),
     "folder": lambda path, _: path.mkdir(),
     "pipe": pipe,
-    "socket": bound_socket,
     "device": lambda path, _: path.symlink_to("/dev/null"),  # only root may make a device
 }
-OTHER_KINDS = ("link to nothing", "socket", "device")
 
 
 @pytest.fixture
@@ -60,7 +46,7 @@ def cleanup() -> Iterator[ExitStack]:
 
 
 def problem(kind: str) -> str:
-    return f"a {kind}, expected a file" if kind in ("folder", "pipe", "socket") else LINK
+    return f"a {kind}, expected a file" if kind in ("folder", "pipe") else LINK
 
 
 def put(store: Path, key: str, kind: str, cleanup: ExitStack) -> None:
@@ -79,7 +65,10 @@ def read_everything(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "kind"),
-    [*((key, kind) for key in KEYS for kind in ("folder", "pipe")), *zip(KEYS, cycle(OTHER_KINDS), strict=False)],
+    [
+        *zip(KEYS, cycle(("folder", "link to nothing", "pipe", "device")), strict=False),
+        *zip(KEYS, cycle(("pipe", "folder")), strict=False),
+    ],
 )
 def test_verify_reports_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, capsys):
     copy_store(str(tmp_path))
@@ -94,7 +83,7 @@ def test_verify_reports_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup,
             read_everything(tmp_path)
 
 
-@pytest.mark.parametrize(("key", "kind"), [*zip(OPENED, ("folder", "pipe", "socket"), strict=True)])
+@pytest.mark.parametrize(("key", "kind"), [*zip(OPENED, ("folder", "pipe", "device"), strict=True)])
 def test_a_job_that_resumes_the_store_refuses_it(tmp_path, key, kind, cleanup):
     copy_store(str(tmp_path), finish=False)
     last = commit_key(0, 3) if key == commit_key(0, 1) else key

@@ -90,13 +90,6 @@ def test_every_rank_knows_the_number_of_tokens_of_all(world):
         assert order(world=world, rank=rank).tokens_per_rank(5, np.array(list(map(sum, tokens))), count) == expected
 
 
-def test_a_store_without_blocks_has_no_pieces():
-    empty = order(block_rows=(), world=2, rank=1)
-    assert list(empty.pieces(0)) == []
-    assert list(empty.fillings(0)) == []
-    assert empty.tokens_per_rank(0, np.empty(0, np.int64), lambda blocks: []) == [0, 0]
-
-
 def test_a_million_blocks_are_divided_into_pieces_window_by_window(monkeypatch):
     made = []
 

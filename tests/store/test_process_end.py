@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.store.io.parquet import decode_parquet, encode_table
+from pipeline.store.io.parquet import encode_table
 
 pytestmark = pytest.mark.heavy
 TABLE = pa.table({name: [f"{name} {k}" for k in range(100)] for name in ("id", "source", "text")})
@@ -30,7 +30,3 @@ def test_decoding_a_table_starts_no_pyarrow_threads():
     command = [sys.executable, "-c", COUNTS_THREADS]
     result = subprocess.run(command, input=encode_table(TABLE), capture_output=True, check=True)
     assert result.stdout.split() == [b"100", b"0"]
-
-
-def test_a_table_is_decoded_as_it_was_encoded():
-    assert decode_parquet(encode_table(TABLE), TABLE.num_rows).equals(TABLE, check_metadata=True)

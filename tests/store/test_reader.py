@@ -2,7 +2,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
+from pipeline.core.errors import ArgumentError, StoreError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.io.shards import encode_shard
@@ -110,11 +110,6 @@ def test_missing_arrays_rows_and_documents_are_refused(store, call, message):
         call(store)
 
 
-def test_a_folder_without_a_store_is_refused(tmp_path):
-    with pytest.raises(StoreInvalid, match="there is no activation store"):
-        ActivationStore.open(str(tmp_path / "nothing"))
-
-
 @pytest.mark.parametrize("stream", range(NUM_STREAMS))
 def test_a_document_has_all_its_tokens_in_order(store, stream):
     """Also if it is longer than a block."""
@@ -133,17 +128,6 @@ def test_a_document_has_all_its_tokens_in_order(store, stream):
         assert list(by_number.activations) == [NAME]
         np.testing.assert_array_equal(by_number.tokens, found.tokens)
         np.testing.assert_array_equal(by_number.positions[np.diff(found.rows, prepend=-1) != 0], 0)
-
-
-def test_the_document_table_has_all_documents(store):
-    table = store.documents()
-    assert table.column_names[:4] == ["stream", "block", "document", "id"]
-    assert table.column_names[-1] == "url"
-    tokens = np.asarray(table["last_token"]) - np.asarray(table["first_token"])
-    assert tokens.sum() == store.num_tokens
-    assert set(table["id"].to_pylist()) == {
-        f"stream {stream} document {k}" for stream, lengths in enumerate(DOCUMENT_LENGTHS) for k in range(len(lengths))
-    }
 
 
 def test_committed_blocks_of_an_unfinished_store_are_read(store_path):
@@ -200,6 +184,10 @@ def test_tokens_are_read_by_row_and_position_in_any_order(store, keys):
 
 def test_document_tables_are_read_by_columns_and_blocks(store):
     everything = store.documents()
+    assert [*everything.column_names[:4], everything.column_names[-1]] == ["stream", "block", "document", "id", "url"]
+    assert everything["last_token"].to_numpy().sum() - everything["first_token"].to_numpy().sum() == store.num_tokens
+    ids = {f"stream {s} document {k}" for s, lengths in enumerate(DOCUMENT_LENGTHS) for k in range(len(lengths))}
+    assert set(everything["id"].to_pylist()) == ids
     assert store.documents(["id", "block"]).equals(everything.select(["id", "block"]))
     part = store.documents(blocks=store.blocks[:2])
     assert part.equals(everything.slice(0, part.num_rows))

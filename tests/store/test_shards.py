@@ -11,8 +11,6 @@ from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.io.shards import (
     ShardFormat,
     checksum,
-    decode_chunk,
-    decode_index,
     decode_shard,
     encode_shard,
 )
@@ -159,14 +157,3 @@ def test_every_changed_byte_is_found(compression: str) -> None:
 def test_chunks_that_decompress_to_another_size_are_found(num_bytes: int) -> None:
     with pytest.raises(ValueError, match="decompressed|impossible"):
         decode_shard(chunk_that_decompresses_to(num_bytes), FORMATS["zstd"])
-
-
-@pytest.mark.parametrize("compression", FORMATS)
-def test_single_chunks_are_decoded(compression: str) -> None:
-    format = FORMATS[compression]
-    content = memoryview(shard(format))
-    values, _ = decode_shard(content, format)
-    for number, (offset, size) in enumerate(decode_index(content[-format.index_bytes :], format).tolist()):
-        if number != 2:
-            expected = values[2 * number : 2 * number + 2]
-            np.testing.assert_array_equal(decode_chunk(content[offset : offset + size], format), expected)

@@ -1,5 +1,6 @@
 """Merged statistics compared with numpy over all tokens."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -86,3 +87,18 @@ def test_statistics_handle_no_tokens_and_extreme_norms():
     assert (found.norm_histogram[0], found.norm_histogram[-1]) == (2, 2)
     some = statistics(*example(0))
     np.testing.assert_array_equal(merge([nothing, some]).mean, some.mean)
+
+
+def test_normalisation_gives_zero_mean_and_unit_variance_before_a_cast():
+    values = np.random.default_rng(0).standard_normal((1000, 8)) * np.arange(8) + 100
+    values = values.astype(ml_dtypes.bfloat16)
+    statistics = token_statistics(values)
+    normalisation = statistics.normalisation()
+    together = normalisation.apply(values)
+    assert together.dtype == np.float32
+    np.testing.assert_allclose(together.mean(axis=0), 0, atol=1e-5)
+    assert np.square(together).sum(axis=1).mean() == pytest.approx(8, rel=1e-5)
+    np.testing.assert_array_equal(normalisation.apply(values, "bfloat16"), together.astype(ml_dtypes.bfloat16))
+    each = statistics.normalisation(per_feature=True).apply(values)
+    np.testing.assert_allclose(each[:, 1:].var(axis=0), 1, rtol=1e-5)
+    assert (each[:, 0] == 0).all()  # the feature never varies

@@ -5,7 +5,6 @@ import resource
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -140,10 +139,10 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 def test_objects_are_listed_and_read_in_order(storage: Storage) -> None:
-    contents = {f"a/{number:04}": bytes([number % 256]) * 10 for number in range(100)} | {"b": b"0123456789"}
+    contents = {f"a/{number:04}": bytes([number % 256]) * 10 for number in range(30)} | {"b": b"0123456789"}
     assert all(storage.put_threads.map(storage.put, contents, contents.values()))
     assert storage.list_keys() == sorted(contents)
-    assert storage.list_keys("a/", "a/0097") == ["a/0097", "a/0098", "a/0099"]
+    assert storage.list_keys("a/", "a/0027") == ["a/0027", "a/0028", "a/0029"]
     assert storage.list_keys("b") == ["b"]
     keys = [*contents, "absent"]
     assert list(storage.read_many(keys)) == [*contents.values(), None]
@@ -163,7 +162,7 @@ def test_no_update_of_several_threads_is_lost(storage: Storage) -> None:
     assert storage.update("counter", lambda content: (content, None)) == b"12"
 
 
-def test_a_put_never_replaces(storage: Storage) -> None:
+def test_a_put_never_replaces(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = [b"first", memoryview(b"second" * 100_000)]
     assert storage.put("a/object", *parts)
     for other in ([b"x"], parts, [b"longer" * 200_000]):
@@ -176,20 +175,8 @@ def test_a_put_never_replaces(storage: Storage) -> None:
     assert len(winners) == 1
     assert storage.read("a/third") == bytes(winners) * 1000
     assert storage.list_keys() == ["a/object", "a/other", "a/third"]
-
-
-def _put_many(path: str, number: int) -> list[bool]:
-    storage = Storage.open(path)
-    return [storage.put(f"a/{key}", bytes([number]) * 10_000) for key in range(200)]
-
-
-def test_one_of_two_racing_processes_writes_each_object(tmp_path: Path) -> None:
-    with get_context("spawn").Pool(2) as pool:
-        first, second = pool.starmap(_put_many, [(str(tmp_path), 1), (str(tmp_path), 2)])
-    assert [a != b for a, b in zip(first, second, strict=True)] == [True] * 200
-    for key, is_first in enumerate(first):
-        assert (tmp_path / "a" / str(key)).read_bytes() == bytes([1 if is_first else 2]) * 10_000
-    assert len(list((tmp_path / "a").iterdir())) == 200
+    monkeypatch.setattr("os.path.lexists", lambda path: False)  # as before another process writes the object
+    assert not storage.put("a/object", *parts)
 
 
 def test_a_put_syncs_the_file_and_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

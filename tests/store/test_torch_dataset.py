@@ -7,7 +7,6 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.heavy
 DataLoader = torch.utils.data.DataLoader
 
-from pipeline.core.errors import ConfigError  # noqa: E402
 from pipeline.store import ActivationStore  # noqa: E402
 from pipeline.store.read.torch_dataset import ActivationDataset  # noqa: E402
 from tests.hub import contents, hub_for_this_process  # noqa: E402
@@ -68,15 +67,3 @@ def test_workers_divide_the_store_and_agree_on_the_pass(tmp_path):
     assert all(len(set(tokens)) == len(tokens) >= 0.6 * len(all_tokens()) for tokens in seen)
     dataset.set_epoch(0)
     assert sorted(tokens_of(loader)) == expected[0]
-
-
-def test_forked_workers_are_told_to_spawn(tmp_path):
-    copy_store(str(tmp_path))
-    loader = DataLoader(
-        ActivationDataset(tmp_path, "blocks.1.resid_post", 4),
-        batch_size=None,
-        num_workers=1,
-        multiprocessing_context="fork",
-    )
-    with pytest.raises(ConfigError, match='multiprocessing_context="spawn"'):
-        next(iter(loader))

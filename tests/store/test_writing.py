@@ -2,10 +2,8 @@
 
 import json
 import os
-import subprocess
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -17,8 +15,7 @@ from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.metadata import read_root
-from pipeline.store.format.statistics import Statistics, statistics_key, token_statistics
+from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import NO_OBJECT, Storage
 from pipeline.store.write.store_writer import StoreWriter
@@ -32,21 +29,13 @@ from tests.store.example_store import (
     blocks,
     commit_block,
     comparable_image,
-    copy_store,
     layout,
     metadata,
     read_image,
+    statistics_of,
     stored_tokens,
-    write_blocks,
     write_store,
 )
-
-
-def open_and_read(path: str) -> StoreWriter:
-    """Opens a writer and reads the blocks committed so far."""
-    writer = StoreWriter.open(path, metadata(), layout())
-    writer.streams.all()
-    return writer
 
 
 def committed(writer: StoreWriter, stream: int) -> list[int]:
@@ -61,16 +50,6 @@ def attributes(path: str) -> dict:
     return json.loads(Storage.open(path).read("zarr.json"))["attributes"]["activation_store"]
 
 
-def test_a_new_store_is_empty_and_not_complete(store_path):
-    assert read_root(Storage.open(store_path)) is None
-    writer = StoreWriter.open(store_path, metadata(), layout())
-    assert not any(len(stream.table) for stream in writer.streams.all().values())
-    assert not writer.complete
-    assert read_root(Storage.open(store_path)).metadata == metadata()
-    assert attributes(store_path)["complete"] is False
-    assert verify_store(store_path) == []
-
-
 def test_the_arrays_of_a_finished_store_end_with_its_last_row(store_path):
     writer = write_store(store_path, finish=False)
     group = Storage.open(store_path)
@@ -83,15 +62,6 @@ def test_the_arrays_of_a_finished_store_end_with_its_last_row(store_path):
     assert shapes == {"tokens": [rows, LENGTH]} | {name: [rows, LENGTH, width] for name, width in WIDTHS.items()}
     assert writer.complete
     assert attributes(store_path)["complete"] is True
-
-
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_two_stores_have_the_same_bytes(tmp_path, compression):
-    for name in "ab":
-        write_store(str(tmp_path / name), compression=compression)
-    a, b = comparable_image(str(tmp_path / "a")), comparable_image(str(tmp_path / "b"))
-    assert a == b
-    assert len(a) > 40
 
 
 def test_a_store_whose_creation_was_interrupted_is_healed(store_path):
@@ -138,11 +108,6 @@ NAME = "blocks.1.resid_post"
 def with_other_values(block: Block) -> Block:
     """The same block as another kind of hardware computes it."""
     return replace(block, arrays=block.arrays | {NAME: block.arrays[NAME] * 2})
-
-
-def statistics_of(block: Block) -> dict[str, Statistics]:
-    valid = block.arrays["segments"] > 0
-    return {name: token_statistics(block.arrays[name][valid].astype(np.float32)) for name in WIDTHS}
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
@@ -281,22 +246,6 @@ def test_an_extended_store_equals_one_that_was_never_truncated(tmp_path):
     assert verify_store(path) == []
 
 
-def test_two_writers_share_a_store(store_path):
-    """Like two processes: each writes its own streams, both reopen and finish."""
-    copy_store(store_path, max_blocks=1)
-    writers = [open_and_read(store_path) for _ in range(2)]
-    for stream, writer in enumerate(writers):
-        writer.reopen()
-        write_blocks(writer, stream)
-    assert len(writers[0].streams[1].table) == 1
-    writers[0].streams.read_all_again()
-    assert len(writers[0].streams[1].table) == len(list(blocks(1)))
-    for writer in writers:
-        writer.finish()
-    assert verify_store(store_path) == []
-    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
-
-
 @pytest.mark.parametrize("shard_bytes", [None, PART_BYTES, 2 * LENGTH * 12])
 def test_zarr_python_and_tensorstore_read_the_written_values_without_the_package(tmp_path, shard_bytes):
     path = str(tmp_path / "store")
@@ -333,61 +282,8 @@ def test_a_store_that_lost_its_root_is_refused(tmp_path):
         StoreWriter.open(str(tmp_path), metadata(), layout())
 
 
-def test_a_path_below_a_file_is_refused(tmp_path):
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreInvalid, match=r"hoose a different store\.path"):
-        StoreWriter.open(str(tmp_path / "file" / "store"), metadata(), layout())
-
-
-@pytest.mark.parametrize("path", [Path("~/stores/a"), "~/stores/a", Path("stores/a"), "stores/a/"])
-def test_a_local_path_may_be_relative_or_in_the_home_directory(tmp_path, monkeypatch, path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    write_store(os.fspath(path))
-    assert (tmp_path / "stores" / "a" / "zarr.json").is_file()
-    assert ActivationStore.open(path).num_tokens == stored_tokens()
-    assert ActivationStore.open(path).metadata.fingerprint() == metadata().fingerprint()
-    assert verify_store(os.fspath(path)) == []
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_directory_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="Grant this user the permission"):
         StoreWriter.open(str(tmp_path / "store"), metadata(), layout())
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB."""
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
-    if made.returncode != 0:
-        pytest.skip("only root can mount a file system")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_a_full_disk_loses_nothing_that_was_committed(small_disk):
-    path = str(small_disk / "store")
-    writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
-    block, second = list(blocks(0))[:2]
-    commit_block(writer, block)
-    ballast = small_disk / "ballast"
-    subprocess.run(["dd", "if=/dev/zero", f"of={ballast}", "bs=4k"], capture_output=True)  # until the disk is full
-    with pytest.raises(StoreError, match="Free space, then run the same command again"):
-        commit_block(writer, second)
-    assert verify_store(path) == []
-    assert ActivationStore.open(path).num_tokens == block.record.tokens
-    ballast.unlink()
-    write_store(path)
-    assert verify_store(path) == []
-    assert ActivationStore.open(path).num_tokens == stored_tokens()
-
-
-def test_a_read_only_file_system_is_reported(small_disk):
-    path = str(small_disk / "store")
-    writer = StoreWriter.open(path, metadata(), layout())
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    block = next(blocks(0))
-    with pytest.raises(StoreError, match=r"Choose a different store\.path"):
-        commit_block(writer, block)

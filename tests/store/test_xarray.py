@@ -10,14 +10,9 @@ xarray = pytest.importorskip("xarray")
 pytestmark = pytest.mark.filterwarnings("ignore:Object at _:zarr.errors.ZarrUserWarning")
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    path = str(tmp_path_factory.mktemp("store"))
+def test_xarray_reads_a_store_block_by_block(tmp_path):
+    path = str(tmp_path)
     copy_store(path)
-    return path
-
-
-def test_xarray_reads_a_store_block_by_block(path):
     store = ActivationStore.open(path)
     opened = xarray.open_zarr(path, consolidated=False, chunks={"row": ROWS}, drop_variables=["embed"])
     assert opened.attrs["activation_store"]["complete"]
@@ -32,8 +27,3 @@ def test_xarray_reads_a_store_block_by_block(path):
     of_dask = activations.astype("float32").where(opened["segments"] > 0).mean(("row", "position")).compute()
     of_numpy = store.read("blocks.1.resid_post", store.rows, dtype=np.float32)[valid].mean(axis=0)
     np.testing.assert_allclose(of_dask, of_numpy, rtol=1e-6)
-
-
-def test_arrays_of_different_widths_are_not_one_data_set(path):
-    with pytest.raises(ValueError, match="conflicting sizes for dimension 'feature'"):
-        xarray.open_zarr(path, consolidated=False)

@@ -5,7 +5,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from pipeline.core.errors import StoreError, StoreInvalid
+from pipeline.core.errors import StoreError
 from pipeline.store.format.arrays import layout_of, own_keys
 from pipeline.store.format.keys import FOLDERS
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
@@ -21,7 +21,7 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     Commit records are deleted first, so that the store has no blocks. The root is deleted last, so that an interrupted
     deletion leaves a store and can be repeated. Symbolic links are neither followed nor removed.
 
-    Raises StoreInvalid before anything is deleted if the root is a link, and StoreError.
+    Raises StoreError.
     """
     storage = Storage.open(place)
     folders = (*FOLDERS, *(spec.name for spec in layout_of(root).all_arrays))
@@ -32,10 +32,6 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
             deleting.delete(filter(is_own, deleting.list_keys(f"{folder}/")))
         storage.write(ROOT_KEY, None)
         return iter(storage.list_keys())
-    if os.path.islink(directory + ROOT_KEY):
-        raise StoreInvalid(
-            f"{directory}{ROOT_KEY} is a symbolic link: the store is not {storage.path}. Nothing was deleted."
-        )
     try:
         for folder in folders:
             _delete_folder(directory, folder, is_own)

@@ -3,36 +3,25 @@
 import inspect
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.core.errors import PipelineError
 from pipeline.store import ActivationStore, Normalisation, TokenFilter, open_aligned
+from tests.store.example_store import copy_store
 
 Call = tuple[Callable[..., Any], Mapping[str, Any]]
 
-NAMES = (
-    "embed",
-    "blocks.1.resid_post",
-    "blocks.1.hook_resid_post",
-    "hook_mlp_in",
-    "resid_post",
-    "blocks.-1.resid_post",
-)
 WORDS = (
-    *NAMES,
-    "blocks.99999999999999999999.resid_post",
-    "stored",
-    "float32",
-    "int8",
-    "M8[s]",
-    "numpy",
-    "jax",
-    "torch",
+    *("embed", "blocks.1.resid_post", "blocks.1.hook_resid_post", "hook_mlp_in", "resid_post", "blocks.-1.resid_post"),
+    *("blocks.99999999999999999999.resid_post", "stored", "float32", "int8", "M8[s]", "numpy", "jax", "torch"),
 )
 OBJECTS = (
     *(..., object, object(), int, print, NotImplemented, Exception("odd"), type, Path("embed"), np.float32),
@@ -49,7 +38,11 @@ def odd_values() -> st.SearchStrategy[Any]:
     return simple | st.recursive(
         simple,
         lambda values: st.one_of(
-            *(st.lists(values, max_size=3), st.lists(values, max_size=3).map(tuple), st.lists(values).map(iter)),
+            *(
+                st.lists(values, max_size=3),
+                st.lists(values, max_size=3).map(tuple),
+                st.lists(values).map(iter),
+            ),
             *(st.dictionaries(words, values, max_size=2), st.frozensets(numbers | words, max_size=2)),
         ),
         max_leaves=4,
@@ -86,20 +79,21 @@ def calls(store: ActivationStore, path: str) -> dict[str, Call]:
     }
 
 
-def surprise(call: Call, odd: Mapping[str, Any]) -> BaseException | None:
-    """The error of a call with odd arguments if it is not one of the library's own."""
-    function, arguments = call
-    try:
+@pytest.fixture(scope="module")
+def example_calls(tmp_path_factory) -> dict[str, Call]:
+    path = str(tmp_path_factory.mktemp("calls"))
+    copy_store(path)
+    return calls(ActivationStore.open(path), path)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_odd_arguments_raise_only_the_librarys_own_errors(example_calls, data):
+    function, arguments = example_calls[data.draw(st.sampled_from(sorted(example_calls)))]
+    names = st.sampled_from(list(inspect.signature(function).parameters))
+    odd = {name: data.draw(odd_values(), name) for name in data.draw(st.lists(names, min_size=1, max_size=2))}
+    with suppress(PipelineError):
         result = function(**{**arguments, **odd})
         if hasattr(result, "__next__"):
             list(itertools.islice(result, 3))
             result.close()
-    except PipelineError:
-        return None
-    except Exception as error:
-        return error
-    return None
-
-
-def parameters(call: Call) -> list[str]:
-    return list(inspect.signature(call[0]).parameters)
