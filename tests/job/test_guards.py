@@ -16,7 +16,7 @@ from pipeline.job.opening import open_job
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_text
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
 
 
 @contextmanager
