@@ -16,7 +16,7 @@ from pipeline.job.opening import open_job
 from pipeline.store.write.store_writer import StoreWriter
 from tests.jobs import write_text
 
-pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
+pytestmark = pytest.mark.heavy
 
 
 @contextmanager
@@ -36,6 +36,7 @@ def python_calls() -> Iterator[Counter[str]]:
         threading.setprofile(None)
 
 
+@pytest.mark.usefixtures("cached_steps")
 def test_the_host_does_little_per_step(tmp_path):
     """The loop and the writer run no Python per token, row or feature."""
     text = write_text(tmp_path / "text", files=1, documents=40)
