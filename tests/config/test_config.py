@@ -116,9 +116,9 @@ def test_a_text_is_what_was_typed(text):
     hub = compose([f"store.path={text}", "model.path=owner/name", f"model.revision= {text} ", f"++data.path={text}"])
     assert (hub.store.path, hub.model.revision, hub.data.path) == (text, text, text)
     files = [f"data.data_files=[{text}, {text}]", f"data.info_columns=[a,'{text},1',{text}]"]
-    hf = compose(["data=hf", "data.path=x", *files]).data
-    assert (hf.info_columns, hf.data_files) == (["a", f"{text},1", text], [text, text])
-    assert compose([f"capture.encode={{a: {text}/b, b: [{text}]}}"]).capture.encode == {"a": f"{text}/b", "b": [text]}
+    hf = compose(["data=hf", "data.path=x", *files, f"capture.encode={{a: {text}/b, b: [{text}]}}"])
+    assert (hf.data.info_columns, hf.data.data_files) == (["a", f"{text},1", text], [text, text])
+    assert hf.capture.encode == {"a": f"{text}/b", "b": [text]}
     generate = ["data=generate", "data.path=x", f"data.end_tokens=[{text}]", f"data.prompts.encoder={text}"]
     prompts = compose(generate).data
     assert (prompts.end_tokens, prompts.prompts.encoder) == ([text], text)

@@ -1,13 +1,16 @@
 """The whole data path with real text, real tasks and a real tokenizer."""
 
 import json
+import unicodedata
 from functools import partial
 
+import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from material import text_stream
 
 from pipeline.config.choices import LongDocuments, Template
-from pipeline.config.schema import ArcData
+from pipeline.config.schema import ArcData, ParquetData
 from pipeline.data.arc.augment import Augmentation
 from pipeline.data.sources import open_source
 from pipeline.data.text.tokenizer import load_tokenizer
@@ -60,3 +63,20 @@ def test_prompts_are_recovered_from_their_tokens(shared, tokenizer):
             assert tokenizer.decode(ids) == texts.pop(row["id"])
             assert (row["n_cut"], row["n_tokens"]) == (0, len(ids))
     assert not texts
+
+
+def test_prose_is_recovered_from_its_tokens(shared, tokenizer):
+    """The tokenizer normalises text to NFC. Many documents have several windows."""
+    file = shared / "data" / "prose" / "000_00000.parquet"
+    source = open_source(ParquetData(source="parquet", path=str(file)), tokenizer)
+    blocks = list(text_stream(source, tokenizer, rows_per_block=8, length=512).blocks())
+    valid = [block.segments > 0 for block in blocks]
+    tokens, documents = (
+        np.concatenate([getattr(block, name)[mask] for block, mask in zip(blocks, valid, strict=True)])
+        for name in ("tokens", "documents")
+    )
+    names = {row["document"]: row["id"] for block in blocks for row in block.table.to_pylist()}
+    found = {name: tokenizer.decode(tokens[documents == number]) for number, name in names.items()}
+    texts = pq.read_table(file, columns=["id", "text"]).to_pylist()
+    assert found == {row["id"]: unicodedata.normalize("NFC", row["text"]) for row in texts}
+    assert tokens.size > 0.95 * sum(mask.size for mask in valid) > 10_000

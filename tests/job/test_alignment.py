@@ -18,7 +18,7 @@ from tests.store.written_check import assert_well_written
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
 LAYERS = (1, 4)
 
 
@@ -46,7 +46,7 @@ def reference():
 
 @pytest.mark.parametrize("packing", ["pack", "pad"])
 def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_path, packing):
-    text = write_text(tmp_path / "text", files=2, documents=14, max_characters=1500)
+    text = write_text(tmp_path / "text", files=2, documents=8, max_characters=1500)
     length = 256
     overrides = [f"data.path={text}", f"store.path={tmp_path / 'store'}", "capture.dtype=float32", "batch.rows=4"]
     overrides += [f"capture.layers={list(LAYERS)}", f"batch.length={length}", f"batch.packing={packing}"]
@@ -62,7 +62,7 @@ def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_pa
                 stored = document.activations[f"blocks.{layer}.resid_post"][start:stop]
                 np.testing.assert_allclose(stored, expected[layer], atol=1e-4, rtol=1e-4)
             windows += 1
-    assert windows > 28
+    assert windows > 16
     rows = store.read_tokens(store.rows)
     assert (rows.segments.max(axis=1) > 1).any() == (packing == "pack")
 

@@ -120,11 +120,7 @@ def test_a_half_done_extension_is_completed_by_force_only_and_can_be_continued(c
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("batch.packing=pack",),
-        ("batch.packing=pad",),
-        ("batch.packing=pack", "batch.long_documents=cut"),
-        ("batch.packing=pad", "batch.long_documents=cut"),
-        ("capture.positions=last", "capture.per_row=1"),
+        ("capture.positions=last", "capture.per_row=1", "batch.long_documents=cut"),
         ("capture.positions=sample", "capture.rate=0.4", "batch.packing=pad"),
     ],
     ids=" ".join,

@@ -363,15 +363,6 @@ def test_commands_take_a_store_without_activations(alone, tmp_path, capsys, modu
         assert not copy.exists() or not list(copy.iterdir())
 
 
-def test_documents_have_features_without_activations(alone) -> None:
-    store = ActivationStore.open(str(alone[1]))
-    document = store.document(0)
-    assert document.activations == {}
-    outputs = document.outputs
-    assert outputs[f"features.{ARRAY}.index"].shape == (len(document.tokens), TOP)
-    assert (outputs[f"features.{ARRAY}.n_active"] > 0).any()
-
-
 def test_features_of_selected_tokens_are_stored_exported_and_shown(folder, overrides, tmp_path) -> None:
     saes, last = encode(str(folder / "gated")), ["capture.positions=last", "run.max_tokens=1000"]
     run_here(*overrides, saes, *last, "capture.keep=both", "capture.dtype=float32", f"store.path={tmp_path}/store")

@@ -36,6 +36,7 @@ def python_calls() -> Iterator[Counter[str]]:
         threading.setprofile(None)
 
 
+@pytest.mark.usefixtures("cached_steps")
 def test_the_host_does_little_per_step(tmp_path):
     """The loop and the writer run no Python per token, row or feature."""
     text = write_text(tmp_path / "text", files=1, documents=40)

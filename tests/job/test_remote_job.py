@@ -16,6 +16,7 @@ from tests.jobs import (
     local_processes,
     objects,
     run,
+    run_here,
     run_processes,
     start,
     wait_until,
@@ -47,8 +48,7 @@ def reference(text, tmp_path_factory) -> dict[str, bytes]:
     """The store that the same job makes on a local disk."""
     store = tmp_path_factory.mktemp("reference") / "store"
     local = [override for override in OVERRIDES if not override.startswith("store.retr")]
-    result = run(*local, f"data.path={text}", f"store.path={store}")
-    assert result.returncode == 0, result.stderr
+    run_here(*local, f"data.path={text}", f"store.path={store}")
     return without_paths(objects(store))
 
 

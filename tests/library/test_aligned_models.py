@@ -19,7 +19,7 @@ from pipeline.store import open_aligned
 from scripts.examples import train_crosscoder_jax
 from tests.jobs import write_text
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
 TINY = "${assets:tiny-qwen2}"
 # shard_mib makes blocks of one step: the models differ in width, and larger blocks would differ in rows.
 OPTIONS = {"dtype": "float32", "model_dtype": "float32", "length": 64, "rows": 4, "shard_mib": 0.001, "progress": False}
@@ -39,10 +39,10 @@ def write_narrow_model(folder: Path, merges_left_out: int = 0) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=[{}, {"positions": "every", "every": 4}], ids=["all", "every fourth"])
-def extractors(request, tmp_path_factory) -> list[Extractor]:
-    """The bundled model, and a narrower one with random weights and the same tokenizer."""
-    options = OPTIONS | request.param
+@pytest.fixture(scope="module")
+def extractors(tmp_path_factory) -> list[Extractor]:
+    """The bundled model, and a narrower one with random weights and the same tokenizer, of every fourth token."""
+    options = OPTIONS | {"positions": "every", "every": 4}
     folder = write_narrow_model(tmp_path_factory.mktemp("model") / "narrow")
     other = Extractor(str(folder), layers=[1], init="random", **options)
     return [Extractor(TINY, layers=[2], **options), other]

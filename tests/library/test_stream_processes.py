@@ -15,7 +15,7 @@ from pipeline.store import Batch
 from tests.jobs import ROOT, assert_same_store, free_port, read_until, run_here, write_text
 from tests.token_batches import arrays, tokens_of
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
 KEYS = ["blocks.0.resid_post", "blocks.1.resid_post"]
 SIZE = 100
 

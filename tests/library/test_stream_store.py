@@ -14,7 +14,7 @@ from pipeline.store.format.commits import commit_key
 from tests.jobs import assert_same_store, committed, create_store, objects, run_here, write_text
 from tests.token_batches import assert_all_same
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
 SIZE = 100
 SMALL = ["batch.rows=4", "batch.length=128", "store.rows_per_block=8", "run.progress=false"]  # blocks of two steps
 BUFFER = 3072  # slots for tokens: two halves of three steps
@@ -81,8 +81,7 @@ def test_committed_blocks_are_not_written_again(stream, reference, whole, tmp_pa
     assert_same_store(path, reference)
 
 
-@pytest.mark.parametrize("blocks", [(0, 0), (2, 1)], ids=str)
-def test_a_store_behind_the_state_gets_the_missing_blocks(stream, reference, whole, tmp_path, blocks):
+def test_a_store_behind_the_state_gets_the_missing_blocks(stream, reference, whole, tmp_path):
     """Blocks have two steps and halves three, so a half begins within a block."""
     path = tmp_path / "store"
     batches = batches_of(stream, store=path)
@@ -91,7 +90,7 @@ def test_a_store_behind_the_state_gets_the_missing_blocks(stream, reference, who
     state = batches.state()
     assert state["row"] > 0
     batches.close()
-    for number, count in enumerate(blocks):
+    for number, count in enumerate((2, 1)):
         withdraw(path, number, count)
     assert_all_same(batches_of(stream, state=state, store=path), whole[20:])
     assert_same_store(path, reference)
@@ -109,12 +108,6 @@ def test_two_readers_fill_one_store(stream, reference, tmp_path):
         assert not ActivationStore.open(path).complete if rank else not path.exists()
         assert list(batches_of(stream, rank=rank, world=2, store=path))
     assert_same_store(path, reference)
-
-
-def test_a_smaller_store_is_extended(stream, reference, overrides, tmp_path):
-    run_here(*overrides, "run.max_tokens=3000", f"store.path={tmp_path / 'store'}")
-    assert list(batches_of(stream, store=tmp_path / "store"))
-    assert_same_store(tmp_path / "store", reference)
 
 
 def test_a_stream_of_fewer_tokens_continues_a_larger_store(stream, reference, overrides, tmp_path):

@@ -25,7 +25,7 @@ from tests.interrupting import read_with_interruptions
 from tests.jobs import run_here, write_text
 from tests.token_batches import assert_all_same, tokens_of
 
-pytestmark = pytest.mark.heavy
+pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
 try:
     import torch
 except ModuleNotFoundError:
@@ -218,11 +218,8 @@ def test_the_shares_of_two_readers_are_disjoint_and_complete(stream, whole):
 
 def test_the_refusal_of_an_unknown_option_gives_a_hint():
     for name, hint in (
-        ("row", "Did you mean rows?"),
         ("text_column", """Give data.text_column with the data: data={"path": ..., "text_column": ...}."""),
-        ("capture.layers", "Did you mean layers?"),
         ("statistics", "capture.statistics is a key of the configuration: Stream.from_config(["),
-        ("xyz", "It has adapter, "),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"Stream has no option '{name}'. {hint}")):
             Stream("${assets:tiny-qwen2}", layers=[2], data="/texts", **{name: 1})

@@ -1,19 +1,23 @@
-"""Jobs whose documents the model writes: interruptions and divisions do not change the store, which tells prompts from
-completions."""
+"""Jobs whose documents the model writes: interruptions, divisions and proposals do not change the store, which tells
+prompts from completions."""
 
 import json
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from pipeline.config.composing import PACKAGE
 from pipeline.core.errors import StoreMismatch
+from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_commit_records
 from pipeline.store.generated.group_files import group_key
 from pipeline.store.inspection.summary import store_facts
+from tests.job.test_leased_jobs import jobs
 from tests.jobs import (
     GENERATING_JOB,
     assert_same_store,
@@ -27,7 +31,6 @@ from tests.jobs import (
     rest_of_output,
     run,
     run_here,
-    start,
     wait_until,
     write_text,
     writes_held,
@@ -39,8 +42,9 @@ pytestmark = pytest.mark.heavy
 
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory, compilation_cache) -> list[str]:
-    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=14, max_characters=150)
-    return [*GENERATING_JOB, f"data.path={text}", compilation_cache]
+    """Two documents for each prompt."""
+    text = write_text(tmp_path_factory.mktemp("text"), files=4, documents=7, max_characters=150)
+    return [*GENERATING_JOB, f"data.path={text}", "data.samples=2", "data.stop=[th,ing]", compilation_cache]
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +59,29 @@ def test_documents_are_prompts_and_completions(reference):
     assert verify_store(str(reference)) == []
     assert_well_written(str(reference))
     store = ActivationStore.open(reference)
-    rows = store.documents().group_by(["document", "n_tokens", "n_prompt", "n_completion", "finish_reason"])
-    rows = rows.aggregate([]).to_pylist()
+    columns = ["document", "id", "sample", "n_tokens", "n_prompt", "n_completion", "finish_reason"]
+    rows = store.documents().group_by(columns).aggregate([]).to_pylist()
     records = list(read_commit_records(store.storage, [(block.stream, block.block) for block in store.blocks]))
     assert len(rows) == sum(record.next["ordinal"] for record in records if record.exhausted) > 50
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
+    tokenizer, samples = load_tokenizer(str(PACKAGE / "assets" / "tiny-qwen2")), Counter()
     for row in rows:
+        prompt, _, sample = row["id"].rpartition("/")
+        assert row["sample"] == int(sample)
+        samples[prompt] += 1 + 9 * row["sample"]
         assert row["n_tokens"] == row["n_prompt"] + row["n_completion"]
-        assert row["n_completion"] == 16 or row["finish_reason"] == "stop"
+        completion = store.document(row["document"]).tokens[row["n_prompt"] :]
+        whole, before = (tokenizer.decode(tokens) for tokens in (completion, completion[:-1]))
+        has_stop = whole.endswith(".") or "th" in whole or "ing" in whole
+        assert has_stop == (row["finish_reason"] == "stop")
+        assert has_stop or row["n_completion"] == 16
+        assert not any(stop in before for stop in ("th", "ing"))
+    assert {*samples.values()} == {1 + 10}  # the samples 0 and 1
     reasons = {skip["reason"] for record in records for skip in record.skipped}
     assert {reason.partition(" has ")[0] for reason in reasons} == {"the prompt"}
     (measured,) = (json.loads(file.read_text()) for file in reference.glob("_metrics/*-generate.json"))
-    assert measured["prompts"] == len(rows)
+    assert measured["prompts"] == len(samples)
+    assert measured["completions"] == len(rows)
     assert measured["tokens"] == sum(row["n_completion"] for row in rows)
     assert 0 < measured["padding"] < 1
 
@@ -95,34 +110,37 @@ def test_an_int8_cache_has_its_error_in_the_store_which_refuses_another_cache(ov
     assert str(store.cache_error["final_norm"]["relative_error"]) in store_facts(store)["int8 cache"]
     assert ActivationStore.open(reference).cache_error is None
     root = (path / "zarr.json").read_text()
-    with pytest.raises(StoreMismatch, match=r"data\.cache_dtype: the store has 'int8', this run asks for 'same'"):
-        run_here(*int8, "data.cache_dtype=same")
+    for change, message in (
+        ("data.cache_dtype=same", "has 'int8', this run asks for 'same'"),
+        ("data.samples=3", "has 2"),
+    ):
+        with pytest.raises(StoreMismatch, match=f"{change.partition('=')[0]}: the store {message}"):
+            run_here(*int8, change)
     assert (path / "zarr.json").read_text() == root
 
 
-def test_a_job_killed_and_stopped_while_it_generates_makes_the_same_store(overrides, reference, tmp_path):
-    """A process is killed, two are stopped by SIGTERM, and a job with other `data.rows` finishes."""
+def test_jobs_killed_and_stopped_while_they_generate_make_the_same_store(overrides, reference, tmp_path):
+    """Two jobs propose tokens and share the store. One is killed; the other, of two processes, is stopped by SIGTERM. A
+    job without proposals finishes."""
     store = tmp_path / "store"
-    create_store(*overrides, f"store.path={store}")
-    with writes_held(store, [group_key(stream, 4) for stream in range(3)]):
-        process = start(*overrides, f"store.path={store}")
-        wait_until(lambda: num_groups(store) >= 3, process, "3 groups")
-        process.kill()
-        process.communicate()
-    assert 3 <= num_groups(store) < num_groups(reference) - 10
-    before = num_groups(store)
-    launched = local_processes(2, 1, *overrides, f"store.path={store}")
-    with writes_held(store, [group_key(0, 8)]) as release, launched as launcher:
-        wait_until(lambda: num_groups(store) >= before + 2, launcher, "2 groups more")
-        children(launcher)[1].send_signal(signal.SIGTERM)
-        with killed_after(300, launcher):
-            read_until("SIGTERM caught", launcher)
-        release()
-        output = rest_of_output(launcher, 60)
+    job = [*overrides, "data.speculate=3", f"store.path={store}"]
+    create_store(*job)
+    held = [group_key(stream, 4) for stream in range(3)]
+    with writes_held(store, held) as release, jobs(1, *job) as [victim]:
+        wait_until(lambda: num_groups(store) >= 3, victim, "3 groups")
+        with local_processes(2, 1, *job) as launcher:
+            wait_until(lambda: num_groups(store) >= 7, launcher, "3 groups of a second stream")
+            assert victim.poll() is None
+            victim.kill()
+            children(launcher)[1].send_signal(signal.SIGTERM)
+            with killed_after(300, launcher):
+                read_until("SIGTERM caught", launcher)
+            release()
+            output = rest_of_output(launcher, 60)
     assert launcher.returncode == 42, output
     assert output.count("Interrupted: stopped by SIGTERM while generating") == 2
-    assert before + 2 <= num_groups(store) < num_groups(reference)
-    run_here(*overrides, f"store.path={store}", "data.rows=5")
+    assert 7 <= num_groups(store) < num_groups(reference)
+    run_here(*overrides, f"store.path={store}")
     assert_same_store(store, reference)
 
 
