@@ -69,7 +69,8 @@ def pack(
 
     Their number is found by bisection, below the longest prefix whose tokens fit in total. The result only depends on
     the arguments. Rows filled by one piece come first, in stream order, followed by mixed rows in the order of their
-    first pieces. Within a row, pieces are in stream order. So a document's tokens are in order of rows and positions.
+    first pieces. Within a row, pieces are in stream order. So a document's tokens are in order of rows and positions if
+    all its pieces but the last fill a row.
 
     costs, capacity: how much of a row's capacity each piece takes, if not only sizes must fit. A piece of size `length`
     must cost `capacity`, and pieces whose costs fit must have sizes that fit.
@@ -87,6 +88,27 @@ def pack(
             else:
                 count, bins = middle, attempt
     return _ordered(sizes[:count], bins, costs[:count] == capacity)
+
+
+def pack_in_order(
+    sizes: Int64[np.ndarray, "P"],
+    rows: int,
+    length: int,
+    costs: Int64[np.ndarray, "P"] | None = None,
+    capacity: int | None = None,
+) -> Placement:
+    """As `pack`, but each piece that does not fit begins the next row: pieces are in order of rows and columns. For
+    documents that have several short pieces, whose order `pack` does not keep."""
+    costs, capacity = (sizes, length) if costs is None else (costs, capacity)
+    bins, row, room = [], -1, 0
+    for cost in costs.tolist():
+        if cost > room:
+            row, room = row + 1, capacity
+        if row == rows:
+            break
+        bins.append(row)
+        room -= cost
+    return _ordered(sizes[: len(bins)], np.array(bins, np.int64), np.zeros(len(bins), bool))
 
 
 def _best_fit_decreasing(sizes: Int64[np.ndarray, "P"], rows: int, length: int) -> Int64[np.ndarray, "P"] | None:

@@ -23,7 +23,7 @@ from pipeline.data.documents import (
     SkippedDocument,
     TokenBlock,
 )
-from pipeline.data.packing import Placement, fill, join, pack, pad, windows
+from pipeline.data.packing import Placement, fill, join, pack, pack_in_order, pad, windows
 from pipeline.data.selection import Chosen, Selection, costs, selected_slots
 from pipeline.data.text.contexts import joined, restarted
 from pipeline.data.text.labels import Label
@@ -215,10 +215,12 @@ class TokenStream:
             return join(sizes, self.rows_per_block, self.length)
         if self.packing is Packing.pad:
             return pad(sizes, self.rows_per_block)
-        if self.selection is None:
-            return pack(sizes, self.rows_per_block, self.length)
-        piece_costs, row_budget = costs(self.selection, sizes, [piece.chosen for piece in pieces], self.length)
-        return pack(sizes, self.rows_per_block, self.length, piece_costs, row_budget)
+        arguments = (sizes, self.rows_per_block, self.length)
+        if self.selection is not None:
+            arguments += costs(self.selection, sizes, [piece.chosen for piece in pieces], self.length)
+        placement = pack(*arguments)
+        has_several_texts = any(piece.document.document.breaks for piece in pieces[: placement.num_pieces])
+        return pack_in_order(*arguments) if has_several_texts else placement
 
     def _block(
         self,

@@ -53,5 +53,9 @@ def numbers(stored: Stored) -> Float32[Array, "B S D"]:
         return (grouped * stored.scales[..., None]).reshape(values.shape)
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values.astype(jnp.float32)
-    info = jnp.finfo(values.dtype)
-    return jax.lax.reduce_precision(values.astype(jnp.float32), info.nexp, info.nmant)
+    info, wide = jnp.finfo(values.dtype), values.astype(jnp.float32)
+    rounded = jax.lax.reduce_precision(wide, info.nexp, info.nmant)
+    if info.nexp == jnp.finfo(jnp.float32).nexp:
+        return rounded
+    step = float(info.smallest_subnormal)  # reduce_precision makes subnormal numbers 0
+    return jnp.where(jnp.abs(wide) < float(info.smallest_normal), jnp.round(wide / step) * step, rounded)

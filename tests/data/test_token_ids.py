@@ -65,23 +65,24 @@ def test_rows_have_ids_or_are_bad(row, expected):
 
 
 @pytest.mark.parametrize("packing", Packing)
-def test_the_texts_of_a_packed_row_are_apart(tmp_path, packing):
+def test_the_texts_of_a_packed_row_are_apart_and_in_order(tmp_path, packing):
     rows, lengths = [list(range(10, 23)), [5]], [[6, 1, 6], [1]]
     source = ParquetSource(write(tmp_path, pa.int32(), input_ids=rows, seq_lengths=lengths))
     selection = open_selection(CaptureConfig(positions=Positions.last, per_row=4), BatchConfig(length=4), None)
     added = Added((2,)) if packing is Packing.concat else Added((10,))
-    settings = dict(rows_per_block=1, length=4, packing=packing, added=added, selection=selection)
+    settings = dict(rows_per_block=3, length=4, packing=packing, added=added, selection=selection)
     stream = text_stream(source, None, **settings)
     blocks = list(stream.blocks())
-    found = sorted(block.tokens[0][block.segments[0] == s].tolist() for block in blocks for s in (1, 2, 3, 4))
+    in_rows = [pair for block in blocks for pair in zip(block.tokens, block.segments, strict=True)]
+    found = [tokens[segments == s].tolist() for tokens, segments in in_rows for s in (1, 2, 3, 4)]
     expected = {
         Packing.concat: [[2, 10, 11, 12], [2, 13, 14, 15], [2, 16, 17, 18], [2, 19, 20, 21], [2, 22, 5]],
-        Packing.pad: [[5], [10, 11, 12, 13], [10, 14, 15], [16], [17, 18, 19, 20], [21, 22]],
+        Packing.pad: [[10, 11, 12, 13], [10, 14, 15], [16], [17, 18, 19, 20], [21, 22], [5]],
     }
     expected[Packing.pack] = expected[Packing.pad]
     assert [row for row in found if row] == expected[packing]
-    last = sorted(int(block.tokens[0, p]) for block in blocks for p in block.selected[0] if p >= 0)
-    assert last == [5, 15, 16, 22]
+    chosen = [pair for block in blocks for pair in zip(block.tokens, block.selected, strict=True)]
+    assert [int(row[p]) for row, places in chosen for p in places if p >= 0] == [15, 16, 22, 5]
     for done in range(1, len(blocks)):
         for left, right in zip(stream.blocks(blocks[done - 1].next, done), blocks[done:], strict=True):
             assert_same_block(left, right)

@@ -31,6 +31,15 @@ def activations(dtype="float32") -> np.ndarray:
     return x.astype(dtype)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_statistics_are_of_the_values_of_a_cast(dtype):
+    """float16 is subnormal below 6e-5, where attention to most tokens of a long window is."""
+    x = activations()
+    values, *_, held = stored(x, dtype)
+    np.testing.assert_array_equal(values, x.astype(dtype))
+    np.testing.assert_array_equal(held, values.astype(np.float32))
+
+
 @pytest.mark.parametrize("group", [None, 8])
 @pytest.mark.parametrize("computed", ["float32", "bfloat16"])
 def test_float8_values_equal_those_of_ml_dtypes(group, computed):
