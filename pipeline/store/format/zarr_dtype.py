@@ -17,18 +17,19 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 from zarr.buffer.cpu import Buffer
-from zarr.dtype import Float16, data_type_registry
+from zarr.dtype import Float16, Int8, data_type_registry
 
 
-class _MlDtype(Float16):
-    """A Zarr v3 data type for the ml_dtypes type of the same name. Zarr v2 has no such types."""
+class _MlDtype:
+    """What both types change of types of zarr-python. Scalars are those of its floats, in another numpy dtype."""
 
     native: ClassVar[np.dtype]
-    _zarr_v2_names = ()
+    _zarr_v3_name: ClassVar[str]
+    _zarr_v2_names = (None,)  # no array of Zarr v2 has such a name
+    _check_scalar = Float16._check_scalar
+    to_json_scalar = Float16.to_json_scalar
 
     def to_native_dtype(self) -> np.dtype:
-        if self.endianness == "big" and self.native.itemsize > 1:
-            raise NotImplementedError(f"big-endian {self._zarr_v3_name}: numpy cannot swap the bytes of its values")
         return self.native
 
     def to_json(self, zarr_format: int) -> str:
@@ -40,22 +41,26 @@ class _MlDtype(Float16):
         """A scalar from a JSON number, `NaN`, `Infinity`, `-Infinity`, or the bits in hex, as in `0x7fc0`."""
         if isinstance(data, str) and data.startswith("0x"):
             return np.array(int(data, 16), f"u{self.native.itemsize}").view(self.native)[()]
-        return super().from_json_scalar(data, zarr_format=zarr_format)
+        return Float16.from_json_scalar(self, data, zarr_format=zarr_format)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BFloat16(_MlDtype):
+class BFloat16(_MlDtype, Float16):
     native = np.dtype(ml_dtypes.bfloat16)
     dtype_cls = type(native)
     _zarr_v3_name = "bfloat16"
 
+    def to_native_dtype(self) -> np.dtype:
+        if self.endianness == "big":
+            raise NotImplementedError("big-endian bfloat16: numpy cannot swap the bytes of its values")
+        return self.native
+
 
 @dataclass(frozen=True, kw_only=True)
-class Float8E4M3FN(_MlDtype):
+class Float8E4M3FN(_MlDtype, Int8):  # not a float of zarr's, which have an order of bytes that the metadata must name
     native = np.dtype(ml_dtypes.float8_e4m3fn)
     dtype_cls = type(native)
     _zarr_v3_name = "float8_e4m3fn"
-    item_size = 1
 
 
 # zarr-python 3.1 collects the entry points of `zarr.data_type` but does not load them (3.2 does). It does load those
