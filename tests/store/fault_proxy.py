@@ -192,8 +192,9 @@ class _Handler(BaseHTTPRequestHandler):
         while True:
             before = generations.get(place)
             response, content = self._forward(body)
-            if self.command != "GET" or generations.get(place) == before:
-                return response, content, before
+            with self._proxy.conditional:  # until an upload that was read has noted its generation
+                if self.command != "GET" or generations.get(place) == before:
+                    return response, content, before
 
     def _forward(self, body: bytes) -> tuple[HTTPResponse, bytes]:
         replaced = ("transfer-encoding", "connection", "content-length")

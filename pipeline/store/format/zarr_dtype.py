@@ -21,19 +21,15 @@ from zarr.dtype import Float16, Int8, data_type_registry
 
 
 class _MlDtype:
-    """A Zarr v3 data type for the ml_dtypes type of the same name. Zarr v2 has no such types."""
+    """What both types change of types of zarr-python. Scalars are those of its floats, in another numpy dtype."""
 
     native: ClassVar[np.dtype]
-    _zarr_v2_names = ()
+    _zarr_v3_name: ClassVar[str]
+    _zarr_v2_names = (None,)  # no array of Zarr v2 has such a name
     _check_scalar = Float16._check_scalar
-    _cast_scalar_unchecked = Float16._cast_scalar_unchecked
-    cast_scalar = Float16.cast_scalar
-    default_scalar = Float16.default_scalar
     to_json_scalar = Float16.to_json_scalar
 
     def to_native_dtype(self) -> np.dtype:
-        if getattr(self, "endianness", "little") == "big":
-            raise NotImplementedError(f"big-endian {self._zarr_v3_name}: numpy cannot swap the bytes of its values")
         return self.native
 
     def to_json(self, zarr_format: int) -> str:
@@ -54,9 +50,14 @@ class BFloat16(_MlDtype, Float16):
     dtype_cls = type(native)
     _zarr_v3_name = "bfloat16"
 
+    def to_native_dtype(self) -> np.dtype:
+        if self.endianness == "big":
+            raise NotImplementedError("big-endian bfloat16: numpy cannot swap the bytes of its values")
+        return self.native
+
 
 @dataclass(frozen=True, kw_only=True)
-class Float8E4M3FN(_MlDtype, Int8):  # as of Int8, an array's metadata need not name an endianness
+class Float8E4M3FN(_MlDtype, Int8):  # not a float of zarr's, which have an order of bytes that the metadata must name
     native = np.dtype(ml_dtypes.float8_e4m3fn)
     dtype_cls = type(native)
     _zarr_v3_name = "float8_e4m3fn"
