@@ -106,20 +106,6 @@ def assert_is_of_tokens(features: Mapping[str, FeatureBatch], documents: np.ndar
             np.testing.assert_array_equal(as_float32(getattr(features[name], part)), values)
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("buffer_mib", [TINY_MIB, 256.0])
-def test_every_token_comes_once_with_its_features(alone, shuffle, buffer_mib):
-    assert alone.keys == ()
-    batches = list(alone.batches([], 32, features=True, shuffle=shuffle, buffer_mib=buffer_mib))
-    for batch in batches:
-        assert batch.activations == batch.outputs == {}
-        assert_is_of_tokens(batch.features, batch.documents, batch.tokens)
-    assert {len(batch.tokens) for batch in batches[:-1]} == {32}
-    seen = tokens_of(batches)
-    assert (sorted(seen) == sorted(all_tokens())) if shuffle else (seen == all_tokens())
-    assert (seen == all_tokens()) != shuffle
-
-
 @pytest.mark.parametrize("stack", [False, True])
 def test_features_come_with_activations(both, stack):
     outputs = (f"features.{ENCODED}.wide.n_active", f"features.{ENCODED}.narrow.index")

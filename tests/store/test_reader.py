@@ -15,7 +15,6 @@ from tests.store.example_store import (
     WIDTHS,
     activation,
     blocks,
-    copy_store,
     layout,
     metadata,
     stored_tokens,
@@ -151,18 +150,6 @@ def test_a_store_without_blocks_is_read_as_empty(store_path):
     assert store.documents().num_rows == 0
     assert store.read("blocks.1.resid_post", slice(None)).shape == (0, LENGTH, WIDTHS[NAME])
     assert list(store.batches("blocks.1.resid_post", 10)) == []
-
-
-@pytest.mark.parametrize("name", ["tokens", "segments", "documents", NAME])
-def test_a_deleted_object_is_never_read_as_zeros(store_path, name):
-    copy_store(store_path)
-    spec = next(spec for spec in layout().all_arrays if spec.name == name)
-    Storage.open(store_path).write(layout().shard_key(spec, 1, 0), None)
-    store = ActivationStore.open(store_path)
-    with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
-        store.read("blocks.3.resid_post", [4]) if name == NAME else store.read_tokens([4])
-    with pytest.raises(StoreError, match=r"Run pipeline\.verify"):
-        list(store.batches("blocks.3.resid_post", 10))
 
 
 @pytest.mark.parametrize("keys", [None, NAME, ["embed", NAME]])
