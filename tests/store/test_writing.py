@@ -219,6 +219,32 @@ def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypat
     assert arguments[0].list_keys() == []
 
 
+class FailsOnce(Storage):
+    """Storage that refuses to put one object once, while its key is in `refused`."""
+
+    refused = ()
+
+    def put(self, key, *parts):
+        if key in self.refused:
+            self.refused.remove(key)
+            raise StoreError(f"{key} cannot be written.")
+        return super().put(key, *parts)
+
+
+@pytest.mark.parametrize("key", ["zarr.json", "tokens/zarr.json"])
+def test_a_planned_store_that_could_not_be_created_is_created_by_the_next_call(tmp_path, key, monkeypatch):
+    monkeypatch.setattr(FailsOnce, "refused", [key])
+    storage = FailsOnce.open(f"memory://{tmp_path}")
+    writer = StoreWriter.plan(storage, metadata(), layout(), exclusive=True)
+    writer.record(may_be_not_finite=True)
+    with pytest.raises(StoreError, match="cannot be written"):
+        writer.create()
+    writer.create()
+    keys = storage.list_keys()
+    assert {"zarr.json", *(f"{spec.name}/zarr.json" for spec in layout().all_arrays)} <= set(keys)
+    assert StoreWriter.open_existing(storage).root.may_be_not_finite
+
+
 def test_another_configuration_is_refused_by_key(store_path):
     write_store(store_path)
     before = comparable_image(store_path)

@@ -213,12 +213,10 @@ class Decoding:
     def _logits(self, params: Params, final: Float[Array, "B D"]) -> Float32[Array, "B V"]:
         """Divided by vocabulary like the head. Otherwise XLA would gather the head for `top_k`."""
         scores, partition, mesh = logits(self.model.head, params, final), self.partition, self.partition.mesh
-        if partition.fsdp:  # each part of the head stays where it is: XLA would gather it
-            vocabulary, group = partition.vocabulary(scores.shape[-1])
-            parts = NamedSharding(
-                partition.mesh_with(group, context=partition.context), PartitionSpec(None, vocabulary)
-            )
-            scores = jax.lax.with_sharding_constraint(scores, parts)
+        vocabulary, group = partition.vocabulary(scores.shape[-1])
+        if group > 1:  # fsdp divides the head, and each part stays where it is: XLA would gather it
+            parts = partition.mesh_with(group, context=partition.context)
+            scores = jax.lax.with_sharding_constraint(scores, NamedSharding(parts, PartitionSpec(None, vocabulary)))
         vocabulary = "tensor" if scores.shape[-1] % mesh.shape["tensor"] == 0 else None
         return jax.lax.with_sharding_constraint(scores, NamedSharding(mesh, PartitionSpec("data", vocabulary)))
 

@@ -100,11 +100,12 @@ class StoreWriter:
     def create(self) -> "StoreWriter":
         """Creates the store unless it exists, with what was recorded so far. Raises as `plan`."""
         if self._is_new:
-            planned, self._is_new = self.root, False
+            planned = self.root
             self.storage.put(ROOT_KEY, planned.to_json())
-            self.root = require_root(self.storage)  # perhaps of another process
-            self.root.metadata.require_same(planned.metadata, self.path)
+            root = require_root(self.storage)  # perhaps of another process
+            root.metadata.require_same(planned.metadata, self.path)
             create_arrays(self.storage, self.layout)
+            self.root, self._is_new = root, False  # not before: after an error, the next call tries again
             recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
             self.reopen(planned.target)
             self.record(**{name: value for name, value in recorded.items() if value})
