@@ -85,6 +85,11 @@ def test_links_in_the_path_are_refused_and_a_link_to_it_is_not(tmp_path):
     assert (tmp_path / "elsewhere" / "zarr.json").exists()
 
 
+def test_a_root_written_by_another_process_meanwhile_is_reported(tmp_path):
+    write_store(str(tmp_path))
+    assert not require_vacant(Storage.open(str(tmp_path)))
+
+
 def test_checking_for_foreign_files_lists_few_directories(tmp_path, monkeypatch):
     make(tmp_path, [f"{i:02}/{j}" for i in range(20) for j in range(10)])
     looked_at = []
