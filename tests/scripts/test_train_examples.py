@@ -71,6 +71,7 @@ def test_the_probe_on_arc_works(tmp_path):
     assert plot.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_sparse_autoencoder_trains_on_a_stream():
     assert load("train_sae_on_stream").main(60) > 0.65
 
