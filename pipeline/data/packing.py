@@ -90,16 +90,9 @@ def pack(
     return _ordered(sizes[:count], bins, costs[:count] == capacity)
 
 
-def pack_in_order(
-    sizes: Int64[np.ndarray, "P"],
-    rows: int,
-    length: int,
-    costs: Int64[np.ndarray, "P"] | None = None,
-    capacity: int | None = None,
-) -> Placement:
+def pack_in_order(sizes: Int64[np.ndarray, "P"], rows: int, costs: Int64[np.ndarray, "P"], capacity: int) -> Placement:
     """As `pack`, but each piece that does not fit begins the next row: pieces are in order of rows and columns. For
     documents that have several short pieces, whose order `pack` does not keep."""
-    costs, capacity = (sizes, length) if costs is None else (costs, capacity)
     bins, row, room = [], -1, 0
     for cost in costs.tolist():
         if cost > room:

@@ -215,12 +215,14 @@ class TokenStream:
             return join(sizes, self.rows_per_block, self.length)
         if self.packing is Packing.pad:
             return pad(sizes, self.rows_per_block)
-        arguments = (sizes, self.rows_per_block, self.length)
+        piece_costs, capacity = sizes, self.length
         if self.selection is not None:
-            arguments += costs(self.selection, sizes, [piece.chosen for piece in pieces], self.length)
-        placement = pack(*arguments)
-        has_several_texts = any(piece.document.document.breaks for piece in pieces[: placement.num_pieces])
-        return pack_in_order(*arguments) if has_several_texts else placement
+            piece_costs, capacity = costs(self.selection, sizes, [piece.chosen for piece in pieces], self.length)
+        placement = pack(sizes, self.rows_per_block, self.length, piece_costs, capacity)
+        # Only of the pieces in the block: how many more have been read must not matter.
+        if any(piece.document.document.breaks for piece in pieces[: placement.num_pieces]):
+            return pack_in_order(sizes, self.rows_per_block, piece_costs, capacity)
+        return placement
 
     def _block(
         self,
