@@ -197,9 +197,7 @@ class TokenStream:
         all_windows = (
             (start + first, start + last, min(first, self.overlap))
             for start, stop in pairwise(ends)
-            for first, last in windows(
-                stop - start, self.length, LongDocuments.split, 0, self._place(column + start), self.overlap
-            )
+            for first, last in windows(stop - start, self.length, self._place(column + start), self.overlap)
         )
         left = [window for window in all_windows if window[0] >= begin]
         if begin and (not left or left[0][0] != begin):

@@ -27,9 +27,9 @@ from typing import Any, get_args
 
 from pipeline.cli import main as command_line
 from pipeline.config import composing
-from pipeline.config.limits import shortened
 from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, RunConfig
 from pipeline.core.errors import EXIT_INVALID, PipelineError
+from pipeline.core.messages import shortened
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import open_job
 from pipeline.job.running import run

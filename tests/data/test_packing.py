@@ -5,23 +5,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.choices import LongDocuments
 from pipeline.data.packing import fill, pack, pad, windows
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "first", "long_documents", "expected"),
+    ("num_tokens", "column", "overlap", "expected"),
     [
-        (3, 0, "split", [(0, 3)]),
-        (4, 0, "split", [(0, 4)]),
-        (9, 0, "split", [(0, 4), (4, 8), (8, 9)]),
-        (9, 8, "split", [(8, 9)]),
-        (9, 0, "cut", [(0, 4)]),
-        (3, 0, "cut", [(0, 3)]),
+        *((0, 0, 0, []), (3, 0, 0, [(0, 3)]), (4, 0, 0, [(0, 4)]), (9, 0, 0, [(0, 4), (4, 8), (8, 9)])),
+        *((9, 3, 0, [(0, 1), (1, 5), (5, 9)]), (9, 0, 1, [(0, 4), (4, 7), (7, 9)])),
     ],
 )
-def test_documents_are_divided_into_windows(num_tokens, first, long_documents, expected):
-    assert windows(num_tokens, 4, LongDocuments(long_documents), first) == expected
+def test_documents_are_divided_into_windows(num_tokens, column, overlap, expected):
+    assert windows(num_tokens, 4, column, overlap) == expected
 
 
 def test_pack_places_pieces_by_best_fit():

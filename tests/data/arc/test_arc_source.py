@@ -233,7 +233,7 @@ def test_grids_are_recovered_from_prompts(folder, template, settings):
         solved = decode_prompt(documents(opened)[0].text, grid_encoder(opened._config))[-1].output
         assert np.array_equal(solved, [[4]]) if include_solution else solved is None
     with pytest.raises(ConfigError, match="tokenizer words has no chat template"):
-        source(folder, template=Template.chat)
+        documents(source(folder, template=Template.chat))
 
 
 def test_a_data_set_of_the_hub_is_read(tmp_path, monkeypatch):
