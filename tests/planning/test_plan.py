@@ -93,10 +93,7 @@ def test_host_bytes_include_the_buffers_of_statistics(dtype, statistics):
     assert plan.memory.host_bytes > 2 * buffers
 
 
-@pytest.mark.parametrize(
-    ("shard_mib", "rows_per_block"),
-    [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)],
-)
+@pytest.mark.parametrize(("shard_mib", "rows_per_block"), [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)])
 def test_a_block_has_whole_steps_within_bounds(shard_mib, rows_per_block):
     assert (
         planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
@@ -153,8 +150,7 @@ def test_a_store_keeps_its_rows_per_block():
     config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1000.0))
     assert planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
     with pytest.raises(
-        ConfigError,
-        match="is 8 per process, which does not divide the 20 rows.*divide 20, or set another store.path",
+        ConfigError, match="is 8 per process, which does not divide the 20 rows.*divide 20, or set another store.path"
     ):
         planned(config, stored=StoredGeometry(1, 20))
 

@@ -63,12 +63,7 @@ class TextTokenizer:
         self._special = {*self._before, *self._after, *(number for number, token in added if token.special)}
         tokenizer.post_processor = None  # it may leave spaces out of the offsets
         self._has_said_once = False
-        self._identity = {
-            "sha256": digest,
-            "special_tokens": str(special_tokens),
-            "prefix": prefix,
-            "suffix": suffix,
-        }
+        self._identity = {"sha256": digest, "special_tokens": str(special_tokens), "prefix": prefix, "suffix": suffix}
 
     def require_ends(self, adds: Mapping[str, tuple[str, bool]]) -> None:
         """Raises InputError if tokenizer_config.json claims that a token is added to every text, and it is not, or the
@@ -132,10 +127,7 @@ class TextTokenizer:
         return self._encoded(texts, self._ids_and_starts, with_ends)
 
     def _encoded(
-        self,
-        texts: Sequence[str],
-        encode: Callable[[list[str]], list[Int32[np.ndarray, "_ columns"]]],
-        with_ends: bool,
+        self, texts: Sequence[str], encode: Callable[[list[str]], list[Int32[np.ndarray, "_ columns"]]], with_ends: bool
     ) -> list[Int32[np.ndarray, "_ columns"]]:
         short = iter(encode([text for text in texts if len(text) <= PIECE_CHARACTERS]))
         encoded = [
