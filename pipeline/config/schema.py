@@ -319,6 +319,13 @@ class BatchConfig:
         "packing=concat",
     )
 
+    @property
+    def adding(self) -> str | None:
+        """The setting with which windows or rows begin with tokens that they add; None if they do not."""
+        if self.packing is choices.Packing.concat:
+            return "batch.packing=concat"
+        return "batch.windows=restart" if self.windows is choices.Windows.restart else None
+
 
 @dataclass(frozen=True)
 class CaptureConfig:

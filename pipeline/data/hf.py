@@ -251,7 +251,7 @@ def _chats(config: HfData, tokenizer: TextTokenizer, are_prompts: bool, is_padde
         return replace(document, text=chat.text, labels=chat.labels, info=info)
 
     kind = {"add_generation_prompt": True} if are_prompts else {"labels": list(LABELS)}
-    identity = {**conversations.identity(), **tokenizer.chat_identity(), **kind}
+    identity = {**conversations.identity, **tokenizer.chat_identity(), **kind}
     added = pa.schema([] if are_prompts else [("n_dropped", pa.int64())])
     return _Content("messages, data.tools", conversations.columns, identity, add, added)
 

@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.core.errors import ConfigError
 from pipeline.data.text.following import Following, follow
 from pipeline.data.text.labelling import Labeller, mark_generated
-from pipeline.data.text.labels import LabelledText
+from pipeline.data.text.labels import REASONING, LabelledText
 from pipeline.data.text.tagged import tojson
 
 T = TypeVar("T")
@@ -232,7 +232,7 @@ def _not_null(value: Any) -> Any:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    given = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    given = [message[name] for name in REASONING if name in message]
     return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
 
 

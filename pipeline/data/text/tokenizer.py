@@ -116,8 +116,8 @@ class TextTokenizer:
 
         A special token that would be put beside itself, e.g. BOS before a text that begins with it, is put once.
 
-        Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, IndivisibleText,
-        or an error with the library's message.
+        Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, or an error that
+        says why.
         """
         return [np.ascontiguousarray(tokens[:, 0]) for tokens in self._encoded(texts, self._ids, with_ends)]
 
