@@ -21,10 +21,10 @@ from pipeline.config.composing import (
     prepare,
     typed_key,
 )
-from pipeline.config.limits import shortened
 from pipeline.config.schema import RunConfig
 from pipeline.config.typed import typed_config
 from pipeline.core import errors
+from pipeline.core.messages import shortened
 
 log = logging.getLogger("pipeline")
 

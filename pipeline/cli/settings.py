@@ -9,10 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, TypeVar
 
-from pipeline.config.limits import shortened
 from pipeline.core.addresses import unusable_path
 from pipeline.core.errors import EXIT_OK, ConfigError, PipelineError
-from pipeline.core.messages import did_you_mean
+from pipeline.core.messages import did_you_mean, shortened
 
 S = TypeVar("S")
 _HELP = {"--help", "-h"}

@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from pipeline.config.effects import LOADERS
-from pipeline.config.limits import shortened
 from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields, default_of
 from pipeline.config.typed import key_remedy, typed_config
 from pipeline.core import errors
 from pipeline.core.addresses import without_credentials
+from pipeline.core.messages import shortened
 
 PACKAGE = Path(__file__).parent.parent
 CONFIGS = PACKAGE / "configs"  # the YAML files; in a checkout a link to those beside the package

@@ -30,11 +30,6 @@ def between(first: float, last: float, *, above_first: bool = False, below_last:
     return Limit(f"number of {least} and {'less than' if below_last else 'at most'} {last:,}", admits)
 
 
-def shortened(text: str, max_characters: int) -> str:
-    """The text, or if it is longer, its beginning and its length."""
-    return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text):,} characters)"
-
-
 def _is_location(value: str) -> bool:
     if not value.strip() or len(value.encode()) > _MAX_PATH_BYTES:
         return False

@@ -146,11 +146,7 @@ class ArcData(DataConfig):
         "`plain`, or `chat`: the tokenizer's chat template (with `special_tokens=none` if it adds them)",
     )
     include_solution: bool = key(False, "end the prompt with the test's output, if it is known")
-    augmentations: int = key(
-        1,
-        "versions of each task; the first is the original task",
-        allowed=limits.FEW,
-    )
+    augmentations: int = key(1, "versions of each task; the first is the original task", allowed=limits.FEW)
     augment: str = key(
         "dihedral+colors+examples",
         "what other versions change: `rotations`, or `dihedral` for rotations and mirror images, `colors`, and the "
@@ -323,6 +319,13 @@ class BatchConfig:
         "packing=concat",
     )
 
+    @property
+    def adding(self) -> str | None:
+        """The setting with which windows or rows begin with tokens that they add; None if they do not."""
+        if self.packing is choices.Packing.concat:
+            return "batch.packing=concat"
+        return "batch.windows=restart" if self.windows is choices.Windows.restart else None
+
 
 @dataclass(frozen=True)
 class CaptureConfig:
@@ -487,9 +490,7 @@ class RunOptions:
         allowed=between(1, 10**18),
     )
     lease_s: float = key(
-        60.0,
-        "how long a process may be silent before others take over its stream",
-        allowed=between(1, 1_000_000),
+        60.0, "how long a process may be silent before others take over its stream", allowed=between(1, 1_000_000)
     )
     exclusive: bool = key(
         False, "nobody else writes this store: storage that ignores write conditions is accepted", "store.path=*://*"
@@ -498,9 +499,7 @@ class RunOptions:
         2048.0, "activations in flight between device and host; at most 4 steps, or 1 on a CPU with two cores"
     )
     reserved_mib: float = key(
-        0.0,
-        "memory kept free on each device for other uses, e.g. training on a `Stream`",
-        allowed=limits.NOT_NEGATIVE,
+        0.0, "memory kept free on each device for other uses, e.g. training on a `Stream`", allowed=limits.NOT_NEGATIVE
     )
     stall_timeout_s: float = key(
         600.0,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from pipeline.core.errors import ConfigError, PipelineError
+from pipeline.core.messages import shortened
 
 _MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ESTALE}
 _MAY_PASS |= {errno.EACCES, errno.EPERM, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY, errno.ENOMEM}
@@ -38,6 +39,7 @@ def named_errors(where: str, *, key: str, invalid: type[PipelineError]) -> Itera
     """A context for calls of fsspec or the Hub, and nothing else. Raises `invalid` where the configuration's `key`
     cannot be opened, and PipelineError where a retry might succeed. FileNotFoundError and programming errors pass
     unchanged."""
+    given = f"{key} is {shortened(repr(where), 200)}, which cannot be opened"
     try:
         yield
     except (FileNotFoundError, PipelineError):
@@ -45,12 +47,12 @@ def named_errors(where: str, *, key: str, invalid: type[PipelineError]) -> Itera
     except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a truncated response
         raise PipelineError(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
     except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or a name that the Hub rejects
-        raise invalid(f"{key} is {_brief(where)}, which cannot be opened: {error}. Check the path.") from error
+        raise invalid(
+            f"{key} is {shortened(repr(where), 200)}, which cannot be opened: {error}. Check the path."
+        ) from error
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _INVALID_PATH:
-            raise invalid(
-                f"{key} is {_brief(where)}, which cannot be opened: {error.strerror}. Check the path."
-            ) from error
+            raise invalid(f"{given}: {error.strerror}. Check the path.") from error
         if not _is_of_storage(error):
             raise
         cause = str(error).rstrip(".") or type(error).__name__
@@ -61,7 +63,3 @@ def _is_of_storage(error: Exception) -> bool:
     """Whether the operating system, the network or a package for remote storage raised the error."""
     packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError | EOFError | http.client.HTTPException) or bool(packages & _NETWORK_PACKAGES)
-
-
-def _brief(where: str) -> str:
-    return repr(where) if len(where) <= 200 else f"{where[:200]!r}... ({len(where)} characters)"

@@ -120,10 +120,7 @@ def repeat_requests() -> None:
 
 
 def dataset_commit(
-    repo: str,
-    revision: str | None,
-    key: str = "data.path",
-    invalid: type[PipelineError] = InputError,
+    repo: str, revision: str | None, key: str = "data.path", invalid: type[PipelineError] = InputError
 ) -> str:
     """The commit that a data set's revision (None: main) names now. Raises `invalid`, naming the configuration's `key`,
     where the Hub refuses access, and HubUnavailable when it cannot be reached."""

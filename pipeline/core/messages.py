@@ -20,6 +20,11 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} that is too long to show"
 
 
+def shortened(text: str, max_characters: int) -> str:
+    """The text, or if it is longer, its beginning and its length."""
+    return text if len(text) <= max_characters else f"{text[:max_characters]}... ({len(text):,} characters)"
+
+
 def counted(number: int, noun: str) -> str:
     """ "1 block", "2,000 blocks": the noun is in the plural, formed with -s, unless the number is 1."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

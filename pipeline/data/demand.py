@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeline.config.choices import Packing
+from pipeline.config.choices import LongDocuments, Packing
 from pipeline.data.documents import Cursor
 from pipeline.data.packing import windows
 from pipeline.data.stream import TokenStream
@@ -29,12 +29,11 @@ class Demand:
     def add(self, num_tokens: int) -> None:
         """Adds the next document."""
         stream, first_token, self._first_token = self._stream, self._first_token, 0
-        for first, last in windows(
-            num_tokens, stream.length, stream.long_documents, first_token, overlap=stream.overlap
-        ):
+        is_cut = stream.long_documents is LongDocuments.cut
+        for first, last in windows(num_tokens, stream.length, overlap=stream.overlap)[: 1 if is_cut else None]:
             if self._tokens > 0:
-                self._tokens -= last - first
-            else:
+                self._tokens -= max(0, last - max(first, first_token))
+            elif first >= first_token:
                 self._pieces -= 1
 
     @property

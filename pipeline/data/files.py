@@ -102,16 +102,16 @@ class InputFile:
             yield RangeFile(read, end)
 
 
-def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile]:
+def find_files(path: str, suffix: str) -> list[InputFile]:
     """The files at `path`, sorted by name: a file, the matches of a glob, or a directory's files at any depth whose
-    names end with `suffix`. `key` is the setting that messages name.
+    names end with `suffix`.
 
     In directories and globs, names that begin with `.` or `_` are left out.
     Raises NoSuchFiles if there are no files, and PipelineError if they cannot be listed.
     """
     if not path.strip():
-        raise InputError(f"{key} is empty. Set it to a file, a directory or a glob.")
-    with input_errors(path, key):
+        raise InputError("data.path is empty. Set it to a file, a directory or a glob.")
+    with input_errors(path):
         filesystem, root = open_filesystem(path)
         files, is_file = repeated(path, lambda: _listed_files(filesystem, root, suffix))
     if files and is_file and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
@@ -124,11 +124,11 @@ def find_files(path: str, suffix: str, key: str = "data.path") -> list[InputFile
         braces = " Braces are not supported in globs, only *, **, ? and [...]." if {*"{}"} & {*path} else ""
         other = " For JSON, CSV or text: data=hf data.path=json data.data_files=FILE." if suffix == _PARQUET else ""
         raise NoSuchFiles(
-            f"{subject}. Set {key} to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
+            f"{subject}. Set data.path to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
         )
-    with input_errors(path, key):
+    with input_errors(path):
         for file in files:
-            require_readable(filesystem, file.path, key)
+            require_readable(filesystem, file.path, "data.path")
     return sorted(files, key=lambda file: file.name)
 
 

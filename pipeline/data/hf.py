@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import posixpath
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -42,6 +42,7 @@ _DIALECT = ("quotechar", "escapechar", "doublequote", "skipinitialspace", "quoti
 _SETTINGS = {"name", "version", "data_dir", "data_files", "description", "features", "chunksize", "block_size"}
 _SETTINGS |= {"sep", "delimiter", "names", "column_names", *_DIALECT}
 
+_NO_COLUMNS = pa.schema([])
 _IndexedRow = tuple[int, Row]
 
 
@@ -67,17 +68,17 @@ class HfSource:
         Raises ConfigError for an invalid template or name, and InputError if there are no files.
         """
         self._config = config
-        texts = _Ids if config.tokens else _Texts
         self._builder, self._files = _open_files(config)
         is_read_here = _is_read_here(self._builder, self._files)
         is_padded = not is_read_here or self._builder.name == "parquet"
-        self._texts = _Chats(config, tokenizer, are_prompts, is_padded) if config.messages else texts(config)
-        if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names, *self._texts.info_schema.names}):
+        content = _chats(config, tokenizer, are_prompts, is_padded) if config.messages else _content(config)
+        self._content = content
+        if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names, *content.info_schema.names}):
             raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
         if twice := [name for name in config.info_columns if config.info_columns.count(name) > 1]:
             raise ConfigError(f"data.info_columns has {twice[0]} twice. Remove one of them.")
         identifiers = [config.id_column] if config.id_column else []
-        self._columns = {*self._texts.columns, *config.info_columns, *identifiers}
+        self._columns = {*content.columns, *config.info_columns, *identifiers}
         self._manifest = agree(lambda _: Manifest(file_entries(self._files)))
         if all(file.size == 0 for file in self._files):
             raise InputError(f"{config.path}: all files are empty. Check data.path and data.data_files.")
@@ -90,7 +91,7 @@ class HfSource:
             if count != len(self._files):
                 self.shards = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
         info = pa.schema([(name, pa.string()) for name in config.info_columns])
-        self.info_schema = pa.unify_schemas([info, self._texts.info_schema])
+        self.info_schema = pa.unify_schemas([info, content.info_schema])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The documents of a shard from row `start` on. Earlier rows are read, but not tokenised; of parquet files,
@@ -110,7 +111,7 @@ class HfSource:
             "source": "hf",
             "subset": config.subset,
             "split": config.split,
-            **self._texts.identity(),
+            **self._content.identity,
             "id_column": config.id_column,
             "info_columns": list(config.info_columns),
             **self._manifest.identity(),
@@ -176,7 +177,7 @@ class HfSource:
         if missing := sorted(self._columns - {*columns}):
             raise InputError(
                 f"{self._config.path}, {name} has no column {', '.join(map(repr, missing))}, only "
-                f"{', '.join(map(repr, columns))}. Use only these in data.{self._texts.key}, data.id_column and "
+                f"{', '.join(map(repr, columns))}. Use only these in data.{self._content.key}, data.id_column and "
                 "data.info_columns."
             )
 
@@ -187,87 +188,60 @@ class HfSource:
         if identity is None:
             raise ValueError(f"{config.id_column!r} is null")
         info = {name: _as_text(name, row.get(name)) for name in config.info_columns}
-        document = self._texts.rendered(Document(str(identity), "", shard, index, info), row)
+        document = self._content.add(Document(str(identity), "", shard, index, info), row)
         if not document.text and document.tokens is None:
             raise ValueError("the text is empty")
         return document
 
 
-class _Ids:
-    """Token ids of rows by `data.tokens`. See `_Texts`."""
+@dataclass(frozen=True)
+class _Content:
+    """What makes a row's text, or has its token ids. key: the settings. columns: all that are read. identity: what
+    determines the content, as plain JSON values. add: gives a document the content of a row; raises ValueError for a
+    bad row. info_schema: columns that it adds to documents."""
 
-    key = "tokens"
-    info_schema = pa.schema([])
-
-    def __init__(self, config: HfData) -> None:
-        self.columns = [config.tokens]
-
-    def identity(self) -> dict[str, object]:
-        return {"tokens": self.columns[0]}
-
-    def rendered(self, document: Document, row: Row) -> Document:
-        """The document with its ids. Raises ValueError for a bad row."""
-        return with_tokens(document, row, self.columns[0])
+    key: str
+    columns: Collection[str]
+    identity: Mapping[str, object]
+    add: Callable[[Document, Row], Document]
+    info_schema: pa.Schema = _NO_COLUMNS
 
 
-class _Texts:
-    """Texts of rows by `data.text`. key: the setting. columns: all that are read. info_schema: columns that it adds to
-    documents."""
+def _content(config: HfData) -> _Content:
+    """The content of `data.tokens` or `data.text`. Raises ConfigError."""
+    if config.tokens:
+        ids = partial(with_tokens, column=config.tokens)
+        return _Content("tokens", [config.tokens], {"tokens": config.tokens}, ids)
+    try:
+        template = TextTemplate(config.text)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"data.text={config.text!r:.300} is no jinja template: {error}. Correct it.") from error
 
-    key = "text"
-    info_schema = pa.schema([])
-
-    def __init__(self, config: HfData) -> None:
-        """Raises ConfigError."""
+    def add(document: Document, row: Row) -> Document:
         try:
-            self._template = TextTemplate(config.text)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"data.text={config.text!r:.300} is no jinja template: {error}. Correct it.") from error
-        self.columns = self._template.columns
-        self._source = config.text
-
-    def identity(self) -> dict[str, object]:
-        """What determines the texts, as plain JSON values."""
-        return {"text": self._source}
-
-    def rendered(self, document: Document, row: Row) -> Document:
-        """The document with its text. Raises ValueError for a bad row."""
-        try:
-            return replace(document, text=self._template(row))
+            return replace(document, text=template(row))
         except RenderError as error:
             raise ValueError(f"data.text does not render: {error}") from error
 
+    return _Content("text", template.columns, {"text": config.text}, add)
 
-class _Chats:
-    """Texts of rows by `data.messages`, with labels. See `_Texts`."""
 
-    key = "messages, data.tools"
+def _chats(config: HfData, tokenizer: TextTokenizer, are_prompts: bool, is_padded: bool) -> _Content:
+    """The content of `data.messages`: texts with labels and `n_dropped`, unless they are prompts. is_padded: as in
+    `Conversations`. Raises ConfigError."""
+    forms = TemplateForms.of(tokenizer.chat(config.tools and []), has_tools=config.tools is not None)
+    conversations = Conversations(config.messages, config.tools, config.roles, forms, is_padded=is_padded)
+    has_warned = False
 
-    def __init__(self, config: HfData, tokenizer: TextTokenizer, are_prompts: bool, is_padded: bool) -> None:
-        """is_padded: as in `Conversations`. Raises ConfigError, also for a tokenizer without a usable chat template."""
-        tokenizer.require_chat()
-        forms = TemplateForms.of(tokenizer.chat(config.tools and []), has_tools=config.tools is not None)
-        self._conversations = Conversations(config.messages, config.tools, config.roles, forms, is_padded=is_padded)
-        self.columns = self._conversations.columns
-        self._tokenizer = tokenizer
-        self._are_prompts = are_prompts
-        self.info_schema = pa.schema([] if are_prompts else [("n_dropped", pa.int64())])
-        self._has_warned = False
-
-    def identity(self) -> dict[str, object]:
-        """What determines the texts and their labels, as plain JSON values."""
-        kind = {"add_generation_prompt": True} if self._are_prompts else {"labels": list(LABELS)}
-        return {**self._conversations.identity(), **self._tokenizer.chat_identity(), **kind}
-
-    def rendered(self, document: Document, row: Row) -> Document:
-        """The document with its text and, unless it is a prompt, labels and `n_dropped`. Raises ValueError."""
-        messages, tools = self._conversations.messages(row), self._conversations.tools(row)
-        template = self._tokenizer.chat(tools)
-        if self._are_prompts:  # they need no labels
+    def add(document: Document, row: Row) -> Document:
+        nonlocal has_warned
+        messages, tools = conversations.messages(row), conversations.tools(row)
+        template = tokenizer.chat(tools)
+        if are_prompts:
             return replace(document, text=template.render(messages, tools=tools, add_generation_prompt=True))
         chat = template.render_labelled(messages, tools=tools, add_generation_prompt=False)
-        if chat.dropped and not self._has_warned:
-            self._has_warned = True
+        if chat.dropped and not has_warned:
+            has_warned = True
             log.warning(
                 "%s row %d: the chat template leaves out %d characters of the conversation. The documents' n_dropped "
                 "counts them; data.template_kwargs may change that",
@@ -275,6 +249,11 @@ class _Chats:
             )
         info = {**document.info, "n_dropped": chat.dropped}
         return replace(document, text=chat.text, labels=chat.labels, info=info)
+
+    kind = {"add_generation_prompt": True} if are_prompts else {"labels": list(LABELS)}
+    identity = {**conversations.identity, **tokenizer.chat_identity(), **kind}
+    added = pa.schema([] if are_prompts else [("n_dropped", pa.int64())])
+    return _Content("messages, data.tools", conversations.columns, identity, add, added)
 
 
 def _as_text(column: str, value: Any) -> str | None:

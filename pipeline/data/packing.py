@@ -14,8 +14,6 @@ from itertools import pairwise
 import numpy as np
 from jaxtyping import Bool, Int16, Int32, Int64
 
-from pipeline.config.choices import LongDocuments
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -33,15 +31,11 @@ class Placement:
         return len(self.row)
 
 
-def windows(
-    num_tokens: int, length: int, long_documents: LongDocuments, first: int = 0, column: int = 0, overlap: int = 0
-) -> list[tuple[int, int]]:
-    """The half-open token ranges of a document's pieces, from token `first` on, which is at `column` of its row.
-    overlap: tokens before each range but the document's first that its window has, too."""
-    end = min(num_tokens, length) if long_documents is LongDocuments.cut else num_tokens
-    begin = first - column
-    later = range(begin + length - (overlap if first else 0), end, length - overlap)
-    return [(max(start, first), stop) for start, stop in pairwise([begin, *later, end])] if begin < end else []
+def windows(num_tokens: int, length: int, column: int = 0, overlap: int = 0) -> list[tuple[int, int]]:
+    """The half-open token ranges of the pieces of a document that begins at `column` of its row. overlap: tokens before
+    each range but the first that its window has, too."""
+    later = range(length - column, num_tokens, length - overlap)
+    return [*pairwise([0, *later, num_tokens])] if num_tokens else []
 
 
 def pad(sizes: Int64[np.ndarray, "P"], rows: int) -> Placement:

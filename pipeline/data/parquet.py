@@ -15,14 +15,7 @@ from pipeline.config.schema import ParquetData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files, hub_data_set, in_parallel
-from pipeline.data.manifest import (
-    FileEntry,
-    KnownFiles,
-    MakeManifest,
-    Manifest,
-    file_entries,
-    make_alone,
-)
+from pipeline.data.manifest import FileEntry, KnownFiles, MakeManifest, Manifest, file_entries, make_alone
 from pipeline.data.parquet_file import ParquetDamage, Row, Types, parquet_rows, read_footer
 from pipeline.data.rows import documents_of_rows
 from pipeline.data.text.token_ids import is_ids, token_columns, with_tokens

@@ -31,8 +31,8 @@ def open_source(
     """Opens a source: lists its shards, and checks what can be checked without reading all of them. For `data=generate`
     it is the source of the prompts.
 
-    tokenizer: renders chat templates; None with `data.tokens`. agree: makes the manifest of the source's files; in a
-    job, on one process. are_prompts: whether the model is to answer the documents.
+    tokenizer: has a usable chat template if `renders_chat`; None with `data.tokens`. agree: makes the manifest of the
+    source's files; in a job, on one process. are_prompts: whether the model is to answer the documents.
     Raises InputError or ConfigError.
     """
     match config:
@@ -112,8 +112,6 @@ class ChatSource:
     """The documents of `source` as chats: each is a user's message, followed by the prompt for the assistant."""
 
     def __init__(self, source: Source, tokenizer: TextTokenizer, on_error: OnError) -> None:
-        """Raises ConfigError for a tokenizer without a usable chat template."""
-        tokenizer.require_chat()
         self.shards: tuple[str, ...] = source.shards
         self.info_schema: pa.Schema = source.info_schema
         self._source = source

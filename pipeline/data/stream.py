@@ -15,14 +15,7 @@ from jaxtyping import Int16, Int32, Int64
 
 from pipeline.config.choices import LongDocuments, Packing
 from pipeline.core.errors import ConfigError
-from pipeline.data.documents import (
-    DOCUMENT_SCHEMA,
-    SELECTED_FIELDS,
-    STREAM_START,
-    Cursor,
-    SkippedDocument,
-    TokenBlock,
-)
+from pipeline.data.documents import DOCUMENT_SCHEMA, SELECTED_FIELDS, STREAM_START, Cursor, SkippedDocument, TokenBlock
 from pipeline.data.packing import Placement, fill, join, pack, pack_in_order, pad, windows
 from pipeline.data.selection import Chosen, Selection, costs, selected_slots
 from pipeline.data.text.contexts import joined, restarted
@@ -94,10 +87,7 @@ class TokenStream:
         return 0 if self.selection is None else self.selection.overlap
 
     def blocks(
-        self,
-        start: Cursor = STREAM_START,
-        index: int = 0,
-        should_stop: Callable[[], bool] = lambda: False,
+        self, start: Cursor = STREAM_START, index: int = 0, should_stop: Callable[[], bool] = lambda: False
     ) -> Iterator[TokenBlock]:
         """The blocks from block `index` on.
 
@@ -109,10 +99,10 @@ class TokenStream:
         Raises InputError for bad documents, depending on `on_error`, and ConfigError for a cursor that was made with
         different batch settings.
         """
-        documents = self.documents.read(start, should_stop)
+        items = self._items(start, should_stop)
         pending: list[_Piece | SkippedDocument] = []  # what was read, but is in no block yet
         while True:
-            self._read_ahead(documents, pending, start)
+            self._read_ahead(items, pending)
             if should_stop():
                 return
             places = [place for place, item in enumerate(pending) if isinstance(item, _Piece)]
@@ -128,32 +118,30 @@ class TokenStream:
                 return
             start, index = block.next, index + 1
 
-    def _read_ahead(
-        self,
-        documents: Iterator[TokenisedDocument | SkippedDocument],
-        pending: list[_Piece | SkippedDocument],
-        start: Cursor,
-    ) -> None:
+    def _read_ahead(self, items: Iterator[_Piece | SkippedDocument], pending: list[_Piece | SkippedDocument]) -> None:
         """Reads more than a block of pieces, so that the next block's first piece is known."""
         is_pad = self.packing is Packing.pad
         missing = self.rows_per_block if is_pad else self.rows_per_block * self.length
 
-        def take(item: _Piece) -> int:
-            return 1 if is_pad else item.size
+        def taken(item: _Piece | SkippedDocument) -> int:
+            return 0 if isinstance(item, SkippedDocument) else 1 if is_pad else item.size
 
-        last = None
-        for item in pending:
-            if isinstance(item, _Piece):
-                missing, last = missing - take(item), item
-        while missing >= 0 and (item := next(documents, None)) is not None:
+        missing -= sum(map(taken, pending))
+        while missing >= 0 and (item := next(items, None)) is not None:
+            pending.append(item)
+            missing -= taken(item)
+
+    def _items(self, start: Cursor, should_stop: Callable[[], bool]) -> Iterator[_Piece | SkippedDocument]:
+        """The pieces of the documents from `start` on, and the skips between them."""
+        column = -start.token  # a block begins with a row
+        for item in self.documents.read(start, should_stop):
             if isinstance(item, SkippedDocument):
-                pending.append(item)
+                yield item
                 continue
             begin = start.token if item.cursor.ordinal == start.ordinal else 0
-            column = -begin if last is None else last.column + last.size  # a block begins with a row
-            for last in self._pieces(item, begin, self._place(column)):
-                pending.append(last)
-                missing -= take(last)
+            for piece in self._pieces(item, begin, self._place(column)):
+                column = piece.column + piece.size
+                yield piece
 
     def _pieces(self, item: TokenisedDocument, begin: int, column: int) -> Iterator[_Piece]:
         """The pieces of a document from token `begin` on. column: where its first token is in a row, with concat."""
@@ -197,9 +185,7 @@ class TokenStream:
         all_windows = (
             (start + first, start + last, min(first, self.overlap))
             for start, stop in pairwise(ends)
-            for first, last in windows(
-                stop - start, self.length, LongDocuments.split, 0, self._place(column + start), self.overlap
-            )
+            for first, last in windows(stop - start, self.length, self._place(column + start), self.overlap)
         )
         left = [window for window in all_windows if window[0] >= begin]
         if begin and (not left or left[0][0] != begin):

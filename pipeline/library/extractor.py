@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from pipeline.cluster import preemption, processes
 from pipeline.cluster.devices import open_devices, topology
-from pipeline.config.choices import Attention, Packing, Positions
+from pipeline.config.choices import Attention, LongDocuments, Packing, Positions
 from pipeline.core import arguments
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import ConfigError, StoreMismatch
@@ -246,7 +246,8 @@ class Extractor:
                 *(len(long), len(documents), length, max(long), batch.long_documents),
             )
         totals = (len(restarted(document.tokens, length, self._added)) for document in documents)
-        ranges = (windows(total, length, batch.long_documents, overlap=batch.overlap) for total in totals)
+        num_windows = 1 if batch.long_documents is LongDocuments.cut else None
+        ranges = (windows(total, length, overlap=batch.overlap)[:num_windows] for total in totals)
         sizes = np.array([last - first + min(first, batch.overlap) for pieces in ranges for first, last in pieces])
         shape = smallest(self.shapes, sizes, batch.packing)
         step = self._loaded(shape)

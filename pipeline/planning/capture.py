@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 
-from pipeline.config.choices import Keep, Packing, Positions, When, Windows
+from pipeline.config.choices import Keep, Positions, When
 from pipeline.config.schema import BatchConfig, CaptureConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import shown
@@ -69,10 +69,9 @@ def _require_overlap(batch: BatchConfig, capture: CaptureConfig) -> None:
             f"batch.overlap is {batch.overlap}. Set it to 0..{batch.length - 1} (less than batch.length), so that each "
             "window has tokens of its own."
         )
-    if batch.overlap and (batch.packing is Packing.concat or batch.windows is Windows.restart):
-        given = "packing=concat" if batch.packing is Packing.concat else "windows=restart"
+    if batch.overlap and batch.adding:
         raise ConfigError(
-            f"batch.overlap={batch.overlap} with batch.{given}, whose windows begin with tokens that they add. Set "
+            f"batch.overlap={batch.overlap} with {batch.adding}, whose windows begin with tokens that they add. Set "
             "batch.overlap=0, or batch.packing=pack and batch.windows=continued."
         )
     if batch.overlap and capture.when is When.decode:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipeline.cluster.topology import Topology
-from pipeline.config.choices import Packing, Weights, When, Windows
+from pipeline.config.choices import Weights, When
 from pipeline.config.sampling import Sampling
-from pipeline.config.schema import BatchConfig, GenerateData, RunConfig
+from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, Part
@@ -91,7 +91,11 @@ def plan_generation(
     options, keeps_activations = config.data, config.capture.when is When.decode
     if not isinstance(options, GenerateData):
         return None
-    _require_own_windows(config.batch)
+    if config.batch.adding:  # a row holds the tokens of completions as they were generated, and nothing else
+        raise ConfigError(
+            f"{config.batch.adding} with data=generate, whose documents are stored as they were generated. Set "
+            "batch.packing=pack and batch.windows=continued."
+        )
     if options.beams > 1:
         _require_beams(options, keeps_activations)
     spec = GenerationSpec(
@@ -220,16 +224,6 @@ def _require_beams(options: GenerateData, keeps_activations: bool) -> None:
         raise ConfigError(
             f"data.beams = {options.beams} with {excluded[0]}: beam search has end tokens only, no proposals, and the "
             f"activations of finished documents. Remove {excluded[0]}."
-        )
-
-
-def _require_own_windows(batch: BatchConfig) -> None:
-    """Raises ConfigError unless a row holds the tokens of completions as they were generated, and nothing else."""
-    if batch.packing is Packing.concat or batch.windows is Windows.restart:
-        given = "packing=concat" if batch.packing is Packing.concat else "windows=restart"
-        raise ConfigError(
-            f"batch.{given} with data=generate, whose documents are stored as they were generated. Set "
-            "batch.packing=pack and batch.windows=continued."
         )
 
 

@@ -27,9 +27,9 @@ from typing import Any, get_args
 
 from pipeline.cli import main as command_line
 from pipeline.config import composing
-from pipeline.config.limits import shortened
 from pipeline.config.schema import ArcData, GenerateData, HfData, ParquetData, RunConfig
 from pipeline.core.errors import EXIT_INVALID, PipelineError
+from pipeline.core.messages import shortened
 from pipeline.job.metrics import peak_rss_mib
 from pipeline.job.opening import open_job
 from pipeline.job.running import run
@@ -41,6 +41,7 @@ from tests.jobs import write_text
 
 HANG_S = 10  # of CPU time; wall time may be six times that, since other work may use the machine
 MOST_MIB = 2048
+RUN_SHARE = 1 / 25  # of the cases that have a plan
 GROUPS = {"fineweb": ParquetData, "arc": ArcData, "hf": HfData, "generate": GenerateData}
 
 NUMBERS = [
@@ -71,14 +72,6 @@ class Key:
     name: str
     group: str  # a choice of data with this key
     kind: Any
-
-
-@dataclass(frozen=True)
-class Outcome:
-    overrides: tuple[str, ...]
-    result: str  # plan, run, exit 1, exit 2
-    seconds: float
-    problem: str = ""
 
 
 def schema_keys() -> list[Key]:
@@ -153,25 +146,24 @@ class Fuzzer:
             "generate": ["data=generate", f"data.path={tasks}", "data.rows=2", "data.max_new_tokens=4"],
         }
 
-    def outcome(self, group: str, given: tuple[str, ...], may_run: bool = False) -> Outcome:
-        """The outcome of one case, with `problem` set if it is not allowed."""
+    def problem(self, group: str, given: tuple[str, ...], results: Counter, may_run: bool) -> str:
+        """What is wrong with the outcome of one case; "" if nothing is. Counts the results."""
         overrides = [override.replace("FILE", str(self._folder / "file")) for override in given]
         base = [*self._base[group], f"store.path={self._folder / 'store'}", "batch.rows=2", "batch.length=64"]
-        began, computed = time.monotonic(), time.process_time()
-        problem = ""
+        began, computed, problem = time.monotonic(), time.process_time(), ""
         try:
-            result = _plan([*base, "run.progress=false", "run.max_tokens=200", *overrides], may_run)
+            results[_plan([*base, "run.progress=false", "run.max_tokens=200", *overrides], may_run)] += 1
         except PipelineError as error:
-            result = f"exit {error.exit_code}"
+            results[f"exit {error.exit_code}"] += 1
             problem = _problem_of(error, overrides)
         except Exception as error:
-            result, problem = "traceback", f"{type(error).__name__}: {error}"
+            problem = f"{type(error).__name__}: {error}"
         seconds = time.monotonic() - began
         if time.process_time() - computed > HANG_S or seconds > 6 * HANG_S:
             problem = f"{problem} took {seconds:.0f} s"
         if peak_rss_mib() > MOST_MIB:
             problem = f"{problem} peak of {peak_rss_mib()} MiB"
-        return Outcome(given, result, seconds, problem)
+        return problem
 
 
 def _plan(overrides: list[str], may_run: bool) -> str:
@@ -204,27 +196,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--run-every", type=int, default=25, help="of the cases that have a plan, one in so many is run"
-    )
     args = parser.parse_args()
-    rng = random.Random(args.seed)
-    outcomes = []
+    rng, results, problems = random.Random(args.seed), Counter(), 0
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # relative paths are created here
         fuzzer = Fuzzer(Path(folder))
         for group, overrides in make_cases(rng, args.cases):
             faulthandler.dump_traceback_later(6 * HANG_S, exit=True)  # for code that hangs outside Python
-            outcome = fuzzer.outcome(group, overrides, may_run=rng.random() < 1 / args.run_every)
-            faulthandler.cancel_dump_traceback_later()
-            outcomes.append(outcome)
-            if outcome.problem:
-                given = [shortened(override, 100) for override in overrides]
-                print(f"PROBLEM {group} {given}: {outcome.problem}", flush=True)
-    results = Counter(outcome.result for outcome in outcomes)
-    problems = sum(bool(outcome.problem) for outcome in outcomes)
-    slowest = max(outcomes, key=lambda outcome: outcome.seconds)
-    print(f"{len(outcomes)} cases, {len(schema_keys())} keys: {dict(results)}; {problems} problems")
-    print(f"slowest {slowest.seconds:.1f} s ({shortened(str(slowest.overrides), 100)}), peak {peak_rss_mib()} MiB")
+            if problem := fuzzer.problem(group, overrides, results, may_run=rng.random() < RUN_SHARE):
+                problems += 1
+                print(f"PROBLEM {group} {[shortened(override, 100) for override in overrides]}: {problem}", flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{args.cases} cases, {len(schema_keys())} keys: {dict(results)}; {problems} problems")
     return problems > 0
 
 

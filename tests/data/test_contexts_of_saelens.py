@@ -16,10 +16,7 @@ from pipeline.job.opening import open_job
 from tests.jobs import ROOT, write_text
 
 PYTHON = Path(os.environ.get("SAES_PYTHON", ROOT / ".venv-saes/bin/python"))  # with scripts/saes-requirements.txt
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="make test-saes installs the libraries"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.exists(), reason="make test-saes installs the libraries")]
 LENGTH = 128
 BOS, EOS = "<|im_start|>", "<|im_end|>"
 

@@ -43,6 +43,18 @@ def chat_tokenizer(template: str = CHAT, **settings) -> TextTokenizer:
     return TextTokenizer(library, name="tiny", digest="0", chat=ChatTemplate(template, "tiny"), **settings)
 
 
+def ai(content: object = None, **more: object) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
+def calls(arguments: object, **more: object) -> dict:
+    """A message that only calls a tool."""
+    return {"role": "assistant", "tool_calls": [{**more, "function": {"name": "f", "arguments": arguments}}]}
+
+
+T, R = {"type": "thinking", "thinking": "t"}, {"reasoning_content": "t"}
+SUMMARY = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]}
+KEPT = {"content": "", "id": "a", "weight": 1, "images": []}
 READ = {
     "messages": ([HI, YO], [HI, YO]),
     "JSON": (json.dumps([HI, YO]), [HI, YO]),
@@ -51,77 +63,27 @@ READ = {
         [{"role": "system", "system_prompt": "s", "text": None}, {"role": "ai", "text": "yo", "system_prompt": None}],
         [{"role": "system", "content": "s"}, YO],
     ),
-    "spelling": (
-        [{"role": " User", "content": "hi"}, {"role": "ipython", "content": "o"}],
-        [HI, {"role": "ipython", "content": "o"}],
-    ),
+    "spelling": ([{**HI, "role": " User"}, {**HI, "role": "ipython"}], [HI, {**HI, "role": "ipython"}]),
     "nulls": ([{**HI, "name": None, "meta": {"a": None, "b": [{"c": None}]}}], [{**HI, "meta": {"b": [{}]}}]),
-    "parts": ([{"role": "user", "content": [{"type": "text", "text": "h", "image": None}, "i"]}], [HI]),
-    "thinking part": (
-        [{"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "text", "text": "yo"}]}],
-        [{**YO, "reasoning_content": "t"}],
-    ),
-    "reasoning part": (
-        [
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
-                    {"type": "text", "text": "yo"},
-                ],
-            }
-        ],
-        [{**YO, "reasoning_content": "t"}],
-    ),
-    "reasoning beside a thinking part": (
-        [{"role": "assistant", "reasoning_content": "r", "content": [{"type": "thinking", "thinking": "t"}, "yo"]}],
-        [{**YO, "reasoning_content": "r\n\nt"}],
-    ),
+    "parts": ([{**HI, "content": [{"type": "text", "text": "h", "image": None}, "i"]}], [HI]),
+    "thinking part": ([ai([T, {"type": "text", "text": "yo"}])], [YO | R]),
+    "reasoning part": ([ai([SUMMARY, {"type": "text", "text": "yo"}])], [YO | R]),
+    "reasoning beside a thinking part": ([ai([T, "yo"], reasoning="r")], [{**YO, "reasoning_content": "r\n\nt"}]),
     "two reasonings": ([{**YO, "thinking": "t", "reasoning_content": "r"}], [{**YO, "reasoning_content": "r\n\nt"}]),
-    "one reasoning twice": (
-        [{**YO, "thinking": "t", "reasoning": "t\n"}],
-        [{**YO, "thinking": "t", "reasoning": "t\n"}],
-    ),
-    "content under a second key": (
-        [{"role": "user", "content": "", "value": "hi", "text": "x"}],
-        [{**HI, "text": "x"}],
-    ),
-    "empty, with details": (
-        [{**HI, "content": "", "id": "a", "weight": 1, "images": []}],
-        [{**HI, "content": "", "id": "a", "weight": 1, "images": []}],
-    ),
-    "arguments": (
-        [
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [{"function": {"name": "f", "arguments": '{"x": null}'}}],
-            }
-        ],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": None}}}]}],
-    ),
-    "arguments that are no JSON": (
-        [{"role": "assistant", "content": "c", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}]}],
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}], "content": "c"}],
-    ),
-    "nulls in arguments": (
-        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
-        [{"role": "assistant", "content": "", "tool_calls": [CALL]}],
-    ),
-    "no calls": ([{"role": "assistant", "content": None, "tool_calls": []}], [{"role": "assistant", "content": ""}]),
+    "one reasoning twice": ([ai("yo", thinking="t", reasoning="t\n")], [ai("yo", thinking="t", reasoning="t\n")]),
+    "content under a second key": ([{**HI, "content": "", "value": "hi", "text": "x"}], [{**HI, "text": "x"}]),
+    "empty, with details": ([HI | KEPT], [HI | KEPT]),
+    "arguments": ([{**calls('{"x": null}'), "content": None}], [calls({"x": None})]),
+    "arguments that are no JSON": ([{**calls("{x"), "content": "c"}], [{**calls("{x"), "content": "c"}]),
+    "nulls in arguments": ([ai("", tool_calls=[CALL])], [ai("", tool_calls=[CALL])]),
+    "no calls": ([ai(tool_calls=[])], [ai("")]),
     "earlier function call": (
-        [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}],
-        [{"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"x": 1}}}]}],
+        [ai(function_call={"name": "f", "arguments": '{"x": 1}'})],
+        [calls({"x": 1}, type="function")],
     ),
     "call as a message": (
-        [
-            {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
-            {"from": "observation", "value": "o"},
-        ],
-        [
-            {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": {"x": 1}}}]},
-            {"role": "tool", "content": "o"},
-        ],
+        [{"from": "tool_call", "value": '{"name": "f", "arguments": {}}'}, {"from": "observation", "value": "o"}],
+        [calls({}, type="function"), {"role": "tool", "content": "o"}],
     ),
     "result as an object": ([{"role": "tool", "content": {"a": 1}}], [{"role": "tool", "content": '{"a": 1}'}]),
 }
@@ -174,20 +136,14 @@ BAD = {
     "cut JSON": ('[{"role": "user"', "expected a list of messages"),
     "no object": (["hi"], "message 0 is 'hi', expected an object"),
     "no role": ([HI, {"content": "x"}], "message 1 has no role .*only content"),
-    "image": (
-        [{"role": "user", "content": [{"type": "image", "url": "u"}]}],
-        "message 0 has the part .*only parts of text",
-    ),
+    "image": ([{**HI, "content": [{"type": "image", "url": "u"}]}], "message 0 has the part .*only parts of text"),
     "another key": ([HI, {"role": "user", "message": "hello"}], "message 1 has no content, but message. Its text"),
-    "refusal": ([{"role": "assistant", "content": None, "refusal": "no"}], "no content, but refusal"),
-    "only images": ([{"role": "user", "content": "", "images": ["a.png"]}], "no content, but images"),
-    "thinking as a number": (
-        [{"role": "assistant", "content": [{"type": "thinking", "thinking": 5}]}],
-        "has the part 5",
-    ),
-    "hidden thinking": ([{"role": "assistant", "content": [{"type": "reasoning", "data": "e"}]}], "has the part"),
+    "refusal": ([ai(refusal="no")], "no content, but refusal"),
+    "only images": ([{**HI, "content": "", "images": ["a.png"]}], "no content, but images"),
+    "thinking as a number": ([ai([{"type": "thinking", "thinking": 5}])], "has the part 5"),
+    "hidden thinking": ([ai([{"type": "reasoning", "data": "e"}])], "has the part"),
     "empty call": ([{"role": "tool_call", "content": ""}], "has the tool calls"),
-    "number": ([{"role": "user", "content": 3}], "message 0 has the content 3, expected a text"),
+    "number": ([{**HI, "content": 3}], "message 0 has the content 3, expected a text"),
     "call": ([{"role": "assistant", "tool_calls": ["f"]}], "message 0 has the tool calls .*expected a list of objects"),
 }
 
@@ -227,42 +183,23 @@ CONVERSATIONS = [
 @pytest.fixture(params=["jsonl", "parquet"])
 def files(request, tmp_path) -> dict[str, str]:
     """The conversations; in parquet, Arrow pads objects with nulls."""
-    rows = [
-        {"messages": messages, "tools": '[{"name": "f"}]' if k == 0 else None}
-        for k, messages in enumerate(CONVERSATIONS)
-    ]
+    tools = ['[{"name": "f"}]', None, None]
+    rows = [{"messages": m, "tools": t} for m, t in zip(CONVERSATIONS, tools, strict=True)]
     path = tmp_path / f"a.{request.param}"
     if request.param == "jsonl":
         path.write_text("\n".join(map(json.dumps, rows)))
     else:  # a column has one type of content
-        part = pa.struct([("type", pa.string()), ("text", pa.string()), ("image", pa.string())])
-        call = pa.struct(
-            [
-                ("type", pa.string()),
-                (
-                    "function",
-                    pa.struct(
-                        [
-                            ("name", pa.string()),
-                            ("arguments", pa.struct([("x", pa.int64()), ("y", pa.int64()), ("z", pa.string())])),
-                        ]
-                    ),
-                ),
-            ]
-        )
-        fields = [(name, pa.string()) for name in ("role", "reasoning_content", "name")]
+        text = pa.string()
+        part = pa.struct([("type", text), ("text", text), ("image", text)])
+        arguments = pa.struct([("x", pa.int64()), ("y", pa.int64()), ("z", text)])
+        call = pa.struct([("type", text), ("function", pa.struct([("name", text), ("arguments", arguments)]))])
+        fields = [(name, text) for name in ("role", "reasoning_content", "name")]
         message = pa.struct([*fields, ("content", pa.list_(part)), ("tool_calls", pa.list_(call))])
         for row in rows:
-            row["messages"] = [
-                {
-                    **m,
-                    "content": [{"type": "text", "text": m["content"]}]
-                    if isinstance(m["content"], str)
-                    else m["content"],
-                }
-                for m in row["messages"]
-            ]
-        schema = pa.schema([("messages", pa.list_(message)), ("tools", pa.string())])
+            contents = [m["content"] for m in row["messages"]]
+            parts = [given if isinstance(given, list) else [{"type": "text", "text": given}] for given in contents]
+            row["messages"] = [{**m, "content": p} for m, p in zip(row["messages"], parts, strict=True)]
+        schema = pa.schema([("messages", pa.list_(message)), ("tools", text)])
         pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
     return {"path": "json" if request.param == "jsonl" else "parquet", "data_files": str(path)}
 

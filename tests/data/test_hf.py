@@ -313,8 +313,7 @@ MEANINGLESS = [
 
 
 @pytest.mark.parametrize(
-    ("loader", "content"),
-    [*(("json", content) for content in MEANINGLESS), ("parquet", b"PAR1"), ("csv", b"")],
+    ("loader", "content"), [*(("json", content) for content in MEANINGLESS), ("parquet", b"PAR1"), ("csv", b"")]
 )
 def test_meaningless_files_are_refused(tmp_path, loader, content):
     (tmp_path / "bad.txt").write_bytes(content)

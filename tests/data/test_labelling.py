@@ -2,6 +2,8 @@
 
 import json
 import re
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -112,40 +114,27 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [{"function": {"nam
 RESULT = {"role": "tool", "content": "ok"}
 TURN = "<{{ m.role }}>{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}</s>\n\n"
 PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
-RULES = {  # template, conversation, spans: message, exchange, role, part, * if written, text
+# Template, conversation, and a line for each message: its index, exchange and role, and its text, with [part text] for
+# what is no markup, and * around what the assistant wrote.
+RULES = {
     "turns": (
         "{{ bos_token }}{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT,
         [USER, ASSISTANT, USER, ASSISTANT | {"content": ""}],
         """
-        -1 0 none markup <s>
-        0 0 user markup <user>
-        0 0 user text hi
-        0 0 user markup </s>~~
-        1 0 assistant markup <assistant>
-        1 0 assistant text * yo
-        1 0 assistant markup * </s>
-        1 0 assistant markup ~~
-        2 1 user markup <user>
-        2 1 user text hi
-        2 1 user markup </s>~~
-        3 1 assistant markup <assistant>
-        3 1 assistant markup * </s>
-        3 1 assistant markup ~~
-        -1 1 assistant markup <assistant>
+        -1 0 none: <s>
+        0 0 user: <user>[text hi]</s>~~
+        1 0 assistant: <assistant>*[text yo]</s>*~~
+        2 1 user: <user>[text hi]</s>~~
+        3 1 assistant: <assistant>*</s>*~~
+        -1 1 assistant: <assistant>
         """,
     ),
     "reasoning": (
         "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT,
         [THINKING],
         """
-        0 0 assistant markup <assistant>
-        0 0 assistant markup * <think>
-        0 0 assistant thinking * hm
-        0 0 assistant markup * </think>
-        0 0 assistant text * yo
-        0 0 assistant markup * </s>
-        0 0 assistant markup ~~
-        -1 0 assistant markup <assistant>
+        0 0 assistant: <assistant>*<think>[thinking hm]</think>[text yo]</s>*~~
+        -1 0 assistant: <assistant>
         """,
     ),
     "reasoning that the prompt opens": (
@@ -153,20 +142,10 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "{% endfor %}",
         [USER, THINKING, ASSISTANT],
         """
-        0 0 user markup <user>
-        0 0 user text hi
-        0 0 user markup </s>~~
-        1 0 assistant markup <assistant><think>
-        1 0 assistant thinking * hm
-        1 0 assistant markup * </think>
-        1 0 assistant text * yo
-        1 0 assistant markup * </s>
-        1 0 assistant markup ~~
-        2 0 assistant markup <assistant>
-        2 0 assistant text * yo
-        2 0 assistant markup * </s>
-        2 0 assistant markup ~~
-        -1 0 assistant markup <assistant><think>
+        0 0 user: <user>[text hi]</s>~~
+        1 0 assistant: <assistant><think>*[thinking hm]</think>[text yo]</s>*~~
+        2 0 assistant: <assistant>*[text yo]</s>*~~
+        -1 0 assistant: <assistant><think>
         """,
     ),
     "system text within the user's turn": (
@@ -175,10 +154,9 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "{% endif %}{% endfor %}",
         [SYSTEM, USER],
         """
-        1 0 user markup <user>
-        0 0 system text be
-        1 0 user markup ;
-        1 0 user text hi
+        1 0 user: <user>
+        0 0 system: [text be]
+        1 0 user: ; [text hi]
         """,
     ),
     "outside of the loop": (
@@ -187,14 +165,10 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         + "{% endfor %}end",
         [SYSTEM, USER],
         """
-        -1 0 none markup <s>
-        0 0 system markup <system>
-        0 0 system text be
-        0 0 system markup </s>~~
-        1 0 user markup <user>
-        1 0 user text hi
-        1 0 user markup </s>~~
-        -1 0 none markup end
+        -1 0 none: <s>
+        0 0 system: <system>[text be]</s>~~
+        1 0 user: <user>[text hi]</s>~~
+        -1 0 none: end
         """,
     ),
     "default text": (
@@ -204,12 +178,9 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "{{ '<assistant>' if add_generation_prompt }}",
         [ASSISTANT],
         """
-        -1 0 none markup <s>Be good.
-        0 0 assistant markup <system>Be kind.<assistant>
-        0 0 assistant text * yo
-        0 0 assistant markup * </s>
-        0 0 assistant markup ~~
-        -1 0 assistant markup <assistant>
+        -1 0 none: <s>Be good.
+        0 0 assistant: <system>Be kind.<assistant>*[text yo]</s>*~~
+        -1 0 assistant: <assistant>
         """,
     ),
     "a text that is printed after the loop": (
@@ -217,13 +188,9 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "{% set ns.out = ns.out ~ m.content ~ '</s>' %}{% endfor %}{{ ns.out }}" + PROMPT,
         [USER, ASSISTANT],
         """
-        0 0 user markup start<user>
-        0 0 user text hi
-        0 0 user markup </s>
-        1 0 assistant markup <assistant>
-        1 0 assistant text * yo
-        1 0 assistant markup * </s>
-        -1 0 assistant markup <assistant>
+        0 0 user: start<user>[text hi]</s>
+        1 0 assistant: <assistant>*[text yo]</s>*
+        -1 0 assistant: <assistant>
         """,
     ),
     "a header that begins as the whole text does": (
@@ -231,9 +198,8 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "+ m.content %}{% endfor %}{{ ns.out }}" + PROMPT,
         [ASSISTANT],
         """
-        0 0 assistant markup start<assistant>
-        0 0 assistant text * yo
-        -1 0 assistant markup <assistant>
+        0 0 assistant: start<assistant>*[text yo]*
+        -1 0 assistant: <assistant>
         """,
     ),
     "two texts outside of the loop": (
@@ -242,24 +208,16 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         + "{% endfor %}",
         [SYSTEM, USER],
         """
-        0 0 system markup <system>
-        0 0 system text be
-        0 0 system markup </s>
-        1 0 user markup <user>
-        1 0 user text hi
-        1 0 user markup </s>
+        0 0 system: <system>[text be]</s>
+        1 0 user: <user>[text hi]</s>
         """,
     ),
     "no prompt, a header with the role": (
         "{% for m in messages %}## {{ m.role }}:\n{{ m.content }}\n{% endfor %}",
         [USER, ASSISTANT],
         """
-        0 0 user markup ## user:~
-        0 0 user text hi
-        0 0 user markup ~
-        1 0 assistant markup ## assistant:~
-        1 0 assistant text * yo
-        1 0 assistant markup ~
+        0 0 user: ## user:~[text hi]~
+        1 0 assistant: ## assistant:~*[text yo]*~
         """,
     ),
     "no prompt, no role": (
@@ -267,18 +225,10 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "{% endif %}{% endfor %}",
         [USER, ASSISTANT, USER, ASSISTANT],
         """
-        0 0 user markup [INST]
-        0 0 user text hi
-        0 0 user markup [/INST]
-        1 0 assistant markup *
-        1 0 assistant text * yo
-        1 0 assistant markup * </s>
-        2 1 user markup [INST]
-        2 1 user text hi
-        2 1 user markup [/INST]
-        3 1 assistant markup *
-        3 1 assistant text * yo
-        3 1 assistant markup * </s>
+        0 0 user: [INST][text hi][/INST]
+        1 0 assistant: * [text yo]</s>*
+        2 1 user: [INST][text hi][/INST]
+        3 1 assistant: * [text yo]</s>*
         """,
     ),
     "generation blocks decide": (
@@ -286,12 +236,9 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}" + PROMPT,
         [USER, ASSISTANT],
         """
-        0 0 user markup <user>
-        0 0 user text hi
-        1 0 assistant markup <assistant>
-        1 0 assistant text * yo
-        1 0 assistant markup * </s>~~
-        -1 0 assistant markup <assistant>
+        0 0 user: <user>[text hi]
+        1 0 assistant: <assistant>*[text yo]</s>~~*
+        -1 0 assistant: <assistant>
         """,
     ),
     "calls and results": (
@@ -303,21 +250,11 @@ RULES = {  # template, conversation, spans: message, exchange, role, part, * if 
         "{% elif add_generation_prompt %}<assistant>{% endif %}",
         [USER, CALLING, RESULT, ASSISTANT],
         """
-        0 0 user markup <user>
-        0 0 user text hi
-        0 0 user markup </s>
-        1 0 assistant markup <assistant>
-        1 0 assistant markup * <call>
-        1 0 assistant tool_call * f
-        1 0 assistant markup *
-        1 0 assistant tool_call * {}
-        1 0 assistant markup * </call></s>
-        2 0 tool markup <results><f>
-        2 0 tool tool_result ok
-        3 0 assistant markup </results>
-        3 0 assistant text * yo
-        3 0 assistant markup * </s>
-        -1 0 none markup </results>
+        0 0 user: <user>[text hi]</s>
+        1 0 assistant: <assistant>*<call>[tool_call f] [tool_call {}]</call></s>*
+        2 0 tool: <results><f>[tool_result ok]
+        3 0 assistant: </results>*[text yo]</s>*
+        -1 0 none: </results>
         """,
     ),
 }
@@ -329,16 +266,19 @@ def test_markup_and_what_the_assistant_wrote_follow_the_rules(name):
     template = ChatTemplate(source, "words", named_tokens={"bos_token": "<s>"})
     labelled = template.render_labelled(chat, add_generation_prompt=True)
     assert labelled.text == template.render(chat, add_generation_prompt=True)
-    assert [span.rstrip() for span in _spans(labelled)] == [line.strip() for line in expected.strip().splitlines()]
+    assert [*_lines(labelled)] == [line.strip() for line in expected.strip().splitlines()]
 
 
-def _spans(labelled):
+def _lines(labelled):
     starts, spans = labelled.labels.starts.tolist(), []
     for start, end, row in zip(starts, [*starts[1:], None], labelled.labels.values.tolist(), strict=True):
         message, exchange, role, part, written = row
         text = labelled.text[start:end].replace("\n", "~")
-        spans.append(f"{message} {exchange} {Role(role).name} {Part(part).name}{' *' if written else ''} {text}")
-    return spans
+        text = text if part == Part.markup else f"[{Part(part).name} {text}]"
+        spans.append((f"{message} {exchange} {Role(role).name}: ", written, text))
+    for head, message in groupby(spans, itemgetter(0)):
+        runs = (("*" * written, "".join(span[2] for span in run)) for written, run in groupby(message, itemgetter(1)))
+        yield (head + "".join(f"{star}{text}{star}" for star, text in runs)).strip()
 
 
 def test_tokens_have_the_labels_of_their_first_character():

@@ -2,26 +2,19 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from pipeline.config.choices import LongDocuments
 from pipeline.data.packing import fill, pack, pad, windows
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "first", "long_documents", "expected"),
+    ("num_tokens", "column", "overlap", "expected"),
     [
-        (3, 0, "split", [(0, 3)]),
-        (4, 0, "split", [(0, 4)]),
-        (9, 0, "split", [(0, 4), (4, 8), (8, 9)]),
-        (9, 8, "split", [(8, 9)]),
-        (9, 0, "cut", [(0, 4)]),
-        (3, 0, "cut", [(0, 3)]),
+        *((0, 0, 0, []), (3, 0, 0, [(0, 3)]), (4, 0, 0, [(0, 4)]), (9, 0, 0, [(0, 4), (4, 8), (8, 9)])),
+        *((9, 3, 0, [(0, 1), (1, 5), (5, 9)]), (9, 0, 1, [(0, 4), (4, 7), (7, 9)])),
     ],
 )
-def test_documents_are_divided_into_windows(num_tokens, first, long_documents, expected):
-    assert windows(num_tokens, 4, LongDocuments(long_documents), first) == expected
+def test_documents_are_divided_into_windows(num_tokens, column, overlap, expected):
+    assert windows(num_tokens, 4, column, overlap) == expected
 
 
 def test_pack_places_pieces_by_best_fit():
@@ -46,23 +39,6 @@ def test_fill_writes_tokens_segments_positions_and_documents():
     assert rows["segments"].tolist() == [[1, 1, 1, 1], [1, 1, 2, 0]]
     assert rows["positions"].tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert rows["documents"].tolist() == [[12, 12, 12, 12], [10, 10, 11, -1]]
-
-
-@given(data=st.data(), rows=st.integers(1, 9), length=st.integers(1, 30))
-def test_pack_places_a_prefix_without_overlap_and_in_order(data, rows, length):
-    sizes = np.array(data.draw(st.lists(st.integers(1, length), min_size=1, max_size=60)), np.int64)
-    placement = pack(sizes, rows, length)
-    count = placement.num_pieces
-    assert 1 <= count <= len(sizes)
-    assert placement.num_rows == len(set(placement.row.tolist())) <= rows
-    for row in range(placement.num_rows):
-        members = np.flatnonzero(placement.row == row)
-        assert placement.segment[members].tolist() == list(range(1, len(members) + 1))
-        assert placement.column[members].tolist() == (np.cumsum(sizes[members]) - sizes[members]).tolist()
-        assert sizes[members].sum() <= length
-    first = [int(np.flatnonzero(placement.row == row)[0]) for row in range(placement.num_rows)]
-    is_mixed = [bool(sizes[piece] < length) for piece in first]
-    assert sorted(zip(is_mixed, first, strict=True)) == list(zip(is_mixed, first, strict=True))
 
 
 def fills(rng: np.random.Generator, low: int, high: int, rows: int, length: int, blocks: int) -> list[float]:

@@ -180,9 +180,7 @@ def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
         return text_stream(opened, word_tokenizer(), rows_per_block=1, length=2)
 
     blocks = list(stream().blocks())
-    assert [block.table["id"].to_pylist() for block in blocks] == [
-        *([name] for name in "012678b"),
-    ]
+    assert [block.table["id"].to_pylist() for block in blocks] == [*([name] for name in "012678b")]
     assert [[skip.index for skip in block.skipped] for block in blocks] == [[], [], [3], [], [], [], []]
     for done in range(1, 7):
         for left, right in zip(stream().blocks(blocks[done - 1].next, done), blocks[done:], strict=True):

@@ -19,13 +19,7 @@ from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument, 
 from pipeline.data.sources import open_source
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CLASSES = {
-    "fineweb": ParquetData,
-    "fineweb_edu": ParquetData,
-    "arc": ArcData,
-    "ai2_arc": HfData,
-    "hf": HfData,
-}
+CLASSES = {"fineweb": ParquetData, "fineweb_edu": ParquetData, "arc": ArcData, "ai2_arc": HfData, "hf": HfData}
 
 
 def compose(name: str, *overrides: str):

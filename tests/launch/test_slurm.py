@@ -11,13 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs import (
-    ROOT,
-    assert_same_store,
-    commits_held,
-    wait_for_blocks,
-    wait_until,
-)
+from tests.jobs import ROOT, assert_same_store, commits_held, wait_for_blocks, wait_until
 from tests.launch.one_node_slurm import OneNodeSlurm, SlurmJob, missing_programs, one_node_slurm
 
 pytestmark = [

@@ -33,7 +33,7 @@ def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProces
 
 
 COMPILED = {  # with splash attention
-    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[21]", 256, 2048, "fsdp"),
+    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[21]", 256, 2048, "fsdp")
 }
 COMPILED_SLOWLY = {  # layers between two captured ones are compiled separately
     "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[40]", 512, 2048, "fsdp"),  # like the 7B, as is the next

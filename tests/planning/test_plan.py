@@ -93,10 +93,7 @@ def test_host_bytes_include_the_buffers_of_statistics(dtype, statistics):
     assert plan.memory.host_bytes > 2 * buffers
 
 
-@pytest.mark.parametrize(
-    ("shard_mib", "rows_per_block"),
-    [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)],
-)
+@pytest.mark.parametrize(("shard_mib", "rows_per_block"), [(0.001, 8), (1000.0, 8 * MAX_STEPS_PER_BLOCK), (4.0, 8)])
 def test_a_block_has_whole_steps_within_bounds(shard_mib, rows_per_block):
     assert (
         planned(replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=shard_mib))).rows_per_block == rows_per_block
@@ -128,8 +125,7 @@ def test_a_plan_gives_the_size_of_the_store(max_tokens, expected):
         (8 * 32 * 256 - 1, 1, None, None, 16),
         (8 * 32 * 256, 2, None, None, 16),
         (1, 1, None, None, 8),  # a step
-        (1, 1, 64, None, 64),
-        (1, 1, None, 128, 128),
+        *((1, 1, 64, None, 64), (1, 1, None, 128, 128), (1, 1, 24, 24, 24)),
     ],
 )
 def test_a_new_store_has_eight_blocks_per_stream_or_more(max_tokens, streams, given, stored, rows_per_block):
@@ -147,16 +143,6 @@ def test_a_pod_has_no_larger_store_shards_than_one_process():
     config = replace(BASE, batch=BatchConfig(rows=1024, length=256), run=RunOptions(max_inflight_mib=1e6))
     assert planned(config).rows_per_block == 1024
     assert planned(config, 64, Topology(devices=64, processes=16)).rows_per_block == 64
-
-
-def test_a_store_keeps_its_rows_per_block():
-    config = replace(BASE, store=StoreConfig(path="/nowhere", shard_mib=1000.0))
-    assert planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
-    with pytest.raises(
-        ConfigError,
-        match="is 8 per process, which does not divide the 20 rows.*divide 20, or set another store.path",
-    ):
-        planned(config, stored=StoredGeometry(1, 20))
 
 
 @pytest.mark.parametrize(
@@ -178,13 +164,18 @@ def test_large_blocks_are_divided_into_shards(rows, length, shard_mib, stored, s
     assert f" in {counted(shards, 'store shard')}\n" in plan.describe()
 
 
-def test_given_rows_per_block_must_fit_steps_and_store():
-    config = replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=24))
-    assert planned(config).rows_per_block == planned(config, stored=StoredGeometry(1, 24)).rows_per_block == 24
-    with pytest.raises(ConfigError, match="is 24, but the store has 16 rows per block"):
-        planned(config, stored=StoredGeometry(1, 16))
-    with pytest.raises(ConfigError, match="does not divide the 20 rows per block.* or set store.rows_per_block to 24"):
-        planned(replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=20)))
+@pytest.mark.parametrize(
+    ("given", "stored", "message"),
+    [
+        (24, 16, "is 24, but the store has 16 rows per block"),
+        (20, None, "does not divide the 20 rows per block.* or set store.rows_per_block to 24"),
+        (None, 20, "is 8 per process, which does not divide the 20 rows.*divide 20, or set another store.path"),
+    ],
+)
+def test_rows_per_block_must_fit_steps_and_store(given, stored, message):
+    config = replace(BASE, store=StoreConfig(path="/nowhere", rows_per_block=given))
+    with pytest.raises(ConfigError, match=message):
+        planned(config, stored=StoredGeometry(1, stored))
 
 
 def test_all_layers_and_embed_are_captured_in_order():

@@ -83,9 +83,10 @@ def _one_file(file: InputFile, content: bytes, entries: tuple[FileEntry, ...], p
     solutions: dict[str, Any] = {}
     solutions_path = path.replace("_challenges.json", "_solutions.json")
     name = file.name.replace("_challenges.json", "_solutions.json")  # the path may be a glob
-    found = [other for other in _files_if_any(solutions_path) if other.name == name != file.name]
-    if found:
-        [other] = found
+    others: list[InputFile] = []
+    with suppress(NoSuchFiles):
+        others = find_files(solutions_path, ".json")
+    for other in (other for other in others if other.name == name != file.name):
         content = other.read_bytes()
         entries += (_entry(other, content),)
         solutions = _json(content, other.path)
@@ -98,12 +99,6 @@ def _one_file(file: InputFile, content: bytes, entries: tuple[FileEntry, ...], p
         return parse_task(name, file.path, tasks[name], solutions.get(name))
 
     return TaskCollection(len(names), load, entries)
-
-
-def _files_if_any(path: str) -> list[InputFile]:
-    with suppress(NoSuchFiles):
-        return find_files(path, ".json")
-    return []
 
 
 def _json_lines(file: InputFile, content: bytes, entries: tuple[FileEntry, ...]) -> TaskCollection:

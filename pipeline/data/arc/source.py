@@ -44,12 +44,8 @@ class ArcSource:
     def __init__(
         self, config: ArcData, tokenizer: TextTokenizer, agree: Callable[[MakeManifest], Manifest] = make_alone
     ) -> None:
-        """Opens the tasks. agree: as in `open_source`.
-
-        Raises InputError, and ConfigError for an encoder, augmentation or chat template that cannot be used.
-        """
-        if config.template is Template.chat:
-            tokenizer.require_chat()
+        """Opens the tasks. agree: as in `open_source`. Raises InputError, and ConfigError for an unusable encoder or
+        augmentation."""
         self._config = config
         self._tokenizer = tokenizer
         self._encoder = grid_encoder(config)

@@ -19,7 +19,7 @@ from typing import Any
 
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import shown
-from pipeline.data.text.labels import Role
+from pipeline.data.text.labels import REASONING, Role
 from pipeline.data.text.templates import ChatTemplate, RenderError
 
 log = logging.getLogger("pipeline")
@@ -39,7 +39,6 @@ _COLUMN_ROLES = {
 }
 _CALL_ROLES = ("function_call", "tool_call")  # of messages whose text is a call, as JSON
 _CONTENT = ("content", "value", "text", "system_prompt")  # the first with a text is a message's content
-_REASONING = ("reasoning_content", "thinking", "reasoning")
 # Keys of a message which are no content.
 _DETAILS = """
     name id tool_call_id weight loss type index model source lang language metadata meta date time timestamp created_at
@@ -129,7 +128,8 @@ _RESULT, _ANSWER = {"role": "tool", "content": "zresult", **_CALL_ID}, {"role": 
 
 
 class Conversations:
-    """Makes messages of rows. columns: all that are read."""
+    """Makes messages of rows. columns: all that are read. identity: what determines a row's messages, as plain JSON
+    values."""
 
     def __init__(
         self,
@@ -161,12 +161,8 @@ class Conversations:
                     f"data.messages contains {name}, whose role is not known. Set it, e.g. "
                     f"data.roles={{{name}: user}}; known are {', '.join(self._column_roles)}."
                 )
-        self._identity = {"messages": self._columns, "tools": tools, "roles": dict(roles), "forms": asdict(forms)}
+        self.identity = {"messages": self._columns, "tools": tools, "roles": dict(roles), "forms": asdict(forms)}
         self.columns = {*self._columns, *([tools] if tools else [])}
-
-    def identity(self) -> dict[str, object]:
-        """What determines the messages of a row, as plain JSON values."""
-        return self._identity
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """The row's messages. Raises ValueError for a row that is no conversation."""
@@ -213,7 +209,7 @@ class Conversations:
         elif isinstance(content, dict | int | float) and message["role"] == "tool":
             content = json.dumps(content, ensure_ascii=False)
         message = _with_reasoning(message, thinking)
-        if not content and not calls and not any(message.get(name) for name in _REASONING):
+        if not content and not calls and not any(message.get(name) for name in REASONING):
             _require_no_other(number, message)
         if content is None:
             return message | (_NO_CONTENT[self._forms.no_content] if calls else {"content": ""})
@@ -279,7 +275,7 @@ def _take_content(message: Message) -> Any:
 
 def _with_reasoning(message: Message, thinking: str) -> Message:
     """The message with all its texts of reasoning. thinking: those of its parts."""
-    names = [name for name in _REASONING if isinstance(message.get(name), str)]
+    names = [name for name in REASONING if isinstance(message.get(name), str)]
     texts = {text.strip(): text for text in (*(message[name] for name in names), thinking) if text.strip()}
     if not thinking and len(texts) < 2:
         return message

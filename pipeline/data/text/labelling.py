@@ -34,15 +34,14 @@ import jinja2
 import numpy as np
 
 from pipeline.data.text.following import Message, State, write_pieces
-from pipeline.data.text.labels import Label, LabelledText, Labels, Part, Role
+from pipeline.data.text.labels import REASONING, Label, LabelledText, Labels, Part, Role
 from pipeline.data.text.tagged import Tagged, refuse, tag_all, tags_of
 
 _ROLES = {role.name: role for role in Role} | dict.fromkeys(
     ("function", "ipython", "environment", "observation"), Role.tool
 )
-_THINKING = ("reasoning_content", "thinking", "reasoning")
 _PARTS = {
-    **dict.fromkeys(_THINKING, Part.thinking),
+    **dict.fromkeys(REASONING, Part.thinking),
     **dict.fromkeys(("value", "text", "system_prompt", "refusal"), Part.text),
     **dict.fromkeys(("tool_calls", "function_call", "function_calls"), Part.tool_call),
     **dict.fromkeys(("tools", "functions"), Part.tool_definition),
@@ -210,7 +209,7 @@ def _message(index: int, message: Mapping[str, Any], role: Role, given: _Texts) 
             tagged[key] = _content(value, index, role, given)
         else:
             part = _PARTS.get(key, Part.markup)
-            is_copy = part is Part.thinking and key != _THINKING[0] and value == message.get(_THINKING[0])
+            is_copy = part is Part.thinking and key != REASONING[0] and value == message.get(REASONING[0])
             owner = _NO_MESSAGE if part is Part.tool_definition else index
             tagged[key] = _field(value, owner, part, {} if is_copy else given)
     return tagged
@@ -230,7 +229,7 @@ def _content(value: Any, index: int, role: Role, given: _Texts) -> Any:
 
 
 def _is_thinking(part: Any) -> bool:
-    return isinstance(part, dict) and any(key in part for key in _THINKING)
+    return isinstance(part, dict) and any(key in part for key in REASONING)
 
 
 def _field(value: Any, message: int, part: int, given: _Texts) -> Any:

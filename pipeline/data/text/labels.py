@@ -45,6 +45,8 @@ class Label(IntEnum):
     written = 4
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message with its reasoning, the first one of transformers' own."""
 LABELS = tuple(Label.__members__)
 
 

@@ -32,15 +32,12 @@ _BOUNDARIES = [
 ]
 
 
-class IndivisibleText(ValueError):
-    """A part of a text that cannot be divided and is too long to be tokenised as a whole."""
-
-
 Encode = Callable[[str], Int32[np.ndarray, "n columns"]]  # a text's ids and, as a second column, first characters
 
 
 def encode_in_pieces(encode: Encode, text: str) -> Int32[np.ndarray, "n columns"]:
-    """`encode(text)`, computed in pieces. `encode` must not add special tokens. Raises IndivisibleText."""
+    """`encode(text)`, computed in pieces. `encode` must not add special tokens. Raises ValueError for a part that
+    cannot be divided and is too long to be tokenised as a whole."""
     pieces: list[Int32[np.ndarray, "_ columns"]] = []
     start = 0
     while len(text) - start > PIECE_CHARACTERS + _CONTEXT:
@@ -66,7 +63,7 @@ def _next_piece(encode: Encode, text: str, start: int) -> tuple[Int32[np.ndarray
             if 0 < len(rest) < len(whole) and np.array_equal(whole[-len(rest) :, 0], rest[:, 0]):
                 return whole[: -len(rest)], position
         size *= 2
-    raise IndivisibleText(
+    raise ValueError(
         f"the text has {MAX_PIECE_CHARACTERS} characters from character {start} on without a place where the tokenizer "
         "divides it: too many to tokenise them together. Divide the document"
     )

@@ -163,23 +163,8 @@ class _Whole:
         return Tagged(text, self._tag * len(text))
 
 
-class TaggedDict(_Whole, dict[Any, Any]):
-    pass
-
-
-class _List(_Whole, list[Any]):
-    pass
-
-
-class _Int(_Whole, int):
-    pass
-
-
-class _Float(_Whole, float):
-    pass
-
-
-_KINDS: dict[type, Callable[[Any], Any]] = {int: _Int, float: _Float, dict: TaggedDict, list: _List}
+_KINDS = {kind: type(kind.__name__, (_Whole, kind), {}) for kind in (int, float, dict, list)}
+TaggedDict = _KINDS[dict]
 
 
 def tag_all(value: Any, tag: str) -> Any:

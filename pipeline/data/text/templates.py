@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jinja2
 import jinja2.ext
@@ -20,9 +20,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.core.errors import ConfigError
 from pipeline.data.text.following import Following, follow
 from pipeline.data.text.labelling import Labeller, mark_generated
-from pipeline.data.text.labels import LabelledText
+from pipeline.data.text.labels import REASONING, LabelledText
 from pipeline.data.text.tagged import tojson
 
+T = TypeVar("T")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>)")  # in the text of an object; differs between processes
 
 
@@ -66,11 +67,7 @@ class ChatTemplate:
 
         Raises ConfigError for a template that cannot be used, and RenderError if it cannot render these messages.
         """
-        template = self._compiled
-        try:
-            return template.render(self._values(messages, tools, add_generation_prompt))
-        except RenderError as error:
-            raise RenderError(f"{self._subject} fails: {error}") from error
+        return self._rendered(self._compiled.render, messages, tools, add_generation_prompt)
 
     def render_labelled(
         self,
@@ -80,23 +77,23 @@ class ChatTemplate:
         add_generation_prompt: bool,
     ) -> LabelledText:
         """The same text, with labels. Raises as `render` does, and RenderError where texts cannot be followed."""
-        labeller = self._labeller
-        try:
-            return labeller.render(self._values(messages, tools, add_generation_prompt))
-        except Exception as error:  # whatever the template's expressions raise
-            raise RenderError(f"{self._subject} fails: {_message(error)}") from error
+        return self._rendered(self._labeller.render, messages, tools, add_generation_prompt)
 
-    def _values(
+    def _rendered(
         self,
+        render: Callable[[dict[str, Any]], T],
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
-    ) -> dict[str, Any]:
+    ) -> T:
         # transformers removes null values, and gives a message's reasoning under the names that templates read.
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         values = {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
         values |= {"messages": [_with_reasoning(message) for message in chat], **self._fixed}
-        return values if tools is None else values | {"tools": tools}
+        try:
+            return render(values if tools is None else values | {"tools": tools})
+        except Exception as error:  # whatever the template's expressions raise
+            raise RenderError(f"{self._subject} fails: {_message(error)}") from error
 
     def identity(self) -> dict[str, object]:
         """What determines a rendered chat, as plain JSON values. Raises ConfigError."""
@@ -235,7 +232,7 @@ def _not_null(value: Any) -> Any:
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    given = [message[name] for name in ("reasoning_content", "thinking", "reasoning") if name in message]
+    given = [message[name] for name in REASONING if name in message]
     return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
 
 

@@ -2,14 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import ConfigError, InputError
@@ -63,12 +63,7 @@ class TextTokenizer:
         self._special = {*self._before, *self._after, *(number for number, token in added if token.special)}
         tokenizer.post_processor = None  # it may leave spaces out of the offsets
         self._has_said_once = False
-        self._identity = {
-            "sha256": digest,
-            "special_tokens": str(special_tokens),
-            "prefix": prefix,
-            "suffix": suffix,
-        }
+        self._identity = {"sha256": digest, "special_tokens": str(special_tokens), "prefix": prefix, "suffix": suffix}
 
     def require_ends(self, adds: Mapping[str, tuple[str, bool]]) -> None:
         """Raises InputError if tokenizer_config.json claims that a token is added to every text, and it is not, or the
@@ -121,25 +116,22 @@ class TextTokenizer:
 
         A special token that would be put beside itself, e.g. BOS before a text that begins with it, is put once.
 
-        Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, IndivisibleText,
-        or an error with the library's message.
+        Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, or an error that
+        says why.
         """
-        return [np.ascontiguousarray(tokens[:, 0]) for tokens in self._encoded(texts, self._ids, with_ends)]
+        return [np.ascontiguousarray(tokens[:, 0]) for tokens in self._encoded(texts, False, with_ends)]
 
     def encode_with_starts(self, texts: Sequence[str], *, with_ends: bool = True) -> list[Int32[np.ndarray, "_ 2"]]:
         """As `encode`, with the place in the text of each token's first character; -1 for what is put before and after
         the text."""
-        return self._encoded(texts, self._ids_and_starts, with_ends)
+        return self._encoded(texts, True, with_ends)
 
-    def _encoded(
-        self,
-        texts: Sequence[str],
-        encode: Callable[[list[str]], list[Int32[np.ndarray, "_ columns"]]],
-        with_ends: bool,
-    ) -> list[Int32[np.ndarray, "_ columns"]]:
-        short = iter(encode([text for text in texts if len(text) <= PIECE_CHARACTERS]))
+    def _encoded(self, texts: Sequence[str], has_starts: bool, with_ends: bool) -> list[Int32[np.ndarray, "_ columns"]]:
+        short = iter(self._tokens([text for text in texts if len(text) <= PIECE_CHARACTERS], has_starts))
         encoded = [
-            next(short) if len(text) <= PIECE_CHARACTERS else encode_in_pieces(lambda piece: encode([piece])[0], text)
+            next(short)
+            if len(text) <= PIECE_CHARACTERS
+            else encode_in_pieces(lambda piece: self._tokens([piece], has_starts)[0], text)
             for text in texts
         ]
         return [self._completed(tokens) for tokens in encoded] if with_ends else encoded
@@ -172,18 +164,11 @@ class TextTokenizer:
                 *(self._tokenizer.id_to_token(token_id), self.name),
             )
 
-    def _ids(self, texts: list[str]) -> list[Int32[np.ndarray, "_ 1"]]:
-        encodings = self._library_encodings(self._tokenizer.encode_batch_fast, texts)
-        return [np.array(encoding.ids, np.int32)[:, None] for encoding in encodings]
-
-    def _ids_and_starts(self, texts: list[str]) -> list[Int32[np.ndarray, "_ 2"]]:
-        encodings = self._library_encodings(self._tokenizer.encode_batch, texts)
-        starts = ([first for first, _ in encoding.offsets] for encoding in encodings)
-        return [np.array([item.ids, first], np.int32).T.copy() for item, first in zip(encodings, starts, strict=True)]
-
-    def _library_encodings(self, encode: Callable[..., list[Encoding]], texts: list[str]) -> list[Encoding]:
+    def _tokens(self, texts: list[str], has_starts: bool = False) -> list[Int32[np.ndarray, "_ columns"]]:
+        """The ids of each text, without special tokens, and in a second column the places of `encode_with_starts`."""
+        encode = self._tokenizer.encode_batch if has_starts else self._tokenizer.encode_batch_fast
         try:
-            return encode(texts, add_special_tokens=False)
+            encodings = encode(texts, add_special_tokens=False)
         except TypeError:
             for text in texts:
                 text.encode()
@@ -193,6 +178,10 @@ class TextTokenizer:
                 raise
             # E.g. for an unknown word if the vocabulary has no unknown token.
             raise ValueError(f"the tokenizer refuses the text: {error!s:.300}") from error
+        if not has_starts:
+            return [np.array(encoding.ids, np.int32)[:, None] for encoding in encodings]
+        starts = ([first for first, _ in encoding.offsets] for encoding in encodings)
+        return [np.array([item.ids, first], np.int32).T.copy() for item, first in zip(encodings, starts, strict=True)]
 
     def decode(self, ids: Sequence[int] | Int32[np.ndarray, "_"], *, skip_special_tokens: bool = False) -> str:
         """The text of the ids. Raises InputError for ids that the tokenizer cannot decode."""
@@ -236,7 +225,7 @@ class TextTokenizer:
             text = self.chat().render([{"role": "user", "content": "0"}], add_generation_prompt=True)
         except RenderError as error:
             raise ConfigError(f"{error}. Set data.template=plain, or correct the template.") from error
-        ids = self._ids([text])[0][:, 0].tolist()
+        ids = self._tokens([text])[0][:, 0].tolist()
         writes = ids[: len(self._before)] == self._before and ids[len(ids) - len(self._after) :] == self._after
         if (self._before or self._after) and not writes:
             raise ConfigError(

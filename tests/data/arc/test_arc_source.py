@@ -12,13 +12,15 @@ from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.arc import source as arc_source
+from pipeline.data.arc.augment import Augmentation
 from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import dataset_tasks, open_tasks
 from pipeline.data.arc.source import ArcSource
+from pipeline.data.arc.tasks import Task
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.text.templates import ChatTemplate
 from pipeline.data.text.tokenizer import TextTokenizer
-from tests.data.arc.undoing import decode_prompt
+from tests.data.arc.undoing import decode_prompt, original_task
 from tests.hub import hub_for_this_process
 
 ONE = {"train": [{"input": [[1]], "output": [[2]]}], "test": [{"input": [[3]], "output": [[4]]}]}
@@ -79,6 +81,14 @@ def test_augmented_versions_are_recorded(folder):
     }
     assert found[8].info | {"test": 0} == found[7].info
     assert [document.index for document in found] == list(range(9))
+    pairs = [{"input": [[k, k + 1]], "output": [[k]]} for k in range(5)]
+    write(folder / "c.json", {"train": pairs[:4], "test": pairs[4:]})
+    for document in documents(source(folder, augmentations=5))[15:]:
+        colors, order = map(int, document.info["colors"]), map(int, document.info["order"].split(","))
+        change = Augmentation(document.info["geometry"], tuple(colors), tuple(order))
+        shown = decode_prompt(document.text, grid_encoder(ArcData(path="")))
+        task = original_task(change, Task("c", tuple(shown[:-1]), tuple(shown[-1:])))
+        assert [pair.input.tolist() for pair in task.examples + task.tests] == [pair["input"] for pair in pairs]
 
 
 def test_shards_are_groups_of_tasks(folder, monkeypatch):
@@ -219,10 +229,7 @@ def test_prompts_are_rendered_with_the_chat_template(folder, include_solution, e
 
 
 @pytest.mark.parametrize("template", Template)
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"encoder": "symbols+separated+row_numbers", "symbols": "inputoxyzw"}],
-)
+@pytest.mark.parametrize("settings", [{}, {"encoder": "symbols+separated+row_numbers", "symbols": "inputoxyzw"}])
 def test_grids_are_recovered_from_prompts(folder, template, settings):
     tokenizer = TextTokenizer(word_library_tokenizer(), name="words", digest="0", chat=ChatTemplate(CHAT, "words"))
     for include_solution in (False, True):
@@ -233,7 +240,7 @@ def test_grids_are_recovered_from_prompts(folder, template, settings):
         solved = decode_prompt(documents(opened)[0].text, grid_encoder(opened._config))[-1].output
         assert np.array_equal(solved, [[4]]) if include_solution else solved is None
     with pytest.raises(ConfigError, match="tokenizer words has no chat template"):
-        source(folder, template=Template.chat)
+        documents(source(folder, template=Template.chat))
 
 
 def test_a_data_set_of_the_hub_is_read(tmp_path, monkeypatch):
