@@ -61,13 +61,13 @@ _TEXT_TEMPLATE = """Question: {{ text }}
 {% if n > 3 %}{{ '%03d' % n }}{{ n * 2 ~ '/' ~ n }}{% else %}{{ choices | tojson(indent=2) }}{% endif %}"""
 
 
-def _parquet(rows: int = 40) -> bytes:
+def _parquet() -> bytes:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = io.BytesIO()
     columns = {"text": _TEXTS, "id": [f"d{i}" for i in range(40)], "url": ["u"] * 40, "score": [0.5] * 40}
-    pq.write_table(pa.table(columns)[:rows], sink, row_group_size=9)
+    pq.write_table(pa.table(columns), sink, row_group_size=9)
     return sink.getvalue()
 
 
@@ -125,8 +125,7 @@ def read(kind: str, content: bytes, folder: Path, rng: random.Random) -> None:
     tokenizer = word_tokenizer()
     file = folder / f"changed.{kind.partition('.')[2]}"
     file.write_bytes(content)
-    # A changed template may put a megabyte into each prompt.
-    (folder / "good.parquet").write_bytes(_parquet(rows=2 if is_chat else 40))
+    (folder / "good.parquet").write_bytes(_parquet())
     config = ParquetData(source="parquet", path=str(folder / "good.parquet"), on_error=on_error)
     if "token" in kind or is_chat:
         (folder / "tokenizer.json").write_bytes(_tokenizer())
