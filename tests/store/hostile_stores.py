@@ -277,7 +277,7 @@ def cases() -> Iterator[Case]:
         columns = ("document", "id", "source", "index", "n_tokens", "n_cut", "first_token", "last_token", "url")
         for column in dict.fromkeys((columns[n % len(columns)], columns[(n + 4) % len(columns)], "document")):
             yield Case(f"table-types {column} {name}", put_table(with_column(column, make)))
-        column = ("mean", "count", "array", "norm_histogram", "first_block")[n % 5]
+        column = ("mean", "count", "array", "norm_histogram", "m2")[n % 5]
         yield Case(f"statistics-types {column} {name}", put_table(with_column(column, make), _STATISTICS))
         yield Case(f"summary-types stream {name}", put_summary("blocks", with_column("stream", make)))
         yield Case(f"ids-types shard {name}", put_summary("ids", with_column("shard", make)))

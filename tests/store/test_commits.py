@@ -24,7 +24,7 @@ RECORD = CommitRecord(
     start=CURSOR,
     next={**CURSOR, "document": 6, "token": 0},
     exhausted=False,
-    recent=(),
+    recent=((1, 2, 3, 4, 5, 6, 7, 1),) * 12,
 )
 
 

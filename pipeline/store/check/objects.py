@@ -21,7 +21,7 @@ from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.statistics import (
     STATISTICS_PREFIX,
     decode_statistics,
-    read_block_statistics,
+    read_stream_statistics,
     statistics_key,
 )
 from pipeline.store.format.summary import IDS, IDS_BYTES, STATISTICS, summary_key
@@ -149,7 +149,7 @@ def _check_block_once(store: OpenStore, stream: int, block: int) -> tuple[list[P
         table_key(*place): lambda: decode_table(storage.read(table_key(*place)), record)
     }
     if record.statistics_sha256:
-        checks[statistics_key(*place)] = lambda: read_block_statistics(storage, record)
+        checks[statistics_key(*place)] = lambda: read_stream_statistics(storage, record)
     for sae in store.root.metadata.encoders if store.root.metadata.indexed_features else ():
         checks[index_key(sae["features"], *place)] = partial(_check_index, storage, sae, place)
     problems, results = [], {}

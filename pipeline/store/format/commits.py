@@ -1,8 +1,8 @@
 """Commit records: a block is in the store exactly when its record exists.
 
 A record is a small JSON object, put last, once the block's other objects are stored. It describes these objects as they
-are stored, whoever wrote them. Records repeat the counts of earlier blocks (`recent`), so that few of them have to be
-read for the counts of a whole stream; see `block_table.py`.
+are stored, whoever wrote them. A record repeats the counts of up to 255 earlier blocks (`recent`), so that few records
+have to be read for the counts of a whole stream; see `block_table.py`.
 """
 
 import json
@@ -20,12 +20,12 @@ from pipeline.store.io.storage import Storage
 COMMITS_PREFIX = "_commits/"
 _KEYS_IN_ORDER = 900_000  # from this block on, all keys are listed: those with seven digits sort before those with six
 NUM_COUNTS = 8  # of a block in `recent`
-_MAX_RECENT = 1023  # blocks whose counts a record repeats
+BLOCKS_PER_GROUP = 256  # a record repeats the counts of earlier blocks of its group: 12 kB at most
 _MAX_COUNT = 1 << 63
 
 
 def _are_counts(value: Any) -> bool:
-    """Whether this is a list of blocks' counts. Faster than a schema, for up to 1,023 blocks."""
+    """Whether this is a list of blocks' counts. Faster than a schema, for up to 255 blocks."""
     return isinstance(value, list) and all(
         isinstance(counts, list)
         and len(counts) == NUM_COUNTS
@@ -52,12 +52,6 @@ _RECORD = {
 }
 
 
-def num_recent(block: int) -> int:
-    """Of how many earlier blocks the record of a block repeats the counts: the blocks since the last multiple of the
-    largest power of two that divides block + 1, as in a Fenwick tree, but at most 1023."""
-    return min((block + 1) & -(block + 1), _MAX_RECENT + 1) - 1
-
-
 @dataclass(frozen=True)
 class CommitRecord:
     """The content of one block of one stream.
@@ -74,7 +68,7 @@ class CommitRecord:
     Set by the writer:
     documents_sha256, statistics_sha256: of the document table's and the statistics' files ("" without statistics).
     digests: by array, the digest of its stored values, see `ShardFormat`.
-    recent: the counts of the `num_recent` blocks before this one, as in `block_table.counts_of`.
+    recent: the counts of the blocks since the last multiple of BLOCKS_PER_GROUP, as in `block_table.counts_of`.
     written_by: the process that put the record. Two records that differ in nothing else are of the same block.
     """
 
@@ -127,7 +121,7 @@ class CommitRecord:
         what = mismatch(content, _RECORD)
         if what is None and len(content) != len(fields(cls)) + ("selected" in content):
             what = f"it has the keys {', '.join(content)}"
-        if what is None and len(content["recent"]) != num_recent(content["block"]):
+        if what is None and len(content["recent"]) != content["block"] % BLOCKS_PER_GROUP:
             what = "'recent' does not have the counts of earlier blocks"
         if what is not None:
             raise StoreInvalid(f"{subject} is not a commit record: {what}. {VERIFY_REMEDY}")

@@ -186,10 +186,10 @@ def _decode_shard(format: ShardFormat, key: str, content: bytes | None) -> tuple
         raise StoreInvalid(f"{key} is damaged: {error}. {DAMAGE_REMEDY}") from error
 
 
-def _counts(key: str, content: bytes) -> dict[tuple[int, str], tuple[int, int]]:
-    """The numbers of tokens in a file of statistics, by part and array."""
-    parts = decode_statistics(content, key, table_digest(content))
-    return {(part, name): (s.count, s.not_finite) for part, arrays in parts.items() for name, s in arrays.items()}
+def _counts(key: str, content: bytes) -> dict[str, tuple[int, int]]:
+    """The numbers of tokens in a file of statistics, by array."""
+    statistics = decode_statistics(content, key, table_digest(content))
+    return {name: (part.count, part.not_finite) for name, part in statistics.items()}
 
 
 def _parse_record(key: str, content: bytes | None) -> CommitRecord:

@@ -203,8 +203,7 @@ class StoreWriter:
             if statistics is None:
                 return {}, recent
             running = self.streams.add_statistics(stream, number, statistics)
-        content = encode_statistics({number: statistics, 0: running})
-        return {statistics_key(stream, number): content}, recent
+        return {statistics_key(stream, number): encode_statistics(running)}, recent
 
     def _answers(self, requests: Requests) -> list[Any]:
         """Carries out requests concurrently. When it returns or raises, all of them have ended."""
