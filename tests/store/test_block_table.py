@@ -42,7 +42,7 @@ def stream_records(count: int) -> list[CommitRecord]:
 
 
 def test_a_table_has_the_counts_of_the_records():
-    records = [record(0, 0, exhausted=True, statistics_sha256="s"), record(1, 0, selected=4), record(2, 0)]
+    records = [record(0, 0, exhausted=True), record(1, 0, selected=4), record(2, 0)]
     content = BlockTable.from_records(records).encode()
     table = BlockTable.decode(content, "it", table_digest(content), 3)
     assert [block[:9] for block in table] == [
@@ -50,12 +50,9 @@ def test_a_table_has_the_counts_of_the_records():
         (1, 0, 2, 7, 4, 3, 1, 1 << 40, 0),
         (2, 0, 2, 7, 7, 3, 1, 1 << 40, 0),
     ]
-    assert [(block.exhausted, block.has_statistics, block.continues) for block in table] == [(1, 1, 0)] + [
-        (0, 0, 0)
-    ] * 2
+    assert [(block.exhausted, block.continues) for block in table] == [(1, 0), (0, 0), (0, 0)]
     assert BlockTable.from_records([record(0, 1)])[0].continues
     assert table.total("tokens_cut") == 3 << 40
-    assert table.has_statistics.tolist() == [True, False, False]
     assert table[1:][0] == table[1]
     assert table.per_stream(4).tolist() == [1, 1, 1, 0]
     assert table.first_blocks(np.array([1, 0, 1])).column("stream").tolist() == [0, 2]

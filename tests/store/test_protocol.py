@@ -74,7 +74,7 @@ class Writer:
         statistics = {spec.name: token_statistics(arrays[spec.name][0]) for spec in LAYOUT.arrays}
         jitter = self.rounding / 2**20  # devices add up in another order than hosts
         statistics = {name: replace(part, norm_sum=part.norm_sum + jitter) for name, part in statistics.items()}
-        recent = ((1, TOKENS, TOKENS, 1, 0, 0, 0, 2),) * (number % 2)
+        recent = ((1, TOKENS, TOKENS, 1, 0, 0, 0, 0),) * (number % 2)
         return {statistics_key(0, number): encode_statistics(statistics)}, recent
 
 

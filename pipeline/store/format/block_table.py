@@ -23,7 +23,7 @@ from pipeline.store.io.storage import Storage
 
 _STREAMS_AT_ONCE = 32
 _MAX_BLOCKS = 1 << 30
-_EXHAUSTED, _STATISTICS, _CONTINUES = 1, 2, 4  # flags
+_EXHAUSTED, _CONTINUES = 1, 2  # flags
 _COUNTS = (
     *(("stream", "<u4"), ("block", "<u4"), ("rows", "<u4"), ("tokens", "<u4"), ("activations", "<u4")),
     *(("documents", "<u4"), ("skipped", "<u4"), ("tokens_cut", "<u8"), ("first_document", "<u8")),
@@ -49,7 +49,6 @@ class Block(NamedTuple):
     tokens_cut: int
     first_document: int
     exhausted: bool
-    has_statistics: bool
     continues: bool
 
 
@@ -103,10 +102,6 @@ class BlockTable(Sequence[Block]):
         return int(self.values[name].sum(dtype=np.uint64))
 
     @property
-    def has_statistics(self) -> Bool[np.ndarray, " n"]:
-        return (self.values["flags"] & _STATISTICS) != 0
-
-    @property
     def continues(self) -> Bool[np.ndarray, " n"]:
         return (self.values["flags"] & _CONTINUES) != 0
 
@@ -152,9 +147,8 @@ class BlockTable(Sequence[Block]):
 
 
 def counts_of(record: CommitRecord) -> tuple[int, ...]:
-    """A block's counts without its stream and number, in the order of `Block`, the last three as flags."""
-    flags = _EXHAUSTED * record.exhausted | _STATISTICS * bool(record.statistics_sha256)
-    flags |= _CONTINUES * bool(record.start["token"])
+    """A block's counts without its stream and number, in the order of `Block`, the last two as flags."""
+    flags = _EXHAUSTED * record.exhausted | _CONTINUES * bool(record.start["token"])
     counts = (record.rows, record.tokens, record.activations, record.documents, len(record.skipped))
     return (*counts, record.tokens_cut, record.start["ordinal"], flags)
 
@@ -176,7 +170,7 @@ def impossible_counts(table: BlockTable, layout: StoreLayout) -> Iterator[tuple[
 
 def _block(row: tuple[int, ...]) -> Block:
     *counts, flags = row
-    return Block(*counts, *(bool(flags & flag) for flag in (_EXHAUSTED, _STATISTICS, _CONTINUES)))
+    return Block(*counts, *(bool(flags & flag) for flag in (_EXHAUSTED, _CONTINUES)))
 
 
 class StreamBlocks(NamedTuple):

@@ -19,6 +19,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import create_arrays, layout_of
 from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.keys import JOBS_PREFIX
 from pipeline.store.format.layout import MAX_ROWS, StoreLayout
 from pipeline.store.format.metadata import (
     ROOT_KEY,
@@ -28,6 +29,7 @@ from pipeline.store.format.metadata import (
     change_root,
     require_root,
 )
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.format.statistics import BlockStatistics, encode_statistics, statistics_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.storage import Storage, StorageLike
@@ -240,23 +242,22 @@ class StoreWriter:
 
 def metrics_key(name: str) -> str:
     """The key of a run's log in the store."""
-    return f"_metrics/{name}"
+    return f"{JOBS_PREFIX}{name}"
 
 
 def new_root(metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot:
     """The root of a new store. Raises ValueError if the layout that follows from it is another one."""
-    scaled = {spec.name for spec in layout.scales}
-    root = StoreRoot(
-        metadata,
-        {spec.name: spec.width for spec in layout.arrays},
-        datetime.now(UTC).isoformat(timespec="microseconds"),
-        target_of(metadata.config),
-        selected=layout.selected,
-        scale_groups={
-            spec.name: scales.width for spec, scales in zip(layout.arrays, layout.scales, strict=bool(scaled))
-        },
-        hook_names={spec.name: str(spec.attributes["hook_name"]) for spec in layout.arrays},
-    )
+    groups = {spec.name: spec.width for spec in layout.scales}
+    arrays = {
+        spec.name: {
+            "width": spec.width,
+            "hook_name": str(spec.attributes["hook_name"]),
+            "scale_groups": groups.get(scale_name(spec.name)),
+        }
+        for spec in layout.arrays
+    }
+    created = datetime.now(UTC).isoformat(timespec="microseconds")
+    root = StoreRoot(metadata, arrays, created, target_of(metadata.config), selected=layout.selected)
     if layout_of(root) != layout:
         raise ValueError(f"metadata and layout disagree: {layout_of(root)} and {layout}")
     return root
