@@ -256,7 +256,7 @@ def cases() -> Iterator[Case]:
         yield from (
             Case(f"root-summaries {kind}={v!r}", edit_root("summary", kind, value=v)) for v in (None, 5, "", [1])
         )
-    for key in ("rows", "tokens", "documents", "tokens_cut", "selected", "stream", "block", "version"):
+    for key in ("rows", "tokens", "documents", "tokens_cut", "activations", "stream", "block"):
         yield from (Case(f"record-counts {key}={n}", edit_record(**{key: n})) for n in _HUGE)
     keys = ("skipped", "start", "next", "exhausted", "documents_sha256", "statistics_sha256", "digests", "recent")
     for n, key in enumerate((*keys, "written_by")):

@@ -24,6 +24,7 @@ def record(stream: int, block: int, **changes) -> CommitRecord:
     counts = {
         "rows": 2,
         "tokens": 7,
+        "activations": 7,
         "documents": 3,
         "tokens_cut": 1 << 40,
         "skipped": ({"source": "a", "index": 1, "reason": "", "rows": 1},),
@@ -36,13 +37,13 @@ def stream_records(count: int) -> list[CommitRecord]:
     """Records of stream 3 with different counts."""
     table, records = BlockTable(), []
     for block in range(count):
-        records.append(record(3, block, tokens=7 + block, recent=table.recent(block)))
+        records.append(record(3, block, tokens=7 + block, activations=7 + block, recent=table.recent(block)))
         table = BlockTable.join([table, BlockTable.from_records(records[-1:])])
     return records
 
 
 def test_a_table_has_the_counts_of_the_records():
-    records = [record(0, 0, exhausted=True), record(1, 0, selected=4), record(2, 0)]
+    records = [record(0, 0, exhausted=True), record(1, 0, activations=4), record(2, 0)]
     content = BlockTable.from_records(records).encode()
     table = BlockTable.decode(content, "it", table_digest(content), 3)
     assert [block[:9] for block in table] == [

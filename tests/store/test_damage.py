@@ -74,7 +74,8 @@ def test_streams_may_end_early_and_a_block_may_have_no_rows(store_path):
     empty = next(blocks(0))
     arrays = {name: np.full_like(values, -1 if name == "documents" else 0) for name, values in empty.arrays.items()}
     end = {**empty.record.start, "shard": 1}
-    record = replace(empty.record, rows=0, tokens=0, documents=0, next=end, exhausted=True)
+    none = dict.fromkeys(("rows", "tokens", "activations", "documents"), 0)
+    record = replace(empty.record, **none, next=end, exhausted=True)
     commit_block(writer, replace(empty, arrays=arrays, table=empty.table[:0], record=record))
     writer.finish()
     assert found(store_path) == set()

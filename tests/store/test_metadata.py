@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.core.errors import StoreInvalid, StoreMismatch
+from pipeline.core.json_text import MAX_DEPTH
 from pipeline.store import ActivationStore
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.metadata import Difference, StoreRoot
@@ -98,6 +99,11 @@ ARRAY = {"width": 4, "hook_name": "hook_embed", "scale_groups": None}
     [
         (lambda text: text[:-40], "is not JSON"),
         (lambda text: b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deep"),
+        (lambda text: b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested too deeply, expected at most 64"),
+        (lambda text: b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, "not the JSON of a Zarr group"),
+        (lambda text: b'"\xc3"', "is not JSON.*utf-8"),
+        (lambda text: b'{"name": "\\ud800"}', "is not JSON.*surrogates"),
+        (lambda text: b"1" * 5000, "is not JSON.*digits"),
         (lambda text: text.replace(b'"created": "2026', b'"created": "2027'), "does not match its own checksum"),
         (lambda text: text.replace(b"activation_store", b"something_else"), "but not an activation store"),
         (lambda text: text.replace(b'"version": 1', b'"version": 2'), "version 2, but this program reads version 1"),
