@@ -164,7 +164,7 @@ _BOMBS: dict[str, Callable[[pa.Table], bytes]] = {
         "url", lambda n: pa.array(["a" * (_BOMB // n)] * n), use_dictionary=True, dictionary_pagesize_limit=_BOMB
     ),
     "repeated beginnings of texts": with_column(
-        "url", lambda n: pa.array(["a" * (_BOMB // n)] * n), column_encoding={"url": "DELTA_BYTE_ARRAY"}
+        "url", lambda n: pa.array(["a" * (60 << 20)] * n), column_encoding={"url": "DELTA_BYTE_ARRAY"}
     ),
     "a list of nulls": with_column(
         "url", lambda n: pa.array([[None] * (_BOMB // 16)] + [[]] * (n - 1), pa.list_(pa.int64()))
