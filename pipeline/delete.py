@@ -20,10 +20,10 @@ from pipeline.cli.settings import command, flag, setting, store_path
 from pipeline.core.errors import ConfigError, StoreError
 from pipeline.core.messages import counted
 from pipeline.store.format.commits import COMMITS_PREFIX, parse_commit_key
+from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.deleting import delete_store
-from pipeline.store.write.leases import LEASES_PREFIX
 
 _MAX_NAMED = 5  # leases and remaining files that a message names
 

@@ -2,13 +2,9 @@
 
 To share the work on a large store among W processes, give each `verify.world=W` and its own `verify.rank`, from 0 to
 W - 1. Each process checks every W-th stream; the store is sound if none of them finds a problem. `verify.sample=0.01`
-reads the objects of one block in 100, the same ones for the same `verify.seed`. `verify.level` sets how much is
-checked; each level includes those before it:
-
-  records    the root, the commit records and the table of blocks
-  objects    every object that a record needs exists, and a complete store has no others; nothing else is read
-  checksums  (the default) document tables, statistics and arrays are what their records say; activations are finite,
-             and outputs in their range
+reads the objects of one block in 100, the same ones for the same `verify.seed`: its document table, statistics and
+arrays must be what its record says, activations finite, and outputs in their range. Of the other blocks, all of them
+with `verify.sample=0`, the records are read, and the objects must exist. A complete store must have no others.
 
 `verify.repair=true` removes what is damaged, and objects that belong to no committed block: first the summary is taken
 out of the root, then the commit records of damaged blocks and of all later blocks of their streams are deleted, then
@@ -27,10 +23,10 @@ if __name__ == "__main__":
 import sys
 from dataclasses import dataclass
 
-from pipeline.cli.settings import command, flag, fraction, one_of, read_store_path, setting, whole_number
+from pipeline.cli.settings import command, flag, fraction, read_store_path, setting, whole_number
 from pipeline.core.errors import ConfigError
 from pipeline.store.check.repairing import verify_and_print
-from pipeline.store.check.scope import Level, Scope
+from pipeline.store.check.scope import Scope
 
 
 @dataclass(frozen=True)
@@ -40,12 +36,6 @@ class Settings:
     world: int = setting("verify.world", "the number of shares", whole_number(1), default=1)
     sample: float = setting("verify.sample", "fraction of the blocks to read", fraction, default=1.0)
     seed: int = setting("verify.seed", "selects the sample", whole_number(0), default=0)
-    level: str = setting(
-        "verify.level",
-        "how much to check: records, objects or checksums",
-        one_of(*Level.__members__),
-        default="checksums",
-    )
     repair: bool = setting("verify.repair", "whether to remove what is damaged", flag, default=False)
 
 
@@ -55,7 +45,7 @@ def verify(settings: Settings) -> int:
         raise ConfigError(
             f"verify.rank={settings.rank}: expected a number below verify.world={settings.world}. Ranks count from 0."
         )
-    scope = Scope(settings.rank, settings.world, settings.sample, settings.seed, Level[settings.level])
+    scope = Scope(settings.rank, settings.world, settings.sample, settings.seed)
     return verify_and_print(settings.path, scope, settings.repair)
 
 

@@ -212,7 +212,7 @@ def objects(store: Path) -> dict[str, bytes]:
     found = {}
     for file in sorted(store.rglob("*")):
         key = str(file.relative_to(store))
-        if file.is_file() and not key.startswith(("_metrics/", "_leases/")) and file.suffix != ".__lock":
+        if file.is_file() and not key.startswith(("_jobs/2", "_jobs/lease-")) and file.suffix != ".__lock":
             found[key] = file.read_bytes()
     root = json.loads(found["zarr.json"])
     del root["attributes"]["activation_store"]["created"]

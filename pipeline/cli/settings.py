@@ -86,13 +86,13 @@ def whole_numbers(value: str, key: str) -> tuple[int, ...]:
 
 
 def fraction(value: str, key: str) -> float:
-    """A number above 0, at most 1."""
+    """A number from 0 to 1."""
     try:
         number = float(value)
     except ValueError:
-        number = 0.0
-    if not 0 < number <= 1:
-        raise ConfigError(f"{key}={shortened(value, 80)}: expected a number above 0, at most 1.")
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise ConfigError(f"{key}={shortened(value, 80)}: expected a number from 0 to 1.")
     return number
 
 

@@ -58,7 +58,7 @@ def write_store(num_tokens: int) -> None:
             "documents": np.where(valid, row, -1).astype(np.int64),
             **{spec.name: activations for spec in arrays},
         }
-        record = CommitRecord(0, block, ROWS, int(ROWS * valid.sum()), 0, 0, (), start, start, exhausted=False)
+        record = CommitRecord(0, block, ROWS, *[int(ROWS * valid.sum())] * 2, 0, 0, (), start, start, False)
         writer.start_block(record, content, DOCUMENT_SCHEMA.empty_table()).result()
     writer.finish()
 

@@ -101,7 +101,7 @@ class Life:
                 start, after = (
                     {"shard": 0, "document": at * ROWS, "token": 0, "ordinal": at * ROWS} for at in (block, block + 1)
                 )
-                record = CommitRecord(stream, block, ROWS, BLOCK_TOKENS, ROWS, 0, (), start, after, False)
+                record = CommitRecord(stream, block, ROWS, *[BLOCK_TOKENS] * 2, ROWS, 0, (), start, after, False)
                 documents = np.broadcast_to(numbers[:, None], (ROWS, LENGTH))
                 arrays = sides | {spec.name: activations, "documents": documents}
                 table = pa.table(columns, schema=DOCUMENT_SCHEMA)

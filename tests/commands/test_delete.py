@@ -55,9 +55,8 @@ FOREIGN = (
     "_documents/stream-00000/mine.parquet",
     "_statistics/mine.csv",
     "_summary/blocks-mine.parquet",
-    "_metrics/mine.jsonl",
-    "_leases/mine.json",
-    "_data/mine.parquet",
+    "_jobs/mine.jsonl",
+    "_jobs/mine.parquet",
     "inner/zarr.json",
     "inner/_commits/stream-00000/block-000000.json",
     ".hidden",
@@ -68,12 +67,12 @@ FOREIGN = (
 def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, capsys):
     path = tmp_path / "store"
     write_store(str(path))
-    own = ["_metrics/20261122T150044Z-a-host-28071.jsonl", "_metrics/20261122T150044Z-h-1-generate.json"]
+    own = ["_jobs/20261122T150044Z-a-host-28071.jsonl", "_jobs/20261122T150044Z-h-1-generate.json"]
     own += ["_generated/stream-00001/group-000003.parquet"]
     own += [
-        "_leases/stream-123456.json",
-        "_probe/a-host-12-0123abcd",
-        "_data/manifest.json",
+        "_jobs/lease-123456.json",
+        "_jobs/probe-a-host-12-0123abcd",
+        "_jobs/manifest.json",
         "zarr.json.__lock",
         "tokens/c.7.0.0123abcd.__lock",
     ]
@@ -124,9 +123,8 @@ def test_crafted_names_of_arrays_are_refused_before_anything_is_deleted(tmp_path
     for name in ("../x", "/etc", "", "..", "_commits", "_commits/..", "tokens", "a/b", "blocks.01.resid_post"):
         root = json.loads(sound)
         attributes = root["attributes"]["activation_store"]
-        for names in (attributes["arrays"], attributes["capture"]["arrays"]):
-            names.append(name)
-        attributes["widths"][name], attributes["hook_names"][name] = 4, "hook"
+        attributes["capture"]["arrays"].append(name)
+        attributes["arrays"][name] = attributes["arrays"]["embed"]
         (path / "zarr.json").write_text(seal_root(json.dumps(root)))
         assert main([f"store.path={path}", "confirm=true"]) == 2, name
         assert "zarr.json is damaged: 'arrays" in capsys.readouterr().err
@@ -189,7 +187,7 @@ def test_a_store_with_leased_streams_is_not_deleted(tmp_path, capsys):
     leases = Leases(path, lease_s=60)
     assert all(map(leases.take, leases.vacant([1])))
     assert main([f"store.path={path}", "confirm=true"]) == 1
-    assert "processes have leased streams (_leases/stream-00001.json)" in capsys.readouterr().err
+    assert "processes have leased streams (_jobs/lease-00001.json)" in capsys.readouterr().err
     assert set(before) <= set(tmp_path.rglob("*"))
     assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0  # as if the process were dead
     assert not (tmp_path / "store").exists()

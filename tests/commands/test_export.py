@@ -95,10 +95,10 @@ def test_paths_that_cannot_be_written_are_refused(store, tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("hook", [None, 5, "", "token_ids", "hook_embed", {"deep": [[]]}])
 def test_edited_hook_names_are_refused(store, tmp_path, hook, capsys):
-    edit_root(store, lambda root: root["hook_names"].update({"blocks.3.resid_post": hook}))
+    edit_root(store, lambda root: root["arrays"]["blocks.3.resid_post"].update(hook_name=hook))
     names = "export.arrays=embed,blocks.3.resid_post"
     assert main([f"store.path={store}", f"export.path={tmp_path / 'cache'}", names]) == 2
-    message = "has the name" if isinstance(hook, str) else "hook_names"
+    message = "has the name" if isinstance(hook, str) else "hook_name"
     assert re.search(rf"store/zarr\.json .*{message}", capsys.readouterr().err)
 
 

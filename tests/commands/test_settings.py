@@ -45,8 +45,8 @@ WRONG_VALUES = [
     (Settings, "number.count=" + "9" * 5000, r"number.count=9{80}... \(5,000 characters\): expected a whole number of"),
     (Settings, "number.count=9223372036854775808", "expected a whole number of at most 18 digits"),
     (Settings, "dtype=c", "dtype=c: expected a or b."),
-    (verify.Settings, "verify.sample=0", "verify.sample=0: expected a number above 0, at most 1."),
-    (verify.Settings, "verify.sample=nan", "verify.sample=nan: expected a number above 0, at most 1."),
+    (verify.Settings, "verify.sample=-1", "verify.sample=-1: expected a number from 0 to 1."),
+    (verify.Settings, "verify.sample=nan", "verify.sample=nan: expected a number from 0 to 1."),
     (inspect.Settings, "inspect.features=[1,x]", "inspect.features=.1,x.: expected whole numbers, e.g. .12,99.."),
     (export.Settings, "export.path=gs://a/b", "export.path=gs://a/b: expected a local path"),
 ]

@@ -54,7 +54,7 @@ def test_a_damaged_root_is_reported(tmp_path, capsys):
 
 def test_a_partial_check_prints_what_it_left_out(tmp_path, capsys):
     write_store(str(tmp_path))
-    part = ["verify.rank=1", "verify.world=2", "verify.sample=0.5", "verify.level=checksums"]
+    part = ["verify.rank=1", "verify.world=2", "verify.sample=0.5"]
     assert main([f"store.path={tmp_path}", *part]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in printed[:-1]] == ["note"] * 3

@@ -79,7 +79,7 @@ def comparable(image: Image) -> dict[str, object]:
     for key in ("created", "config", "sha256"):
         attributes.pop(key, None)
     summary = {summary_key(kind, name) for kind, name in (attributes["summary"] or {}).items() if isinstance(name, str)}
-    left_out = tuple(f"{folder}/" for folder in ("_metrics", "_leases", "_summary"))
+    left_out = ("_jobs/2", "_jobs/lease-", "_summary/")
     kept = {key: content for key, content in image.items() if not key.startswith(left_out) or key in summary}
     return {key: without_writer(content) if _is_record(key) else content for key, content in kept.items()} | {
         "zarr.json": root

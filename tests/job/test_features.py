@@ -16,7 +16,7 @@ from pipeline.job.opening import open_job, print_plan
 from pipeline.models.sae.autoencoder import SAE
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
-from pipeline.store.check.scope import Level, Scope
+from pipeline.store.check.scope import Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import change_root
 from pipeline.store.inspection.features import view_features
@@ -313,9 +313,9 @@ def flip(path: Path, place: int) -> None:
 def test_verify_names_a_damaged_index(alone, tmp_path, damage) -> None:
     copy = shutil.copytree(alone[1], tmp_path / "store")
     DAMAGE[damage](copy / INDEX)
-    assert [problem.where for problem in verify_store(str(copy), scope=Scope(level=Level.checksums))] == [INDEX]
+    assert [problem.where for problem in verify_store(str(copy), scope=Scope())] == [INDEX]
     if damage in ("firing", "missing"):
-        listed = verify_store(str(copy), scope=Scope(level=Level.objects))
+        listed = verify_store(str(copy), scope=Scope(sample=0))
         assert [problem.where for problem in listed] == ([INDEX] if damage == "missing" else [])
     store = ActivationStore.open(str(copy))
     if damage != "longer":

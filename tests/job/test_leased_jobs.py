@@ -43,7 +43,7 @@ def jobs(count: int, *overrides: str) -> Iterator[list[subprocess.Popen]]:
 def owners(store: Path) -> set[int]:
     """The ids of the processes that hold a stream."""
     found = set()
-    for file in store.glob("_leases/stream-*.json"):
+    for file in store.glob("_jobs/lease-*.json"):
         with suppress(FileNotFoundError):  # released between glob and read
             found.add(json.loads(file.read_text())["pid"])
     return found
@@ -79,7 +79,7 @@ def test_jobs_that_die_and_join_late_make_the_same_store(small_job, small_store,
             wait_for_owners(store, 3, pair)
             victim.kill()
             victim.wait()
-            for file in [] if is_on_this_host else store.glob("_leases/*"):
+            for file in [] if is_on_this_host else store.glob("_jobs/lease-*"):
                 lease = json.loads(file.read_text())
                 if lease["pid"] == victim.pid:
                     file.write_text(json.dumps(lease | {"pid_space": "another host's"}))
@@ -90,7 +90,7 @@ def test_jobs_that_die_and_join_late_make_the_same_store(small_job, small_store,
     assert "taking over " in output
     for file, before in records.items():
         assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "written again"
-    assert not list(store.glob("_leases/*"))
+    assert not list(store.glob("_jobs/lease-*"))
     assert_same_store(store, small_store)
 
 

@@ -23,8 +23,9 @@ from pipeline.job.opening import open_job, open_storage
 from pipeline.job.running import complete, has_work
 from pipeline.job.writing.block_writer import commit_record
 from pipeline.store.format.commits import commit_key
+from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.format.metadata import require_root
-from pipeline.store.write.leases import LEASES_PREFIX, Leases
+from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 
 pytestmark = pytest.mark.heavy

@@ -7,7 +7,7 @@ from pipeline.config.composing import compose
 from pipeline.job.metrics import Metrics, run_name
 from pipeline.job.running import run
 from pipeline.store import ActivationStore
-from pipeline.store.format.keys import is_worker_key
+from pipeline.store.format.keys import Kind, parse_key
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
 from tests.jobs import write_text
@@ -18,8 +18,8 @@ from tests.store.fault_proxy import Fault
 def test_run_names_are_unique():
     first, second = run_name(), run_name()
     assert first != second
-    assert is_worker_key(f"_metrics/{first}.jsonl")
-    assert is_worker_key(f"_metrics/{second}-generate.json")
+    assert parse_key(f"_jobs/{first}.jsonl").kind is Kind.job
+    assert parse_key(f"_jobs/{second}-generate.json").kind is Kind.job
 
 
 def test_a_partial_block_counts_only_its_rows(tmp_path):
@@ -32,7 +32,7 @@ def test_a_partial_block_counts_only_its_rows(tmp_path):
     assert rows[-1] < rows[0] == store.metadata.rows_per_block
     [array] = [store.arrays[key.name] for key in store.keys]
     row_bytes = array.shape[1] * array.shape[2] * array.dtype.numpy_dtype.itemsize
-    [log] = (tmp_path / "store" / "_metrics").iterdir()
+    [log] = (tmp_path / "store").glob("_jobs/*.jsonl")
     counted = json.loads(log.read_text().splitlines()[-1])
     assert (counted["blocks"], counted["stored_bytes"]) == (len(rows), sum(rows) * row_bytes)
 

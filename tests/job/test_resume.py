@@ -72,7 +72,7 @@ def test_a_stop_signal_commits_complete_blocks_and_exits_42(small_job, small_sto
         assert result.returncode == 42, result.stdout
         assert f"stopped by {number.name}" in result.stdout
         assert "Run the same command again to resume" in result.stdout
-        assert not list(store.glob("_leases/*.json"))
+        assert not list(store.glob("_jobs/lease-*.json"))
         num_blocks = committed(store)
         assert wanted <= num_blocks < NUM_BLOCKS == committed(small_store)
     run_here(*job, f"store.path={store}")
@@ -122,7 +122,7 @@ def test_a_longer_run_extends_a_finished_store(small_job, small_store, tmp_path,
 def test_a_stop_signal_is_obeyed_while_the_model_is_loaded_and_compiled(small_job, tmp_path):
     """Nothing is stored yet, and the exit code says that the job can be resumed."""
     process = start(*small_job, f"store.path={tmp_path / 'store'}")
-    wait_until((tmp_path / "store/_data/manifest.json").exists, process, "the list of input files")
+    wait_until((tmp_path / "store/_jobs/manifest.json").exists, process, "the list of input files")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 42, output

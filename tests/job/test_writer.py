@@ -216,7 +216,7 @@ def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatc
 
 def test_metrics_that_are_slow_to_write_delay_no_commit(text, tmp_path):
     with writing(job_config(text, tmp_path / "store", 1), interval_s=0) as (job, writer, metrics):
-        written = tmp_path / "store/_metrics" / metrics.name
+        written = tmp_path / "store/_jobs" / metrics.name
         written.parent.mkdir(exist_ok=True)
         lock = written.with_name(f"{written.name}.__lock")  # TensorStore waits for it to be unlocked
         with lock.open("ab") as file:
@@ -231,8 +231,8 @@ def test_metrics_that_are_slow_to_write_delay_no_commit(text, tmp_path):
 
 
 def test_metrics_that_cannot_be_written_are_warned_about(text, tmp_path, caplog):
-    with writing(job_config(text, tmp_path / "store", 1)) as (job, writer, _):
-        (tmp_path / "store/_metrics").write_bytes(b"")
+    with writing(job_config(text, tmp_path / "store", 1)) as (job, writer, metrics):
+        (tmp_path / "store/_jobs" / metrics.name).mkdir(parents=True)
         write(job, writer, next(job.stream(0).blocks()), np.ones)
         writer.close()
     assert "cannot write the run's metrics" in caplog.text

@@ -257,11 +257,9 @@ def test_slurm_does_not_requeue_if_a_process_exits_with_2_and_others_are_aborted
     ],
 )
 def test_a_task_of_slurm_verifies_its_share(recorded: Recorded, variables, expected):
-    result = recorded.run("launch/verify.sbatch", "store.path=/shared/store", "verify.level=objects", **variables)
+    result = recorded.run("launch/verify.sbatch", "store.path=/shared/store", "verify.sample=0", **variables)
     assert result.returncode == 0, result.stderr
-    assert recorded.commands() == [
-        f"python -m pipeline.verify {expected} store.path=/shared/store verify.level=objects"
-    ]
+    assert recorded.commands() == [f"python -m pipeline.verify {expected} store.path=/shared/store verify.sample=0"]
 
 
 def test_the_pods_of_the_indexed_job_verify_all_shares():

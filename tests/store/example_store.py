@@ -329,6 +329,7 @@ def _block(
         block=block,
         rows=len(rows),
         tokens=tokens,
+        activations=tokens,
         documents=table.num_rows,
         tokens_cut=0,
         skipped=({"source": "file", "index": 3, "reason": "empty"},) if block == 0 else (),

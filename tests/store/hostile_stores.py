@@ -119,7 +119,7 @@ def put_summary(kind: str, make: Callable[[pa.Table], bytes]) -> Callable[[Path]
 
 def encoded(table: pa.Table, **options: Any) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(table, sink, **{"compression": "zstd", **options})
+    pq.write_table(table, sink, **{"compression": "zstd", "use_dictionary": False, **options})
     return sink.getvalue()
 
 
@@ -161,10 +161,10 @@ _COLUMNS: dict[str, Callable[[int], pa.Array]] = {
 _BOMBS: dict[str, Callable[[pa.Table], bytes]] = {
     "one long text": with_column("url", lambda n: pa.array(["a" * _BOMB] + [""] * (n - 1), pa.large_string())),
     "a repeated text": with_column(
-        "url", lambda n: pa.array(["a" * (_BOMB // n)] * n, pa.large_string()), dictionary_pagesize_limit=_BOMB * 2
+        "url", lambda n: pa.array(["a" * (_BOMB // n)] * n), use_dictionary=True, dictionary_pagesize_limit=_BOMB
     ),
-    "a repeated text in lists": with_column(
-        "url", lambda n: pa.array([["a" * (_BOMB // n)]] * n), dictionary_pagesize_limit=_BOMB * 2
+    "repeated beginnings of texts": with_column(
+        "url", lambda n: pa.array(["a" * (60 << 20)] * n), column_encoding={"url": "DELTA_BYTE_ARRAY"}
     ),
     "a list of nulls": with_column(
         "url", lambda n: pa.array([[None] * (_BOMB // 16)] + [[]] * (n - 1), pa.list_(pa.int64()))
@@ -180,7 +180,7 @@ _BOMBS: dict[str, Callable[[pa.Table], bytes]] = {
     "empty": lambda table: b"",
     "footer of all": lambda table: b"PAR1" + (0xFFFFFFF0).to_bytes(4, "little") + b"PAR1",
     "footer of garbage": lambda table: b"PAR1" + os.urandom(200) + (200).to_bytes(4, "little") + b"PAR1",
-    "lying page": lambda table: _lying_page(encoded(table, use_dictionary=False)),
+    "lying page": lambda table: _lying_page(encoded(table)),
 }
 
 
@@ -238,7 +238,8 @@ _JSON_TEXTS = {
 
 def cases() -> Iterator[Case]:
     """All cases; the first word of a name is its class."""
-    counts = (("num_streams",), ("rows_per_block",), ("batch", "length"), ("widths", _ARRAY), ("scale_groups", _ARRAY))
+    counts = (("num_streams",), ("rows_per_block",), ("batch", "length"), ("arrays", _ARRAY, "width"))
+    counts += (("arrays", _ARRAY, "scale_groups"),)
     counts += (("target",), ("selected",), ("summary", "ids_bytes"), ("capture", "scale_group"), ("version",))
     for path in counts:
         yield from (Case(f"root-counts {'.'.join(path)}={n}", edit_root(*path, value=n)) for n in _HUGE)
@@ -246,13 +247,16 @@ def cases() -> Iterator[Case]:
         yield Case(f"root-dtypes {dtype}", edit_root("capture", "dtype", value=dtype))
     names = ("../x", "a/b", "..", "/etc", "", "blocks.1.resid_post\0", "x" * 10_000, "blocks.99999999999.resid_post")
     for name in names:
-        yield Case(f"root-names {name[:20]!r}", edit_root("arrays", value=[name]))
+        yield Case(
+            f"root-names {name[:20]!r}",
+            edit_root("arrays", value={name: {"width": 4, "hook_name": "", "scale_groups": None}}),
+        )
         yield Case(f"root-summaries {name[:20]!r}", edit_root("summary", "blocks", value=name + "0" * 64))
     for kind in ("blocks", "statistics", "ids"):
         yield from (
             Case(f"root-summaries {kind}={v!r}", edit_root("summary", kind, value=v)) for v in (None, 5, "", [1])
         )
-    for key in ("rows", "tokens", "documents", "tokens_cut", "selected", "stream", "block", "version"):
+    for key in ("rows", "tokens", "documents", "tokens_cut", "activations", "stream", "block"):
         yield from (Case(f"record-counts {key}={n}", edit_record(**{key: n})) for n in _HUGE)
     keys = ("skipped", "start", "next", "exhausted", "documents_sha256", "statistics_sha256", "digests", "recent")
     for n, key in enumerate((*keys, "written_by")):
@@ -277,7 +281,7 @@ def cases() -> Iterator[Case]:
         columns = ("document", "id", "source", "index", "n_tokens", "n_cut", "first_token", "last_token", "url")
         for column in dict.fromkeys((columns[n % len(columns)], columns[(n + 4) % len(columns)], "document")):
             yield Case(f"table-types {column} {name}", put_table(with_column(column, make)))
-        column = ("mean", "count", "array", "norm_histogram", "first_block")[n % 5]
+        column = ("mean", "count", "array", "norm_histogram", "m2")[n % 5]
         yield Case(f"statistics-types {column} {name}", put_table(with_column(column, make), _STATISTICS))
         yield Case(f"summary-types stream {name}", put_summary("blocks", with_column("stream", make)))
         yield Case(f"ids-types shard {name}", put_summary("ids", with_column("shard", make)))

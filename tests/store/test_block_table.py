@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams, read_stream, split_streams
-from pipeline.store.format.commits import CommitRecord, commit_key, list_blocks, num_recent
-from pipeline.store.format.statistics import merge, read_block_statistics
+from pipeline.store.format.commits import CommitRecord, commit_key, list_blocks
+from pipeline.store.format.statistics import merge, read_stream_statistics
 from pipeline.store.io.parquet import encode_table, table_digest
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
@@ -24,6 +24,7 @@ def record(stream: int, block: int, **changes) -> CommitRecord:
     counts = {
         "rows": 2,
         "tokens": 7,
+        "activations": 7,
         "documents": 3,
         "tokens_cut": 1 << 40,
         "skipped": ({"source": "a", "index": 1, "reason": "", "rows": 1},),
@@ -36,13 +37,13 @@ def stream_records(count: int) -> list[CommitRecord]:
     """Records of stream 3 with different counts."""
     table, records = BlockTable(), []
     for block in range(count):
-        records.append(record(3, block, tokens=7 + block, recent=table.recent(block)))
+        records.append(record(3, block, tokens=7 + block, activations=7 + block, recent=table.recent(block)))
         table = BlockTable.join([table, BlockTable.from_records(records[-1:])])
     return records
 
 
 def test_a_table_has_the_counts_of_the_records():
-    records = [record(0, 0, exhausted=True, statistics_sha256="s"), record(1, 0, selected=4), record(2, 0)]
+    records = [record(0, 0, exhausted=True), record(1, 0, activations=4), record(2, 0)]
     content = BlockTable.from_records(records).encode()
     table = BlockTable.decode(content, "it", table_digest(content), 3)
     assert [block[:9] for block in table] == [
@@ -50,12 +51,9 @@ def test_a_table_has_the_counts_of_the_records():
         (1, 0, 2, 7, 4, 3, 1, 1 << 40, 0),
         (2, 0, 2, 7, 7, 3, 1, 1 << 40, 0),
     ]
-    assert [(block.exhausted, block.has_statistics, block.continues) for block in table] == [(1, 1, 0)] + [
-        (0, 0, 0)
-    ] * 2
+    assert [(block.exhausted, block.continues) for block in table] == [(1, 0), (0, 0), (0, 0)]
     assert BlockTable.from_records([record(0, 1)])[0].continues
     assert table.total("tokens_cut") == 3 << 40
-    assert table.has_statistics.tolist() == [True, False, False]
     assert table[1:][0] == table[1]
     assert table.per_stream(4).tolist() == [1, 1, 1, 0]
     assert table.first_blocks(np.array([1, 0, 1])).column("stream").tolist() == [0, 2]
@@ -105,24 +103,21 @@ def test_streams_are_joined_in_the_order_of_rows_and_split_again():
 
 
 def test_a_stream_is_read_from_few_records(tmp_path):
-    storage, count = Storage.open(str(tmp_path)), 77
+    storage, count = Storage.open(str(tmp_path)), 600
     records = stream_records(count)
     expected = BlockTable.from_records(records).values
     for entry in records:
         storage.write(entry.key, entry.to_json())
-    for known in (0, 1, 5, 64, 76, 77):
+    for known in (0, 1, 255, 256, 511, 599, 600):
         table, last = read_stream(storage, 3, BlockTable(expected[:known]))
         np.testing.assert_array_equal(table.values, expected)
         assert last == records[-1]
+    assert len(records[511].to_json()) < 15_000
     for entry in records:
-        if entry.block not in (63, 71, 75, 76):
+        if entry.block not in (255, 511, 599):
             storage.write(entry.key, b"not read")
     np.testing.assert_array_equal(read_stream(storage, 3).table.values, expected)
     assert not len(read_stream(storage, 2).table)
-
-
-def test_a_record_repeats_few_counts():
-    assert [num_recent(block) for block in (0, 1, 2, 3, 7, 11, 1023, 4095)] == [0, 1, 0, 3, 7, 3, 1023, 1023]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,7 @@ def test_running_statistics_cover_all_blocks(tmp_path):
         if index % 2 == 0:
             writer = StoreWriter.open(str(tmp_path), metadata(), layout())
         commit_block(writer, block, statistics[index])
-        _, running = read_block_statistics(writer.storage, writer.streams[0].last)
+        running = read_stream_statistics(writer.storage, writer.streams[0].last)
         for name in WIDTHS:
             total = merge(part[name] for part in statistics[: index + 1])
             assert all(np.array_equal(vars(running[name])[field], value) for field, value in vars(total).items())

@@ -18,13 +18,14 @@ RECORD = CommitRecord(
     block=12,
     rows=4,
     tokens=30,
+    activations=30,
     documents=2,
     tokens_cut=1,
     skipped=({"source": "a.parquet", "index": 1, "reason": "ungültig"},),
     start=CURSOR,
     next={**CURSOR, "document": 6, "token": 0},
     exhausted=False,
-    recent=(),
+    recent=((1, 2, 3, 4, 5, 6, 7, 1),) * 12,
 )
 
 
@@ -57,15 +58,10 @@ def test_damaged_and_edited_records_are_refused(text):
         CommitRecord.from_json(text, "the record")
 
 
-@pytest.mark.parametrize("changes", [{"rows": 1 << 32}, {"tokens_cut": 1 << 63}, {"selected": 1 << 40}])
+@pytest.mark.parametrize("changes", [{"rows": 1 << 32}, {"tokens_cut": 1 << 63}, {"activations": 1 << 40}])
 def test_counts_beyond_any_block_are_refused(changes):
     with pytest.raises(StoreInvalid, match="the record"):
         CommitRecord.from_json(replace(RECORD, **changes).to_json(), "the record")
-
-
-def test_a_later_version_is_refused():
-    with pytest.raises(StoreInvalid, match="has version 2, expected 1"):
-        CommitRecord.from_json(replace(RECORD, version=2).to_json(), "it")
 
 
 def test_blocks_are_listed_in_order_and_gaps_are_reported(tmp_path):

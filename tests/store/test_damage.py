@@ -1,5 +1,5 @@
-"""`verify_store` names every damaged object, at the first level that can, and nothing in a sound store. The shares of
-several ranks find what one verification finds."""
+"""`verify_store` names every damaged object, if it can without reading blocks, and nothing in a sound store. The shares
+of several ranks find what one verification finds."""
 
 import json
 import random
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeline.core.errors import PipelineError
-from pipeline.store.check.scope import Level, Scope
+from pipeline.store.check.scope import Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord, commit_key
 from pipeline.store.format.statistics import statistics_key
@@ -74,7 +74,8 @@ def test_streams_may_end_early_and_a_block_may_have_no_rows(store_path):
     empty = next(blocks(0))
     arrays = {name: np.full_like(values, -1 if name == "documents" else 0) for name, values in empty.arrays.items()}
     end = {**empty.record.start, "shard": 1}
-    record = replace(empty.record, rows=0, tokens=0, documents=0, next=end, exhausted=True)
+    none = dict.fromkeys(("rows", "tokens", "activations", "documents"), 0)
+    record = replace(empty.record, **none, next=end, exhausted=True)
     commit_block(writer, replace(empty, arrays=arrays, table=empty.table[:0], record=record))
     writer.finish()
     assert found(store_path) == set()
@@ -120,69 +121,69 @@ def edit_rows(name: str) -> Callable[[Storage], None]:
 [IDS] = [key for key in full_image() if key.startswith("_summary/ids")]
 START = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
 
-# The damage, the object that verify reports (perhaps among others), the first level that does, and what it says.
+# The damage, the object that verify reports (perhaps among others), the first sample that does, and what it says.
 DAMAGE = {
-    "record": (edit(commit_key(1, 0)), commit_key(1, 0), Level.records, "is not JSON"),
-    "edited record": (edit(commit_key(0, 1), 60), commit_key(0, 1), Level.records, ""),
+    "record": (edit(commit_key(1, 0)), commit_key(1, 0), 0, "is not JSON"),
+    "edited record": (edit(commit_key(0, 1), 60), commit_key(0, 1), 0, ""),
     "deleted first record": (
         delete(commit_key(1, 0)),
         commit_key(1, 1),
-        Level.records,
+        0,
         "no readable record of block 0",
     ),
-    "deleted last record": (delete(commit_key(0, 3)), commit_key(0, 3), Level.records, "finished with 4 blocks"),
-    "record elsewhere": (copy(commit_key(0, 1), commit_key(1, 1)), commit_key(1, 1), Level.records, "of stream 0"),
-    "record of no stream": (copy(commit_key(1, 0), commit_key(7, 0)), commit_key(7, 0), Level.objects, "no committed"),
-    "notes": (copy(BLOCKS, "_commits/stream-00000/a"), "_commits/stream-00000/a", Level.objects, "no committed block"),
-    "rows": (edit_record(rows=9), commit_key(0, 1), Level.records, "has 9 rows, but a block has at most 4"),
-    "tokens": (edit_record(tokens=99), commit_key(0, 1), Level.records, "has 99 tokens"),
-    "start": (edit_record(start=START), commit_key(0, 1), Level.records, "but the previous block ends at"),
-    "next": (edit_record(next=START), commit_key(0, 2), Level.records, "but the previous block ends at"),
-    "exhausted": (edit_record(exhausted=True), commit_key(0, 1), Level.records, "but the stream has block 2"),
-    "recent": (edit_record(recent=((1,) * 8,)), commit_key(0, 1), Level.records, "repeats other counts"),
-    "counts": (edit_record(rows=3), BLOCKS, Level.records, "does not agree with the commit records of stream 0"),
-    "blocks": (edit(BLOCKS), BLOCKS, Level.records, "differs from the one in the root"),
-    "deleted shard": (delete(f"{RESID}/c.1.0.0"), f"{RESID}/c.1.0.0", Level.objects, "is missing"),
-    "deleted side": (delete("tokens/c.1.0"), "tokens/c.1.0", Level.objects, "is missing"),
-    "deleted documents": (delete(table_key(1, 0)), table_key(1, 0), Level.objects, "is missing"),
-    "deleted statistics": (delete(statistics_key(1, 0)), statistics_key(1, 0), Level.objects, "is missing"),
-    "shard of no block": (copy(BLOCKS, f"{RESID}/c.77.0.0"), f"{RESID}/c.77.0.0", Level.objects, "no committed block"),
-    "no shard": (copy(BLOCKS, f"{RESID}/c.07.0.0"), f"{RESID}/c.07.0.0", Level.objects, "no committed block"),
-    "table of no block": (copy(BLOCKS, table_key(1, 9)), table_key(1, 9), Level.objects, "no committed block"),
-    "deleted array": (delete(f"{RESID}/zarr.json"), f"{RESID}/zarr.json", Level.objects, "is missing"),
-    "edited array": (edit("tokens/zarr.json", 20), "tokens/zarr.json", Level.objects, ""),
-    "rows of an array": (edit_rows("embed"), "embed/zarr.json", Level.objects, "has 26 rows"),
+    "deleted last record": (delete(commit_key(0, 3)), commit_key(0, 3), 0, "finished with 4 blocks"),
+    "record elsewhere": (copy(commit_key(0, 1), commit_key(1, 1)), commit_key(1, 1), 0, "of stream 0"),
+    "record of no stream": (copy(commit_key(1, 0), commit_key(7, 0)), commit_key(7, 0), 0, "no committed"),
+    "notes": (copy(BLOCKS, "_commits/stream-00000/a"), "_commits/stream-00000/a", 0, "no committed block"),
+    "rows": (edit_record(rows=9), commit_key(0, 1), 0, "has 9 rows, but a block has at most 4"),
+    "tokens": (edit_record(tokens=99), commit_key(0, 1), 0, "has 99 tokens"),
+    "start": (edit_record(start=START), commit_key(0, 1), 0, "but the previous block ends at"),
+    "next": (edit_record(next=START), commit_key(0, 2), 0, "but the previous block ends at"),
+    "exhausted": (edit_record(exhausted=True), commit_key(0, 1), 0, "but the stream has block 2"),
+    "recent": (edit_record(recent=((1,) * 8,)), commit_key(0, 1), 0, "repeats other counts"),
+    "counts": (edit_record(rows=3), BLOCKS, 0, "does not agree with the commit records of stream 0"),
+    "blocks": (edit(BLOCKS), BLOCKS, 0, "differs from the one in the root"),
+    "deleted shard": (delete(f"{RESID}/c.1.0.0"), f"{RESID}/c.1.0.0", 0, "is missing"),
+    "deleted side": (delete("tokens/c.1.0"), "tokens/c.1.0", 0, "is missing"),
+    "deleted documents": (delete(table_key(1, 0)), table_key(1, 0), 0, "is missing"),
+    "deleted statistics": (delete(statistics_key(1, 0)), statistics_key(1, 0), 0, "is missing"),
+    "shard of no block": (copy(BLOCKS, f"{RESID}/c.77.0.0"), f"{RESID}/c.77.0.0", 0, "no committed block"),
+    "no shard": (copy(BLOCKS, f"{RESID}/c.07.0.0"), f"{RESID}/c.07.0.0", 0, "no committed block"),
+    "table of no block": (copy(BLOCKS, table_key(1, 9)), table_key(1, 9), 0, "no committed block"),
+    "deleted array": (delete(f"{RESID}/zarr.json"), f"{RESID}/zarr.json", 0, "is missing"),
+    "edited array": (edit("tokens/zarr.json", 20), "tokens/zarr.json", 0, ""),
+    "rows of an array": (edit_rows("embed"), "embed/zarr.json", 0, "has 26 rows"),
     **{
         f"shard {spec.name} {at}": (
             edit(layout().shard_key(spec, 0, 1), at),
             layout().shard_key(spec, 0, 1),
-            Level.checksums,
+            1,
             "does not match its checksum",
         )
         for spec, at in zip(layout().all_arrays, (0, 37, -1, -17, 5, -6, 1), strict=True)
     },
-    "cut shard": (cut(f"{RESID}/c.1.0.0"), f"{RESID}/c.1.0.0", Level.checksums, ""),
-    "exchanged shard": (copy(f"{RESID}/c.0.0.0", f"{RESID}/c.1.0.0"), f"{RESID}/c.1.0.0", Level.checksums, "digest"),
-    "document table": (edit(table_key(1, 0)), table_key(1, 0), Level.checksums, "sha256"),
-    "statistics": (edit(statistics_key(1, 0)), statistics_key(1, 0), Level.checksums, "sha256"),
-    "number of documents": (edit_record(documents=1), table_key(0, 1), Level.checksums, ""),
-    "merged statistics": (edit(STATISTICS), STATISTICS, Level.checksums, "sha256"),
-    "ids": (edit(IDS), IDS, Level.checksums, "sha256"),
-    "deleted ids": (delete(IDS), IDS, Level.checksums, ""),
+    "cut shard": (cut(f"{RESID}/c.1.0.0"), f"{RESID}/c.1.0.0", 1, ""),
+    "exchanged shard": (copy(f"{RESID}/c.0.0.0", f"{RESID}/c.1.0.0"), f"{RESID}/c.1.0.0", 1, "digest"),
+    "document table": (edit(table_key(1, 0)), table_key(1, 0), 1, "sha256"),
+    "statistics": (edit(statistics_key(1, 0)), statistics_key(1, 0), 1, "sha256"),
+    "number of documents": (edit_record(documents=1), table_key(0, 1), 1, ""),
+    "merged statistics": (edit(STATISTICS), STATISTICS, 1, "sha256"),
+    "ids": (edit(IDS), IDS, 1, "sha256"),
+    "deleted ids": (delete(IDS), IDS, 1, ""),
     # Of a store with several shards per block:
-    "part: deleted": (delete(f"{RESID}/c.5.1.0"), f"{RESID}/c.5.1.0", Level.objects, "is missing"),
-    "part: last deleted": (delete("tokens/c.7.0"), "tokens/c.7.0", Level.objects, "is missing"),
+    "part: deleted": (delete(f"{RESID}/c.5.1.0"), f"{RESID}/c.5.1.0", 0, "is missing"),
+    "part: last deleted": (delete("tokens/c.7.0"), "tokens/c.7.0", 0, "is missing"),
     "part: too far right": (
         copy(f"{RESID}/c.4.0.0", f"{RESID}/c.4.2.0"),
         f"{RESID}/c.4.2.0",
-        Level.objects,
+        0,
         "no committed",
     ),
-    "part: edited": (edit(f"{RESID}/c.6.1.0", 2), f"{RESID}/c.6.1.0", Level.checksums, "does not match its checksum"),
+    "part: edited": (edit(f"{RESID}/c.6.1.0", 2), f"{RESID}/c.6.1.0", 1, "does not match its checksum"),
     "part: exchanged": (
         copy(f"{RESID}/c.4.0.0", f"{RESID}/c.4.1.0"),
         f"{RESID}/c.4.1.0",
-        Level.checksums,
+        1,
         "digest of the block's values",
     ),
 }
@@ -193,13 +194,13 @@ def image_for(damage: str) -> Image:
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_each_level_finds_its_damage(name):
+def test_damage_is_found_with_and_without_reading_blocks(name):
     damage, where, first, what = DAMAGE[name]
     with in_memory(image_for(name)) as path:
         damage(Storage.open(path))
-        for level in Level:
-            texts = [text for place, text in found(path, level=level) if place == where]
-            assert bool(texts) == (level >= first), level
+        for sample in (0, 1):
+            texts = [text for place, text in found(path, sample=sample) if place == where]
+            assert bool(texts) == (sample >= first), sample
         assert any(what in text for text in texts), texts
 
 
@@ -209,7 +210,7 @@ def test_each_level_finds_its_damage(name):
         (lambda root: root.update(complete=True, summary=None), "the store is complete, but has no summary"),
         (lambda root: root.update(num_streams=4), "its fingerprint does not match its content"),
         (lambda root: root["summary"].update(blocks="0" * 64), "is missing"),
-        (lambda root: root["widths"].update(embed=5), "does not describe the array of the store's root"),
+        (lambda root: root["arrays"]["embed"].update(width=5), "does not describe the array of the store's root"),
         (lambda root: root.update(version=3), "format version 3"),
     ],
 )

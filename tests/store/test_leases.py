@@ -10,8 +10,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.leases import LEASES_PREFIX, Leases, lease_key
+from pipeline.store.write.leases import Leases, lease_key
 from tests.jobs import ROOT
 from tests.store.emulators import new_bucket
 
@@ -167,13 +168,13 @@ def test_a_process_that_could_not_renew_its_lease_keeps_it_unless_another_took_i
         assert take(a, 0)
         for is_taken in (False, True):
             with a._lock:  # not during a renewal
-                os.rename(tmp_path / "_leases", tmp_path / "away")
-                (tmp_path / "_leases").write_text("in the way")
+                os.rename(tmp_path / "_jobs", tmp_path / "away")
+                (tmp_path / "_jobs").write_text("in the way")
             caplog.clear()
             wait_until(lambda: "cannot renew the lease on stream 0: " in caplog.text)
             with a._lock:
-                os.remove(tmp_path / "_leases")
-                os.rename(tmp_path / "away", tmp_path / "_leases")
+                os.remove(tmp_path / "_jobs")
+                os.rename(tmp_path / "away", tmp_path / "_jobs")
                 if is_taken:
                     assert not b.vacant([0])
                     clock.now += LONG_LEASE_S
@@ -191,12 +192,12 @@ def test_a_process_that_could_not_renew_its_lease_keeps_it_unless_another_took_i
 def test_a_lease_that_cannot_be_released_expires(tmp_path, caplog, clock):
     with leases(str(tmp_path), LONG_LEASE_S) as a, leases(str(tmp_path), LONG_LEASE_S) as b:
         assert take(b, 0)
-        (tmp_path / "_leases").rename(tmp_path / "away")
-        (tmp_path / "_leases").write_text("a file in the way")
+        (tmp_path / "_jobs").rename(tmp_path / "away")
+        (tmp_path / "_jobs").write_text("a file in the way")
         b.release(0)
         assert "cannot release the lease on stream 0, which will expire" in caplog.text
-        (tmp_path / "_leases").unlink()
-        (tmp_path / "away").rename(tmp_path / "_leases")
+        (tmp_path / "_jobs").unlink()
+        (tmp_path / "away").rename(tmp_path / "_jobs")
         assert not take(a, 0)
         clock.now = LONG_LEASE_S
         assert take(a, 0)

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from pipeline.core.errors import StoreInvalid, StoreMismatch
+from pipeline.core.json_text import MAX_DEPTH
 from pipeline.store import ActivationStore
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.metadata import Difference, StoreRoot
 from pipeline.store.write.store_writer import new_root
 from tests.commands.store_commands import COMMANDS, call
-from tests.store.example_store import CAPTURE, WIDTHS, copy_store, edit_root, edited_root, layout, metadata
+from tests.store.example_store import CAPTURE, copy_store, edit_root, edited_root, layout, metadata
 from tests.store.hostile_stores import seal_root
 
 ROOT = new_root(metadata(), layout())
@@ -90,22 +91,29 @@ def test_a_root_is_read_as_written():
     assert attributes["fingerprint"] == metadata().fingerprint()
 
 
+ARRAY = {"width": 4, "hook_name": "hook_embed", "scale_groups": None}
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (lambda text: text[:-40], "is not JSON"),
         (lambda text: b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "nested too deep"),
+        (lambda text: b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested too deeply, expected at most 64"),
+        (lambda text: b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, "not the JSON of a Zarr group"),
+        (lambda text: b'"\xc3"', "is not JSON.*utf-8"),
+        (lambda text: b'{"name": "\\ud800"}', "is not JSON.*surrogates"),
+        (lambda text: b"1" * 5000, "is not JSON.*digits"),
         (lambda text: text.replace(b'"created": "2026', b'"created": "2027'), "does not match its own checksum"),
         (lambda text: text.replace(b"activation_store", b"something_else"), "but not an activation store"),
         (lambda text: text.replace(b'"version": 1', b'"version": 2'), "version 2, but this program reads version 1"),
         (lambda text: resealed(text.replace(b'"length": 8', b'"length": 9')), "fingerprint does not match its content"),
-        (lambda text: resealed(text, arrays=["embed"]), "widths, hook_names, arrays and capture.arrays disagree"),
-        (lambda text: resealed(text, arrays=["embed", "embed"]), "arrays and capture.arrays disagree"),
-        (lambda text: resealed(text, scale_groups={"embed": 1}), "scale_groups does not name the scaled arrays"),
+        (lambda text: resealed(text, arrays={"embed": ARRAY}), "arrays and capture.arrays disagree"),
+        (lambda text: resealed(text.replace(b'"scale_groups": null', b'"scale_groups": 1')), "capture.dtype disagree"),
         (lambda text: resealed(text, selected=2), "selected and capture.positions disagree"),
         (lambda text: text.replace(b'"node_type": "group"', b'"node_type": "array"'), "its own checksum"),
         (lambda text: text.replace(b'"zarr_format": 3', b'"zarr_format": 3, "more": 1'), "its own checksum"),
-        (lambda text: text.replace(b'"widths"', b'"widhts"'), "commit d322b78 is the last one that reads it"),
+        (lambda text: resealed(text, arrays=["embed"]), "commit 6fe0a64 is the last one that reads it"),
         (lambda text: b"[]", "not the JSON of a Zarr group"),
         (lambda text: b'{"attributes": {"activation_store": [1]}}', "is damaged"),
         (lambda text: resealed(text.replace(b'"capture"', b'"kapture"')), "'capture' is absent"),
@@ -118,15 +126,14 @@ def test_damaged_roots_are_refused(edit, message):
 
 
 WRONG = {
-    "arrays": ([], "embed", ["../x"], [5], ["tokens"], None, {"embed": 1}, ["blocks.01.resid_post"]),
+    "arrays": ("embed", None, 5, *({name: ARRAY} for name in ("../x", "tokens", "blocks.01.resid_post"))),
+    "arrays.embed": (1, [], None, *({**ARRAY, name: 0} for name in ARRAY)),
+    "arrays.embed.width": ("4", 1 << 30, None),
     "num_streams": (0, -1, "2", 2.0, True, None, 10**30, 1 << 21, [], float("nan")),
     "rows_per_block": (0, -4, "4", 1e20, None, {}),
     "complete": (1, "true", None, []),
     "created": (5, None, []),
-    "widths": (5, {}, {"embed": 0}, {"embed": "4"}, {"embed": 1 << 30}, None),
     "selected": (0, "4", 4, True),
-    "scale_groups": (5, {"embed": 1}, None),
-    "hook_names": (5, {"embed": 1}, None),
     "summary": (5, {}, {"blocks": 5}, []),
     "target": (-1, "some", 1.5, None),
     "may_be_not_finite": (1, "true", None),
@@ -161,18 +168,18 @@ def test_wrong_values_are_refused(key, tmp_path):
 def test_a_command_reports_a_root_that_it_cannot_read(command, tmp_path, capsys):
     store = tmp_path / "store"
     copy_store(str(store))
-    edit_root(str(store), lambda root: [root.pop(name) for name in ("widths", "selected", "scale_groups", "summary")])
+    edit_root(str(store), lambda root: root.update(arrays=list(root["arrays"])))
     assert call(command, store) == (1 if command == "verify" else 2)
-    expected = f"the store {store} was made by a development version of this program: commit d322b78 is the last one"
+    expected = f"the store {store} was made by a development version of this program: commit 6fe0a64 is the last one"
     assert "".join(capsys.readouterr()).count(expected) == 1
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"widths": WIDTHS | {"embed": 1 << 24}, "rows_per_block": 1 << 24},
+        {"width": 1 << 24, "rows_per_block": 1 << 24},
         {"rows_per_block": 1 << 24, "batch": {"length": 1 << 24}},
-        {"rows_per_block": 1, "batch": {"length": 16777213}, "widths": WIDTHS | {"embed": 64}},  # a prime number
+        {"rows_per_block": 1, "batch": {"length": 16777213}, "width": 64},  # a prime number
     ],
 )
 def test_sizes_that_no_store_has_are_refused(changes):
@@ -180,7 +187,7 @@ def test_sizes_that_no_store_has_are_refused(changes):
     root = replace(
         ROOT,
         metadata=metadata(**{name: changes[name] for name in names if name in changes}),
-        widths=changes.get("widths", WIDTHS),
+        arrays={name: {**array, "width": changes.get("width", array["width"])} for name, array in ROOT.arrays.items()},
     )
     with pytest.raises(StoreInvalid, match="expected at most"):
         layout_of(StoreRoot.from_json(root.to_json(), "it"))

@@ -32,24 +32,11 @@ def test_the_ranks_together_read_every_row_once(seed, world, window_blocks):
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_without_a_seed_rows_are_in_order():
-    assert rows(order(seed=None).pieces(4)) == sorted(ALL)
-
-
 def test_windows_are_consecutive_and_limit_the_mixed_blocks():
     windows = [piece.window for piece in order().pieces(0)]
     assert windows == sorted(windows)
     for _, pieces in itertools.groupby(order().pieces(0), key=lambda piece: piece.window):
         assert len({piece.block for piece in pieces}) <= 2
-
-
-@pytest.mark.parametrize("start", [0, 1, 4])
-def test_buffers_can_begin_anywhere(start):
-    everything = list(order().fillings(1))
-    assert [buffer.index for buffer in everything] == list(range(len(everything)))
-    assert all(len(buffer.pieces) == 3 for buffer in everything[:-1])
-    assert [piece for buffer in everything for piece in buffer.pieces] == list(order().pieces(1))
-    assert list(order().fillings(1, start)) == everything[start:]
 
 
 def test_tokens_are_shuffled_by_seed_epoch_rank_and_buffer():

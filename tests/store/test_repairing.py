@@ -114,15 +114,15 @@ def test_nothing_is_removed_while_a_lease_is_renewed(tmp_path, is_renewed):
     edit_root(str(tmp_path), lambda root: root["config"]["run"].update(lease_s=0.3))
     flip(str(tmp_path), f"{RESID}/c.2.0.0")
     storage = Storage.open(str(tmp_path))
-    storage.write("_leases/stream-00000.json", b"0")
+    storage.write("_jobs/lease-00000.json", b"0")
     image = read_image(str(tmp_path))
-    timer = threading.Timer(0.1, lambda: storage.write("_leases/stream-00000.json", b"1"))
+    timer = threading.Timer(0.1, lambda: storage.write("_jobs/lease-00000.json", b"1"))
     if is_renewed:
         timer.start()
         with pytest.raises(StoreError, match="a job writes to .* its leases changed. Nothing was removed"):
             verify_and_print(str(tmp_path), repairs=True)
         timer.join()
-        assert read_image(str(tmp_path)) == {**image, "_leases/stream-00000.json": b"1"}
+        assert read_image(str(tmp_path)) == {**image, "_jobs/lease-00000.json": b"1"}
     else:
         assert verify_and_print(str(tmp_path), repairs=True) == 0
         assert not require_root(storage).complete

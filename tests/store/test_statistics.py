@@ -30,18 +30,6 @@ def statistics(values: np.ndarray, valid: np.ndarray) -> Statistics:
     return block_statistics(valid, *(part.astype(np.float32) for part in (mean, m2, norms)))
 
 
-def test_statistics_of_a_block_equal_numpys():
-    values, valid = example(0)
-    tokens = values[valid].astype(np.float64)
-    found = statistics(values, valid)
-    assert (found.count, found.not_finite) == (len(tokens), 0)
-    np.testing.assert_allclose(found.mean, tokens.mean(axis=0), rtol=1e-6)
-    np.testing.assert_allclose(found.variance, tokens.var(axis=0), rtol=1e-5)
-    norms = np.linalg.norm(tokens, axis=-1)
-    assert found.mean_norm == pytest.approx(norms.mean(), rel=1e-6)
-    assert found.norm_histogram.sum() == len(tokens)
-
-
 def test_merged_statistics_equal_numpys_in_any_order():
     examples = [example(seed) for seed in range(4)]
     tokens = np.concatenate([values[valid] for values, valid in examples]).astype(np.float64)
@@ -52,6 +40,7 @@ def test_merged_statistics_equal_numpys_in_any_order():
         np.testing.assert_allclose(total.mean, tokens.mean(axis=0), rtol=1e-6)
         np.testing.assert_allclose(total.variance, tokens.var(axis=0), rtol=1e-5)
         assert np.array_equal(total.norm_histogram, sum(part.norm_histogram for part in parts))
+        assert total.mean_norm == pytest.approx(np.linalg.norm(tokens, axis=-1).mean(), rel=1e-6)
 
 
 def test_statistics_of_tokens_merge_to_those_of_blocks():

@@ -96,7 +96,7 @@ def test_directories_are_synced_before_their_content_counts(tmp_path, monkeypatc
     root = tmp_path / "above" / "store"
     storage = Storage.open(root)
     storage.write("_commits/stream-00000/block-000000.json", b"x")
-    assert storage.put("_leases/stream-00000.json", b"x")
+    assert storage.put("_jobs/lease-00000.json", b"x")
     create_arrays(storage, layout())
     assert storage.put("tokens/c.12.0", b"x")
     directories = {path for path in (root, *root.rglob("*")) if path.is_dir()} | {root.parent}

@@ -158,23 +158,6 @@ def test_other_tokens_under_one_key_are_refused(store_path, differing):
     assert StoreWriter.open(store_path, metadata(), layout()).streams[0].last == record
 
 
-def test_an_interrupted_block_is_completed(tmp_path):
-    """Whichever of its objects a killed run has written."""
-    write_store(str(tmp_path / "whole"))
-    expected = comparable_image(str(tmp_path / "whole"))
-    first = next(blocks(0))
-    keys = [layout().shard_key(spec, 0, 0) for spec in layout().all_arrays] + [table_key(0, 0)]
-    for written in range(len(keys) + 1):
-        path = str(tmp_path / f"interrupted{written}")
-        writer = StoreWriter.open(path, metadata(store={"compression": "none"}), layout())
-        for key in keys[:written]:
-            writer.storage.write(key, expected[key])
-        assert verify_store(path) == []
-        assert ActivationStore.open(path).num_tokens == 0
-        write_store(path)
-        assert comparable_image(path) == expected, first.record.key
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [

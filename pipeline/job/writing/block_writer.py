@@ -265,11 +265,11 @@ def commit_record(block: TokenBlock) -> CommitRecord:
         block=block.index,
         rows=block.num_rows,
         tokens=block.num_tokens,
+        activations=int(np.count_nonzero(block.stored)),
         documents=block.table.num_rows,
         tokens_cut=sum(block.table["n_cut"].to_pylist()),
         skipped=tuple(asdict(skip) for skip in block.skipped),
         start=block.start.to_json(),
         next=block.next.to_json(),
         exhausted=block.exhausted,
-        selected=None if block.selected is None else int(np.count_nonzero(block.stored)),
     )

@@ -8,7 +8,6 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.records import StreamRecords
@@ -21,7 +20,7 @@ from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.statistics import (
     STATISTICS_PREFIX,
     decode_statistics,
-    read_block_statistics,
+    read_stream_statistics,
     statistics_key,
 )
 from pipeline.store.format.summary import IDS, IDS_BYTES, STATISTICS, summary_key
@@ -49,7 +48,7 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
     kinds: dict[str, Callable[..., str]] = {  # by prefix: the key of a stream's block, or of a part of it
         COMMITS_PREFIX: commit_key,
         TABLES_PREFIX: table_key,
-        STATISTICS_PREFIX: statistics_key,
+        **({STATISTICS_PREFIX: statistics_key} if store.root.metadata.has_statistics else {}),
         **{index_prefix(name): partial(index_key, name) for name in store.root.metadata.indexed_features},
     }
     layout, num_streams = store.layout, store.layout.num_streams
@@ -67,8 +66,7 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
                 remedy = Remedy.discard if store.root.complete else Remedy.leftover
                 problems.append(Problem(key, "belongs to no committed block", remedy, place[:2] if is_own else None))
         for block in chain.from_iterable(found.table for found in streams.values()):
-            is_needed = block.has_statistics or prefix != STATISTICS_PREFIX
-            if is_needed and not scope.reads_block(block.stream, block.block):
+            if not scope.reads_block(block.stream, block.block):
                 first = (block.block * num_streams + block.stream) * parts
                 for part in (part for part in range(parts) if first + part not in stored):
                     key = key_of(block.stream, block.block, *(() if spec is None else (part,)))
@@ -129,36 +127,36 @@ def _require_sha256(storage: Storage, key: str, size: int, expected: str) -> Non
         raise StoreInvalid(f"its sha256 is {digest.hexdigest()}, in the root {expected}")
 
 
-def check_block(store: OpenStore, stream: int, block: int) -> tuple[list[Problem], pa.Table | None]:
-    """Reads and checks a block. Returns its problems, and its document table if that can be read.
+def check_block(store: OpenStore, stream: int, block: int) -> list[Problem]:
+    """Reads and checks a block. Returns its problems.
 
     A block with problems in remote storage is checked a second time, since a service may return half an object, or
     report it as missing, and answer correctly the next time.
     """
-    first = _check_block_once(store, stream, block)
-    return _check_block_once(store, stream, block) if first[0] and store.storage.is_remote else first
+    problems = _check_block_once(store, stream, block)
+    return _check_block_once(store, stream, block) if problems and store.storage.is_remote else problems
 
 
-def _check_block_once(store: OpenStore, stream: int, block: int) -> tuple[list[Problem], pa.Table | None]:
+def _check_block_once(store: OpenStore, stream: int, block: int) -> list[Problem]:
     place, storage = (stream, block), store.storage
     try:
         record = next(read_commit_records(storage, [place]))
     except StoreError as error:
-        return [Problem(commit_key(*place), str(error), block=place)], None
+        return [Problem(commit_key(*place), str(error), block=place)]
     checks: dict[str, Callable[[], Any]] = {
         table_key(*place): lambda: decode_table(storage.read(table_key(*place)), record)
     }
     if record.statistics_sha256:
-        checks[statistics_key(*place)] = lambda: read_block_statistics(storage, record)
+        checks[statistics_key(*place)] = lambda: read_stream_statistics(storage, record)
     for sae in store.root.metadata.encoders if store.root.metadata.indexed_features else ():
         checks[index_key(sae["features"], *place)] = partial(_check_index, storage, sae, place)
-    problems, results = [], {}
+    problems: list[Problem] = []
     for key, check in checks.items():
         with reported(problems, key, block=place):
-            results[key] = check()
+            check()
     for spec in store.layout.all_arrays:
         problems += _check_array(store, spec, record)
-    return problems, results.get(table_key(*place))
+    return problems
 
 
 def _check_index(storage: Storage, sae: Mapping[str, Any], place: tuple[int, int]) -> None:

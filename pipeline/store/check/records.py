@@ -1,6 +1,5 @@
 """Checks a store's commit records, stream by stream."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,14 @@ from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
 from pipeline.store.check.scope import OpenStore
 from pipeline.store.format.block_table import BlockTable, counts_of, impossible_counts
-from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, parse_commit_key, require_record
+from pipeline.store.format.commits import (
+    BLOCKS_PER_GROUP,
+    COMMITS_PREFIX,
+    CommitRecord,
+    commit_key,
+    parse_commit_key,
+    require_record,
+)
 from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.summary import BLOCKS, summary_key
 from pipeline.store.io.local_files import file_problem
@@ -76,12 +82,12 @@ def _read(
 def _check_chain(records: Iterable[CommitRecord]) -> Iterator[tuple[CommitRecord, str, int]]:
     """One stream's records, in block order: none is missing, each starts where the previous one ends, and repeats the
     counts of earlier blocks. Yields each wrong record, what is wrong, and the first block to compute again."""
-    before, counts = None, deque[tuple[int, ...]](maxlen=_RECORDS_AT_ONCE)
+    before, counts = None, list[tuple[int, ...]]()  # of the blocks before it in the record's group
     for record in records:
         expected = 0 if before is None else before.block + 1
         if record.block != expected:
             yield record, f"the stream has this block, but no readable record of block {expected}", expected
-            counts.clear()
+            counts = list(record.recent)
         elif before is None and any(record.start.values()):
             yield record, f"the stream's first block starts at {dict(record.start)}", record.block
         elif before is not None and before.next != record.start:
@@ -89,10 +95,9 @@ def _check_chain(records: Iterable[CommitRecord]) -> Iterator[tuple[CommitRecord
             yield record, what, before.block  # either record may be wrong
         if before is not None and before.exhausted:
             yield before, f"is exhausted, but the stream has block {record.block}", before.block
-        if len(counts) >= min(record.block, len(record.recent)):
-            earlier = list(counts)[len(counts) - len(record.recent) :]
-            if earlier != list(record.recent):
-                yield record, "repeats other counts of earlier blocks than their records have", record.block
+        counts = counts if record.block % BLOCKS_PER_GROUP else []
+        if counts != list(record.recent):
+            yield record, "repeats other counts of earlier blocks than their records have", record.block
         counts.append(counts_of(record))
         before = record
 

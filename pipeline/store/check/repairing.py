@@ -15,14 +15,13 @@ from pipeline.core.progress import progress_bar
 from pipeline.store.check.scope import EVERYTHING, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import COMMITS_PREFIX, commit_key, parse_commit_key
-from pipeline.store.format.keys import stream_prefix
+from pipeline.store.format.keys import LEASES_PREFIX, stream_prefix
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, change_root, require_root
 from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.local_files import sync_directory
 from pipeline.store.io.problems import Problem, Remedy
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.leases import LEASES_PREFIX
 
 _LEASE_S, _MAX_LEASE_S = 60.0, 600.0  # how long to wait if the root does not say it, and at most
 _DELETIONS_AT_ONCE = 16

@@ -1,8 +1,7 @@
-"""What is verified: a store, a share of its streams, a sample of the blocks, and how much of each is checked."""
+"""What is verified: a store, a share of its streams, and a sample of the blocks."""
 
 import hashlib
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 from pipeline.store.format.layout import StoreLayout
@@ -12,33 +11,19 @@ from pipeline.store.io.storage import Storage
 _HASH_BYTES = 8
 
 
-class Level(IntEnum):
-    """How much is verified. Each level includes those before it.
-
-    records: the root, the commit records and the table of blocks.
-    objects: that all objects of the records exist, and that a complete store has no others.
-    checksums: that the objects contain what was written.
-    """
-
-    records = 1
-    objects = 2
-    checksums = 3
-
-
 @dataclass(frozen=True)
 class Scope:
     """What to verify.
 
     rank, world: check the streams s with s % world == rank; rank 0 also checks what belongs to no stream.
-    sample: the fraction of blocks whose objects are read. `seed` and the block's stream and number determine which, so
-    that the choice is reproducible.
+    sample: the fraction of blocks whose objects are read; with 0, only the root, records and listings are. `seed` and
+    the block's stream and number determine which, so that the choice is reproducible.
     """
 
     rank: int = 0
     world: int = 1
     sample: float = 1.0
     seed: int = 0
-    level: Level = Level.checksums
 
     @property
     def is_first(self) -> bool:
@@ -46,14 +31,12 @@ class Scope:
 
     @property
     def is_everything(self) -> bool:
-        return self.world == 1 and self.sample == 1 and self.level is Level.checksums
+        return self.world == 1 and self.sample == 1
 
     def has_stream(self, stream: int) -> bool:
         return stream % self.world == self.rank
 
     def reads_block(self, stream: int, block: int) -> bool:
-        if self.level < Level.checksums:
-            return False
         digest = hashlib.sha256(f"{self.seed}/{stream}/{block}".encode()).digest()
         return int.from_bytes(digest[:_HASH_BYTES]) < self.sample * 256**_HASH_BYTES
 
@@ -67,11 +50,7 @@ class Scope:
                 f"rank {self.rank} of {self.world} checks {num_checked} of {num_streams} streams{rank_0}. The store is "
                 "sound if no rank finds a problem"
             )
-        if self.level is Level.records:
-            notes.append("verify.level=records: arrays and blocks' objects are not checked")
-        elif self.level is Level.objects:
-            notes.append("verify.level=objects: blocks' objects are not read")
-        elif self.sample < 1:
+        if self.sample < 1:
             notes.append(
                 f"verify.sample={self.sample:g}: outside the sample, only blocks' records and the existence of their "
                 "objects are checked"

@@ -1,14 +1,12 @@
 """Verifies a store: all records, objects and checksums."""
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
-
-import pyarrow as pa
+from itertools import chain
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.objects import check_arrays, check_block, check_listings, check_summary
 from pipeline.store.check.records import StreamRecords, check_records
-from pipeline.store.check.scope import EVERYTHING, Level, OpenStore, Scope
+from pipeline.store.check.scope import EVERYTHING, OpenStore, Scope
 from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.block_table import BlockTable, split_streams
@@ -22,7 +20,6 @@ from pipeline.store.io.storage import Storage, StorageLike
 
 _BLOCKS_AT_ONCE = 4  # enough to keep object storage busy
 _STREAMS_AT_ONCE = 8
-_GROUP_COLUMNS = ("document", "n_prompt", "n_completion")
 
 Progress = Callable[[int, int], None]
 
@@ -55,15 +52,13 @@ def verify_store(
         note(text)
     if skips := describe_skips(storage, BlockTable.join(records.table for records in streams.values())):
         note(f"skipped {skips}")
-    if scope.level == Level.records:
-        return problems
     if scope.is_first:
         is_known = root.complete and summarised is not None
         problems += check_arrays(store, _num_rows(store, summarised) if is_known else None)
-    if root.complete or find_leftovers or scope.level is Level.objects or scope.sample < 1:
+    if root.complete or find_leftovers or scope.sample < 1:
         listed = check_listings(store, scope, streams)
         problems += (problem for problem in listed if find_leftovers or problem.remedy is not Remedy.leftover)
-    if scope.level >= Level.checksums:
+    if scope.sample > 0:
         problems += _check_blocks(store, scope, streams, progress)
         problems += check_summary(store) if scope.is_first else ()
     return problems
@@ -102,23 +97,15 @@ def _num_rows(store: OpenStore, blocks: BlockTable) -> int:
 def _check_blocks(
     store: OpenStore, scope: Scope, streams: Mapping[int, StreamRecords], progress: Progress
 ) -> Iterator[Problem]:
-    """Reads and checks the scope's blocks and each stream's groups, stream by stream."""
-    generates = store.root.metadata.data.get("source") == "generate"
-    chosen = {
-        stream: [block for block in records.table.column("block").tolist() if scope.reads_block(stream, block)]
+    """Reads and checks the scope's blocks, and the streams' groups."""
+    places = [
+        (stream, block)
         for stream, records in streams.items()
-    }
-    places = [(stream, block) for stream, blocks in chosen.items() for block in blocks]
-    checked = map_ahead(lambda place: check_block(store, *place), places, _BLOCKS_AT_ONCE)
-    done = 0
-    for stream, blocks in chosen.items():
-        tables = []
-        for problems, documents in islice(checked, len(blocks)):
-            yield from problems
-            progress(done := done + 1, len(places))
-            if generates and documents is not None and {*_GROUP_COLUMNS} <= {*documents.column_names}:
-                tables.append(documents.select(_GROUP_COLUMNS))
-        if generates:
-            is_whole = tables and len(tables) == len(streams[stream].table)
-            documents = pa.concat_tables(tables) if is_whole else None
-            yield from check_groups(store.storage, stream, documents)
+        for block in records.table.column("block").tolist()
+        if scope.reads_block(stream, block)
+    ]
+    for done, problems in enumerate(map_ahead(lambda place: check_block(store, *place), places, _BLOCKS_AT_ONCE), 1):
+        yield from problems
+        progress(done, len(places))
+    if store.root.metadata.data.get("source") == "generate":
+        yield from chain.from_iterable(check_groups(store.storage, stream) for stream in streams)

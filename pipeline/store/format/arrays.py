@@ -40,9 +40,10 @@ def layout_of(root: StoreRoot) -> StoreLayout:
     metadata = root.metadata
     slots = SELECTED.slots if metadata.selects else TOKENS.slots
     activations = tuple(
-        activation_spec(ActivationKey.parse(name), root.hook_names[name], width, metadata.capture["dtype"], slots)
-        for name, width in root.widths.items()
+        activation_spec(ActivationKey.parse(name), array["hook_name"], array["width"], metadata.capture["dtype"], slots)
+        for name, array in root.arrays.items()
     )
+    scale_groups = {name: array["scale_groups"] for name, array in root.arrays.items()}
     layout = StoreLayout(
         num_streams=metadata.num_streams,
         rows_per_block=metadata.rows_per_block,
@@ -51,7 +52,7 @@ def layout_of(root: StoreRoot) -> StoreLayout:
         compression=metadata.store.get("compression", "none"),
         selected=root.selected,
         shard_bytes=metadata.store.get("shard_bytes"),
-        scales=tuple(scale_spec(spec, root.scale_groups[spec.name]) for spec in activations if root.scale_groups),
+        scales=tuple(scale_spec(spec, scale_groups[spec.name]) for spec in activations if metadata.has_scales),
         outputs=metadata.outputs,
         has_labels="labels" in metadata.data,
     )

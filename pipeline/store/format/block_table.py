@@ -1,8 +1,8 @@
 """Block tables: the counts of commit records in columns, 45 bytes per block.
 
 A finished store has a table of its blocks as parquet (`summary.py`). The counts of other blocks come from their
-records: the record of block b repeats the counts of the `num_recent(b)` blocks before it, as in a Fenwick tree. So the
-counts of n blocks are read from about log2(n) records, and one more per 1,024 blocks.
+records: each repeats the counts of the blocks before it in its group of 256 blocks of a stream. So a stream's counts
+are read from the last record of each group.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import pyarrow as pa
 from jaxtyping import Bool, Int64
 
 from pipeline.core.errors import StoreInvalid
-from pipeline.store.format.commits import CommitRecord, list_blocks, num_recent, read_commit_records
+from pipeline.store.format.commits import BLOCKS_PER_GROUP, CommitRecord, list_blocks, read_commit_records
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parquet import decode_table_of, encode_table, require_schema
@@ -23,7 +23,7 @@ from pipeline.store.io.storage import Storage
 
 _STREAMS_AT_ONCE = 32
 _MAX_BLOCKS = 1 << 30
-_EXHAUSTED, _STATISTICS, _CONTINUES = 1, 2, 4  # flags
+_EXHAUSTED, _CONTINUES = 1, 2  # flags
 _COUNTS = (
     *(("stream", "<u4"), ("block", "<u4"), ("rows", "<u4"), ("tokens", "<u4"), ("activations", "<u4")),
     *(("documents", "<u4"), ("skipped", "<u4"), ("tokens_cut", "<u8"), ("first_document", "<u8")),
@@ -49,7 +49,6 @@ class Block(NamedTuple):
     tokens_cut: int
     first_document: int
     exhausted: bool
-    has_statistics: bool
     continues: bool
 
 
@@ -66,8 +65,8 @@ class BlockTable(Sequence[Block]):
 
     @classmethod
     def through(cls, record: CommitRecord) -> "BlockTable":
-        """The block of a record, after the `num_recent` blocks whose counts it repeats. Raises StoreInvalid for counts
-        that no block has."""
+        """The block of a record, after the blocks whose counts it repeats. Raises StoreInvalid for counts that no block
+        has."""
         first = record.block - len(record.recent)
         rows = [(record.stream, first + n, *counts) for n, counts in enumerate((*record.recent, counts_of(record)))]
         try:
@@ -103,16 +102,12 @@ class BlockTable(Sequence[Block]):
         return int(self.values[name].sum(dtype=np.uint64))
 
     @property
-    def has_statistics(self) -> Bool[np.ndarray, " n"]:
-        return (self.values["flags"] & _STATISTICS) != 0
-
-    @property
     def continues(self) -> Bool[np.ndarray, " n"]:
         return (self.values["flags"] & _CONTINUES) != 0
 
     def recent(self, block: int) -> tuple[tuple[int, ...], ...]:
         """The counts that the record of a block repeats, from the table of its stream's first blocks."""
-        return tuple(row[2:] for row in self.values[block - num_recent(block) : block].tolist())
+        return tuple(row[2:] for row in self.values[block - block % BLOCKS_PER_GROUP : block].tolist())
 
     def in_row_order(self, num_streams: int) -> "BlockTable":
         """The same blocks, in the order of their rows in the store."""
@@ -152,9 +147,8 @@ class BlockTable(Sequence[Block]):
 
 
 def counts_of(record: CommitRecord) -> tuple[int, ...]:
-    """A block's counts without its stream and number, in the order of `Block`, the last three as flags."""
-    flags = _EXHAUSTED * record.exhausted | _STATISTICS * bool(record.statistics_sha256)
-    flags |= _CONTINUES * bool(record.start["token"])
+    """A block's counts without its stream and number, in the order of `Block`, the last two as flags."""
+    flags = _EXHAUSTED * record.exhausted | _CONTINUES * bool(record.start["token"])
     counts = (record.rows, record.tokens, record.activations, record.documents, len(record.skipped))
     return (*counts, record.tokens_cut, record.start["ordinal"], flags)
 
@@ -176,7 +170,7 @@ def impossible_counts(table: BlockTable, layout: StoreLayout) -> Iterator[tuple[
 
 def _block(row: tuple[int, ...]) -> Block:
     *counts, flags = row
-    return Block(*counts, *(bool(flags & flag) for flag in (_EXHAUSTED, _STATISTICS, _CONTINUES)))
+    return Block(*counts, *(bool(flags & flag) for flag in (_EXHAUSTED, _CONTINUES)))
 
 
 class StreamBlocks(NamedTuple):
@@ -197,18 +191,16 @@ NO_BLOCKS = StreamBlocks(BlockTable(), None)
 def read_stream(storage: Storage, stream: int, known: BlockTable = NO_BLOCKS.table) -> StreamBlocks:
     """The committed blocks of a stream. known: its first blocks, whose records are not read again, except the last one.
 
-    Lists the keys of the other records (a request per 1,000), and reads a few of them. Raises StoreInvalid for a
+    Lists the keys of the other records (a request per 1,000), and reads one per group. Raises StoreInvalid for a
     damaged record or a gap, and StoreError.
     """
     count = max(len(known), list_blocks(storage, stream, max(0, len(known) - 1)).stop)
     if not count:
         return NO_BLOCKS
-    wanted = [count - 1]
-    while (first := wanted[-1] - num_recent(wanted[-1])) > len(known):
-        wanted.append(first - 1)
+    first = min(len(known), count - 1) // BLOCKS_PER_GROUP * BLOCKS_PER_GROUP
+    wanted = [*range(first + BLOCKS_PER_GROUP - 1, count - 1, BLOCKS_PER_GROUP), count - 1]
     records = list(read_commit_records(storage, [(stream, block) for block in wanted]))
-    new = BlockTable.join(map(BlockTable.through, reversed(records)))
-    return StreamBlocks(BlockTable.join([known[:first], new]), records[0])
+    return StreamBlocks(BlockTable.join([known[:first], *map(BlockTable.through, records)]), records[-1])
 
 
 def read_streams(

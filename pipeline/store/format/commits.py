@@ -1,8 +1,8 @@
 """Commit records: a block is in the store exactly when its record exists.
 
 A record is a small JSON object, put last, once the block's other objects are stored. It describes these objects as they
-are stored, whoever wrote them. Records repeat the counts of earlier blocks (`recent`), so that few of them have to be
-read for the counts of a whole stream; see `block_table.py`.
+are stored, whoever wrote them. A record repeats the counts of up to 255 earlier blocks (`recent`), so that few records
+have to be read for the counts of a whole stream; see `block_table.py`.
 """
 
 import json
@@ -20,12 +20,12 @@ from pipeline.store.io.storage import Storage
 COMMITS_PREFIX = "_commits/"
 _KEYS_IN_ORDER = 900_000  # from this block on, all keys are listed: those with seven digits sort before those with six
 NUM_COUNTS = 8  # of a block in `recent`
-_MAX_RECENT = 1023  # blocks whose counts a record repeats
+BLOCKS_PER_GROUP = 256  # a record repeats the counts of earlier blocks of its group: 12 kB at most
 _MAX_COUNT = 1 << 63
 
 
 def _are_counts(value: Any) -> bool:
-    """Whether this is a list of blocks' counts. Faster than a schema, for up to 1,023 blocks."""
+    """Whether this is a list of blocks' counts. Faster than a schema, for up to 255 blocks."""
     return isinstance(value, list) and all(
         isinstance(counts, list)
         and len(counts) == NUM_COUNTS
@@ -37,7 +37,7 @@ def _are_counts(value: Any) -> bool:
 _COUNT, _LARGE_COUNT = Range(0, (1 << 32) - 1), Range(0, _MAX_COUNT - 1)
 _CURSOR = dict.fromkeys(("shard", "document", "token", "ordinal"), _LARGE_COUNT)
 _RECORD = {
-    **dict.fromkeys(("version", "stream", "block", "rows", "tokens", "documents", "selected?"), _COUNT),
+    **dict.fromkeys(("stream", "block", "rows", "tokens", "activations", "documents"), _COUNT),
     "tokens_cut": _LARGE_COUNT,
     "skipped": [{"source": str, "index": int, "reason": str, "rows?": (None, int)}],
     "start": _CURSOR,
@@ -52,29 +52,22 @@ _RECORD = {
 }
 
 
-def num_recent(block: int) -> int:
-    """Of how many earlier blocks the record of a block repeats the counts: the blocks since the last multiple of the
-    largest power of two that divides block + 1, as in a Fenwick tree, but at most 1023."""
-    return min((block + 1) & -(block + 1), _MAX_RECENT + 1) - 1
-
-
 @dataclass(frozen=True)
 class CommitRecord:
     """The content of one block of one stream.
 
     rows: the number of rows with tokens, which are the first rows of the block.
-    tokens: the number of valid (not padding) tokens.
+    tokens: the number of valid (not padding) tokens. activations: of how many of these activations are stored.
     documents: the number of rows of the block's document table.
     tokens_cut: how many tokens `batch.long_documents=cut` dropped from these documents.
     skipped: what `data.on_error=skip` left out, as {source, index, reason, rows}, see `SkippedDocument`.
     start, next: the cursors (as JSON) at which this block and the stream's next one start.
     exhausted: the stream has no more documents after this block.
-    selected: the number of tokens whose activations are stored; None (absent in the JSON) if those of all are.
 
     Set by the writer:
     documents_sha256, statistics_sha256: of the document table's and the statistics' files ("" without statistics).
     digests: by array, the digest of its stored values, see `ShardFormat`.
-    recent: the counts of the `num_recent` blocks before this one, as in `block_table.counts_of`.
+    recent: the counts of the blocks since the last multiple of BLOCKS_PER_GROUP, as in `block_table.counts_of`.
     written_by: the process that put the record. Two records that differ in nothing else are of the same block.
     """
 
@@ -82,28 +75,22 @@ class CommitRecord:
     block: int
     rows: int
     tokens: int
+    activations: int
     documents: int
     tokens_cut: int
     skipped: tuple[Mapping[str, Any], ...]
     start: Mapping[str, int]
     next: Mapping[str, int]
     exhausted: bool
-    selected: int | None = None
     documents_sha256: str = ""
     statistics_sha256: str = ""
     digests: Mapping[str, str] = field(default_factory=dict)
     recent: tuple[tuple[int, ...], ...] = ()
     written_by: str = ""
-    version: int = 1
 
     @property
     def key(self) -> str:
         return commit_key(self.stream, self.block)
-
-    @property
-    def activations(self) -> int:
-        """Tokens whose activations are stored."""
-        return self.tokens if self.selected is None else self.selected
 
     def is_same_block(self, other: "CommitRecord") -> bool:
         """Whether both records describe the same objects, whoever put the record."""
@@ -111,35 +98,24 @@ class CommitRecord:
 
     def to_json(self) -> bytes:
         """UTF-8 JSON with the keys in a fixed order, and a checksum that reveals edits."""
-        content = self._content()
+        content = asdict(self)
         return (json.dumps(content | {"sha256": json_digest(content)}, ensure_ascii=False) + "\n").encode()
-
-    def _content(self) -> dict[str, Any]:
-        content = {"version": self.version, **asdict(self)}
-        if self.selected is None:
-            del content["selected"]
-        return content
 
     @classmethod
     def from_json(cls, text: bytes, subject: str) -> "CommitRecord":
-        """Raises StoreInvalid, naming `subject`, for a record that is damaged, edited, or of a different version."""
+        """Raises StoreInvalid, naming `subject`, for a record that is damaged or edited."""
         content = parse_store_json(text, subject, VERIFY_REMEDY)
         what = mismatch(content, _RECORD)
-        if what is None and len(content) != len(fields(cls)) + ("selected" in content):
+        if what is None and len(content) != len(fields(cls)) + 1:
             what = f"it has the keys {', '.join(content)}"
-        if what is None and len(content["recent"]) != num_recent(content["block"]):
+        if what is None and len(content["recent"]) != content["block"] % BLOCKS_PER_GROUP:
             what = "'recent' does not have the counts of earlier blocks"
         if what is not None:
             raise StoreInvalid(f"{subject} is not a commit record: {what}. {VERIFY_REMEDY}")
         digest = content.pop("sha256")
         if digest != json_digest(content):
             raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {VERIFY_REMEDY}")
-        record = cls(**content | {"skipped": tuple(content["skipped"]), "recent": tuple(map(tuple, content["recent"]))})
-        if record.version != 1:
-            raise StoreInvalid(
-                f"{subject} has version {record.version}, expected 1. Use a newer version of this program."
-            )
-        return record
+        return cls(**content | {"skipped": tuple(content["skipped"]), "recent": tuple(map(tuple, content["recent"]))})
 
 
 def commit_key(stream: int, block: int) -> str:

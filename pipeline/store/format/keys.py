@@ -8,14 +8,17 @@ from typing import NamedTuple
 from pipeline.core.sites import ActivationKey
 from pipeline.store.io.local_files import LOCK_SUFFIX
 
-MANIFEST_KEY = "_data/manifest.json"  # the input files; written again where it is missing
+JOBS_PREFIX = "_jobs/"  # of what jobs keep beside the store's content, perhaps even after the store was deleted
+MANIFEST_KEY = f"{JOBS_PREFIX}manifest.json"  # the input files; written again where it is missing
+LEASES_PREFIX = f"{JOBS_PREFIX}lease-"
 
 MAX_ENCODER_NAME = 100
 ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # an SAE's name, as it occurs in the names of its arrays
 
 _BLOCK = r"stream-(?P<stream>\d{5,12})/block-(?P<number>\d{6,12})"
 _GROUP = r"stream-(?P<stream>\d{5,12})/group-(?P<number>\d{6,12})"
-_RUN = r"\d{8}T\d{6}Z-[^/]+-\d+"
+_LEASE, _PROBE = r"lease-\d{5,}\.json", r"probe-[^/]+-\d+-[0-9a-f]{8}"
+_LOG = r"\d{8}T\d{6}Z-[^/]+-\d+(\.jsonl|-generate\.json)"  # what a run measured
 _TEMPORARY = re.compile(rf"(\.[0-9a-f]{{8}})?{re.escape(LOCK_SUFFIX)}$")  # ends the names of a killed process's files
 
 
@@ -32,21 +35,11 @@ class Kind(Enum):
     root = r"zarr\.json"
     summary = r"_summary/(blocks|statistics|ids)-[0-9a-f]{16}\.parquet"
     group = rf"_generated/{_GROUP}\.parquet"
-    lease = r"_leases/stream-\d{5,}\.json"
-    probe = r"_probe/[^/]+-\d+-[0-9a-f]{8}"
-    metrics = rf"_metrics/{_RUN}(\.jsonl|-generate\.json)"
-    manifest = re.escape(MANIFEST_KEY)
-
-    @property
-    def is_of_workers(self) -> bool:
-        """Whether workers write such objects in addition to the store's content, perhaps even after the store was
-        deleted."""
-        return self in (Kind.lease, Kind.probe, Kind.metrics, Kind.manifest)
+    job = rf"_jobs/({_LEASE}|{_PROBE}|{_LOG}|manifest\.json)"
 
 
 _PATTERNS = {kind: re.compile(kind.value, re.ASCII) for kind in Kind}
-_FOLDERS = ("_commits", "_documents", "_statistics", "_features", "_summary", "_generated")
-FOLDERS = (*_FOLDERS, "_leases", "_probe", "_metrics", "_data")
+FOLDERS = ("_commits", "_documents", "_statistics", "_features", "_summary", "_generated", "_jobs")
 """The folders of a store besides its arrays; that of the commit records comes first."""
 
 
@@ -69,12 +62,6 @@ def parse_key(key: str) -> StoreKey | None:
             numbers = (groups.get(name) and int(groups[name]) for name in ("stream", "number", "column"))
             return StoreKey(kind, groups.get("folder"), *numbers)
     return None
-
-
-def is_worker_key(key: str) -> bool:
-    """Whether workers write this key, or a temporary file for it; see `Kind`."""
-    parsed = parse_key(key)
-    return parsed is not None and parsed.kind.is_of_workers
 
 
 def stream_prefix(prefix: str, stream: int) -> str:

@@ -29,24 +29,19 @@ _GROUP = {"zarr_format": 3, "node_type": "group"}
 
 # Checked so that an edited root causes an error message instead of a traceback or huge allocations.
 _COUNT, _LENGTH, _WIDTH = Range(0, 1 << 62), Range(1, 1 << 24), Range(1, 1 << 24)
-_NAMES = Of(
-    lambda v: isinstance(v, list) and len(v) <= 1 << 16 and all(map(is_activation_name, v)),
-    "names of activation arrays",
-)
+_NAMED = Of(lambda v: isinstance(v, dict) and len(v) <= 1 << 16 and all(map(is_activation_name, v)), "named arrays")
 _SHA256 = Of(lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) is not None, "a sha256")
 _FEATURES = Of(
     lambda v: isinstance(v, str) and is_activation_name(encoded_array(v)), "the prefix of the names of an SAE's arrays"
 )
 _ENCODER = {"features": _FEATURES, "top": _WIDTH, "width": Range(1, 1 << 26), "dtype": {"bfloat16", "float32"}}
 _SUMMARY = {"blocks": _SHA256, "statistics": (None, _SHA256)}
+_ARRAYS = Each({"width": _WIDTH, "hook_name": str, "scale_groups": (None, _WIDTH)})
 _ERRORS = (None, Each(Each((None, float))))
 _ATTRIBUTES = {
     "num_streams": Range(1, 1 << 20),  # each takes memory and time
     "rows_per_block": _LENGTH,
-    "arrays": _NAMES,
-    "widths": Each(_WIDTH),
-    "scale_groups": Each(_WIDTH),
-    "hook_names": Each(str),
+    "arrays": _NAMED,
     "selected": (None, _LENGTH),
     "complete": bool,
     "created": str,
@@ -120,6 +115,10 @@ class StoreMetadata:
         return "positions" in self.capture
 
     @property
+    def has_statistics(self) -> bool:
+        return self.capture["statistics"] and bool(self.capture.get("arrays") or self.encoders)
+
+    @property
     def has_scales(self) -> bool:
         return self.capture.get("dtype") in LARGEST
 
@@ -190,12 +189,11 @@ class StoreMetadata:
 class StoreRoot:
     """The content of the root zarr.json, from which the store's layout is derived (`layout_of`).
 
-    widths: by name of an activation array, in order: its number of features.
+    arrays: by name of an activation array, in order: its `width`, the number of features; its `hook_name` in
+    TransformerLens; and `scale_groups`, into how many groups the features of a scaled array are divided, else None.
     created: UTC, ISO 8601; the only value that differs between two runs of one configuration.
     target: how many tokens the store is to hold; it only grows.
     selected: slots per row for selected tokens; None where the activations of all tokens are stored.
-    scale_groups: by name of a scaled array: into how many groups its features are divided.
-    hook_names: by name of an activation array: its name in TransformerLens.
     complete: whether the store has all blocks.
     summary: the sha256 of the files in `_summary/` that a finished store has, see `summary.py`; None before.
     may_be_not_finite: whether a run was allowed to store activations that are not finite.
@@ -204,12 +202,10 @@ class StoreRoot:
     """
 
     metadata: StoreMetadata
-    widths: Mapping[str, int]
+    arrays: Mapping[str, Json]
     created: str
     target: Target
     selected: int | None = None
-    scale_groups: Mapping[str, int] = field(default_factory=dict)
-    hook_names: Mapping[str, str] = field(default_factory=dict)
     complete: bool = False
     summary: Mapping[str, str | int | None] | None = None
     may_be_not_finite: bool = False
@@ -217,9 +213,9 @@ class StoreRoot:
     cache_error: Json | None = None
 
     @property
-    def arrays(self) -> tuple[str, ...]:
-        """The names of the activation arrays."""
-        return tuple(self.widths)
+    def hook_names(self) -> dict[str, str]:
+        """By name of an activation array: its name in TransformerLens."""
+        return {name: array["hook_name"] for name, array in self.arrays.items()}
 
     @property
     def allows_not_finite(self) -> bool:
@@ -233,7 +229,6 @@ class StoreRoot:
         own = [f.name for f in fields(self) if f.name != "metadata"]
         attributes = {
             "version": FORMAT_VERSION,
-            "arrays": self.arrays,
             **{name: getattr(self, name) for name in own},
             **{f.name: getattr(self.metadata, f.name) for f in fields(self.metadata)},
             "fingerprint": self.metadata.fingerprint(),
@@ -248,22 +243,19 @@ class StoreRoot:
         """Raises StoreInvalid if the group at `path` is damaged or not an activation store of this format version."""
         subject = f"{path}/{ROOT_KEY}"
         attributes = _checked_attributes(parse_store_json(text, subject), path)
-        if what := mismatch(attributes, _ATTRIBUTES):
+        if what := mismatch(attributes, _ATTRIBUTES) or mismatch(attributes["arrays"], _ARRAYS, "arrays"):
             raise StoreInvalid(f"{subject} is damaged: {what}.")
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
             raise StoreInvalid(f"{subject} was edited: its fingerprint does not match its content.")
-        arrays, captured = attributes["arrays"], metadata.capture.get("arrays")
-        by_array = [attributes[name] for name in ("widths", "hook_names")]
-        is_distinct = all(set(named) == set(arrays) and len(named) == len(arrays) for named in by_array)
-        if not is_distinct or captured not in (None, arrays):
-            raise StoreInvalid(f"{subject} was edited: widths, hook_names, arrays and capture.arrays disagree.")
-        if set(attributes["scale_groups"]) != (set(arrays) if metadata.has_scales else set()):
-            raise StoreInvalid(f"{subject} was edited: scale_groups does not name the scaled arrays.")
+        arrays = attributes["arrays"]
+        if metadata.capture.get("arrays") not in (None, list(arrays)):
+            raise StoreInvalid(f"{subject} was edited: arrays and capture.arrays disagree.")
+        if any((array["scale_groups"] is not None) != metadata.has_scales for array in arrays.values()):
+            raise StoreInvalid(f"{subject} was edited: arrays.scale_groups and capture.dtype disagree.")
         if (attributes["selected"] is not None) != metadata.selects:
             raise StoreInvalid(f"{subject} was edited: selected and capture.positions disagree.")
-        own = {f.name: attributes[f.name] for f in fields(cls) if f.name != "metadata"}
-        return cls(metadata, **own | {"widths": {name: own["widths"][name] for name in arrays}})
+        return cls(metadata, **{f.name: attributes[f.name] for f in fields(cls) if f.name != "metadata"})
 
 
 def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
@@ -281,9 +273,9 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
         raise StoreInvalid(
             f"the store {path} has format version {version!r:.80}, but this program reads version {FORMAT_VERSION}."
         )
-    if "widths" not in attributes:
+    if isinstance(attributes.get("arrays"), list):
         raise StoreInvalid(
-            f"the store {path} was made by a development version of this program: commit d322b78 is the last one that "
+            f"the store {path} was made by a development version of this program: commit 6fe0a64 is the last one that "
             "reads it."
         )
     digest = attributes.pop("sha256", None)

@@ -1,8 +1,8 @@
-"""Statistics of the stored activations: per row on the devices, per block in `_statistics/`, per store in `_summary/`.
+"""Statistics of the stored activations: per row on the devices, per stream in `_statistics/`, per store in `_summary/`.
 
 Groups with known counts are merged (Chan, Golub & LeVeque, 1979) in float64: first the blocks of each stream in order,
-then the streams in order. So the result does not depend on which runs wrote the blocks. A block's file also has running
-statistics, of the stream's blocks up to and including it, so that completing a store reads only one file per stream.
+then the streams in order. So the result does not depend on which runs wrote the blocks. A block's file has the
+statistics of its stream's blocks up to and including it, so that completing a store reads only one file per stream.
 Samples of a store are merged in the same way.
 """
 
@@ -32,10 +32,9 @@ NUM_BINS = (_MAX_EXPONENT - _MIN_EXPONENT) * BINS_PER_OCTAVE
 
 STATISTICS_PREFIX = "_statistics/"
 _STREAMS_AT_ONCE = 16  # twice as many may be in memory
-_MAX_ROWS = 1 << 16  # of a file: two per array
+_MAX_ROWS = 1 << 16  # of a file: one per array
 _SCHEMA = pa.schema(
     [
-        ("first_block", pa.int64()),  # of the blocks that a row covers: 0 for running statistics
         ("array", pa.string()),
         ("count", pa.int64()),
         ("not_finite", pa.int64()),
@@ -184,24 +183,19 @@ def _merge_groups(
 
 
 def statistics_key(stream: int, block: int) -> str:
-    """The key of a block's statistics, relative to the store."""
+    """The key of the statistics of a stream up to and including a block, relative to the store."""
     return block_key(STATISTICS_PREFIX, stream, block, ".parquet")
 
 
-def encode_statistics(parts: Mapping[int, BlockStatistics]) -> bytes:
-    """Statistics as parquet: a row per array and part. parts: by the first of the blocks that each covers. A block's
-    file has its own, and under 0 those of the stream's blocks up to and including it."""
-    rows = [
-        {"first_block": first_block, "array": name} | vars(array_statistics)
-        for first_block, part in parts.items()
-        for name, array_statistics in part.items()
-    ]
+def encode_statistics(statistics: Mapping[str, Statistics]) -> bytes:
+    """Statistics as parquet: a row per array."""
+    rows = [{"array": name} | vars(of_array) for name, of_array in statistics.items()]
     return encode_table(pa.Table.from_pylist(rows, schema=_SCHEMA))
 
 
 def decode_statistics(
     content: bytes | None, subject: str, sha256: str, place: str = "the root"
-) -> dict[int, dict[str, Statistics]]:
+) -> dict[str, Statistics]:
     """The inverse of `encode_statistics`. Raises StoreInvalid if the file is missing (`content` is None) or damaged.
     place: where the sha256 is from."""
     table = decode_table_of(content, subject, sha256, place, _MAX_ROWS)
@@ -212,32 +206,26 @@ def decode_statistics(
         else table[name].to_pylist()
         for name in _SCHEMA.names
     }
-    parts: dict[int, dict[str, Statistics]] = {}
-    for values in zip(*columns.values(), strict=True):
-        row = dict(zip(columns, values, strict=True))
-        first_block, name = row.pop("first_block"), row.pop("array")
-        parts.setdefault(first_block, {})[name] = part = Statistics(**row)
+    names = columns.pop("array")
+    rows = zip(*columns.values(), strict=True)
+    statistics = {name: Statistics(*row) for name, row in zip(names, rows, strict=True)}
+    for part in statistics.values():
         sizes = {len(values) for values in (part.mean, part.m2, part.fired, part.maximum) if values is not None}
         if len(sizes) != 1 or len(part.norm_histogram) != NUM_BINS:
             raise StoreInvalid(f"{subject} has columns of different lengths. {DAMAGE_REMEDY}")
-    return parts
+    return statistics
 
 
-def read_block_statistics(storage: Storage, record: CommitRecord) -> tuple[BlockStatistics, BlockStatistics]:
-    """A block's statistics, and the running ones of its stream up to and including it. Raises StoreError."""
-    key = statistics_key(record.stream, record.block)
+def read_stream_statistics(storage: Storage, record: CommitRecord) -> dict[str, Statistics]:
+    """The statistics of a stream up to and including the record's block. Raises StoreError."""
 
-    def check(key: str, content: bytes | None) -> dict[int, dict[str, Statistics]]:
-        parts = decode_statistics(content, f"{storage.path}/{key}", record.statistics_sha256, record.key)
-        if not {record.block, 0} <= parts.keys():
-            raise StoreInvalid(f"{key} lacks statistics of the block, or of the stream up to it. {DAMAGE_REMEDY}")
-        return parts
+    def check(key: str, content: bytes | None) -> dict[str, Statistics]:
+        return decode_statistics(content, f"{storage.path}/{key}", record.statistics_sha256, record.key)
 
-    [parts] = storage.read_checked([key], check)
-    return parts[record.block], parts[0]
+    return next(storage.read_checked([statistics_key(record.stream, record.block)], check))
 
 
-def merge_arrays(first: BlockStatistics, second: BlockStatistics) -> dict[str, Statistics]:
+def merge_arrays(first: Mapping[str, Statistics], second: Mapping[str, Statistics]) -> dict[str, Statistics]:
     """Merges the statistics of two sets of tokens, for the arrays in both."""
     return {name: merge([statistics, second[name]]) for name, statistics in first.items() if name in second}
 
@@ -250,6 +238,6 @@ def merge_streams(storage: Storage, last: Sequence[CommitRecord]) -> dict[str, S
     if not all(record.statistics_sha256 for record in last):
         return {}
     total: dict[str, Statistics] = {}
-    for _, stream in map_ahead(partial(read_block_statistics, storage), last, _STREAMS_AT_ONCE):
-        total = merge_arrays(total, stream) if total else dict(stream)
+    for stream in map_ahead(partial(read_stream_statistics, storage), last, _STREAMS_AT_ONCE):
+        total = merge_arrays(total, stream) if total else stream
     return total

@@ -58,10 +58,8 @@ def read_statistics(storage: Storage, root: StoreRoot, blocks: BlockTable) -> di
     """
     sha256 = (root.summary or {}).get(STATISTICS)
     if root.complete and sha256:
-        [parts] = storage.read_checked(
-            [summary_key(STATISTICS, sha256)], lambda key, content: decode_statistics(content, key, sha256)
-        )
-        return parts.get(0, {})
+        key = summary_key(STATISTICS, sha256)
+        return next(storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256)))
     if root.complete:
         return {}
     last = [part[-1] for part in split_streams(blocks, root.metadata.num_streams) if len(part)]

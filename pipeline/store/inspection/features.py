@@ -172,7 +172,7 @@ def _contexts(
 
 def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
     """A line per SAE, under SUMMARY_HEADER; no lines for a store without statistics of features."""
-    if not len(store.blocks) or not store.blocks.has_statistics.all():
+    if not len(store.blocks) or not store.metadata.has_statistics:
         return []
     rows = []
     for sae in store.metadata.encoders:

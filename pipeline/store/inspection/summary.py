@@ -73,7 +73,7 @@ def _rounding_facts(store: ActivationStore) -> dict[str, str]:
         of_all, of_median = _range(errors, "relative_error"), _range(errors, "token_median")
         if of_all and of_median:
             facts[name] = f"{what}; the relative error of activations is {of_all}, of a median token {of_median}"
-    if store.complete and store.metadata.has_scales and len(store.blocks) and store.blocks.has_statistics.all():
+    if store.complete and store.metadata.has_scales and store.metadata.has_statistics and len(store.blocks):
         errors = [store.statistics(key).relative_error for key in store.keys]
         if errors := [error for error in errors if error is not None]:
             text = f"the relative error of storing as {store.metadata.capture['dtype']} is"

@@ -1,5 +1,5 @@
 """The parquet files of a store: encoded, and decoded within bounds, since a few bytes may be a page of 2 GiB, or a text
-in a million rows.
+in a million rows. So files have no dictionaries, and only plain values, which zstd compresses as well.
 
 The bounds are checked before anything is decoded. The footer says how much a file has, but pages are decoded by their
 own headers, so these are read, too. Format: https://parquet.apache.org/docs/file-format
@@ -10,7 +10,6 @@ import io
 from collections.abc import Collection, Iterator
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import StoreInvalid
@@ -31,13 +30,13 @@ _MAX_DEPTH = 8  # of the structures in a page's header
 
 # Fields of a page's header.
 _UNCOMPRESSED, _COMPRESSED = 2, 3
-_DATA, _DICTIONARY, _DATA_V2 = 5, 7, 8  # one of these, whose first field is the number of values
+_DATA, _NUM_VALUES, _ENCODING, _PLAIN = 5, 1, 2, 0  # the header of a data page, and its own fields
 
 
 def encode_table(table: pa.Table) -> bytes:
     """The table as parquet. Deterministic: one row group, independent of time and machine."""
-    sink = io.BytesIO()
-    pq.write_table(table.combine_chunks(), sink, row_group_size=max(1, table.num_rows), compression="zstd")
+    sink, num_rows = io.BytesIO(), max(1, table.num_rows)
+    pq.write_table(table.combine_chunks(), sink, row_group_size=num_rows, compression="zstd", use_dictionary=False)
     return sink.getvalue()
 
 
@@ -81,58 +80,45 @@ def decode_parquet(content: bytes, max_rows: int, verify_pages: bool = False) ->
     stopped within a C++ destructor, which aborts the process: "terminate called without an active exception", exit
     code 134.
     """
-    max_bytes = _FREE_BYTES + _MAX_RATIO * len(content)
     if int.from_bytes(content[-_TAIL_BYTES:][:4], "little") > _MAX_FOOTER_BYTES:
         raise ValueError(f"its footer is larger than {_MAX_FOOTER_BYTES:,} bytes")
     limits = {"thrift_container_size_limit": _MAX_ITEMS, "thrift_string_size_limit": _MAX_FOOTER_BYTES}
     options = {"page_checksum_verification": verify_pages, **limits}
     with pq.ParquetFile(pa.BufferReader(content), **options) as file:
-        if not _require_bounded(content, file.metadata, max_rows, max_bytes):
-            return file.read(use_threads=False)
-        texts, schema = _text_columns(file), file.schema_arrow
-    with pq.ParquetFile(pa.BufferReader(content), read_dictionary=texts, **options) as file:
-        table = file.read(use_threads=False)
-    if sum(map(_text_bytes, map(table.column, texts))) > max_bytes:
-        raise ValueError(f"its texts take more than {max_bytes:,} bytes decoded, the most that a file of its size may")
-    return table.cast(schema)
+        _require_bounded(content, file.metadata, max_rows)
+        return file.read(use_threads=False)
 
 
-def _require_bounded(content: bytes, metadata: pq.FileMetaData, max_rows: int, max_bytes: int) -> bool:
-    """Raises ValueError if the file is too large. Returns whether it could still be larger than `max_bytes`, since its
-    dictionaries' values may be repeated."""
+def _require_bounded(content: bytes, metadata: pq.FileMetaData, max_rows: int) -> None:
+    """Raises ValueError if the file has too many rows, or takes too much memory when it is decoded."""
     groups = [metadata.row_group(n) for n in range(metadata.num_row_groups)]
     num_rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     if num_rows > max_rows:
         raise ValueError(f"it has {num_rows:,} rows, expected at most {max_rows:,}")
-    num_bytes, dictionary_bytes = 0, 0
-    for group in groups:
-        for column in map(group.column, range(group.num_columns)):
-            for size, num_values, is_dictionary in _pages(content, column):
-                num_bytes += size + _VALUE_BYTES * num_values
-                dictionary_bytes = max(dictionary_bytes, size if is_dictionary else 0)
-    if num_bytes > max_bytes:
-        raise ValueError(f"it takes {num_bytes:,} bytes decoded, a file of its size at most {max_bytes:,}")
-    return num_rows * dictionary_bytes > max_bytes
+    columns = (group.column(n) for group in groups for n in range(group.num_columns))
+    num_bytes = sum(size + _VALUE_BYTES * values for column in columns for size, values in _pages(content, column))
+    if num_bytes > (most := _FREE_BYTES + _MAX_RATIO * len(content)):
+        raise ValueError(f"it takes {num_bytes:,} bytes decoded, a file of its size at most {most:,}")
 
 
-def _pages(content: bytes, column: pq.ColumnChunkMetaData) -> Iterator[tuple[int, int, bool]]:
-    """Of each page: its size when it is decompressed, the number of its values, and whether it is a dictionary."""
+def _pages(content: bytes, column: pq.ColumnChunkMetaData) -> Iterator[tuple[int, int]]:
+    """Of each page: its size when it is decompressed, and the number of its values. Raises ValueError for one that does
+    not have plain values, since others may be repeated."""
     if not column.num_values:
         return  # of a table without rows, whose pages are not read
-    starts = [column.data_page_offset, column.dictionary_page_offset if column.has_dictionary_page else None]
-    at = min(start for start in starts if start is not None)
+    at = column.data_page_offset
     stop = at + column.total_compressed_size
-    if not 0 <= at <= stop <= len(content):
-        raise ValueError("a column is outside of the file")
+    if column.has_dictionary_page or not 0 <= at <= stop <= len(content):
+        raise ValueError("a column has a dictionary, or is outside of the file")
     while at < stop:
         header, at = _read_struct(content, at, _MAX_DEPTH)
-        kind = next((header[kind] for kind in (_DATA, _DICTIONARY, _DATA_V2) if kind in header), {})
-        sizes = (header.get(_UNCOMPRESSED), header.get(_COMPRESSED), kind.get(1) if isinstance(kind, dict) else None)
-        if not all(isinstance(size, int) and size >= 0 for size in sizes):
-            raise ValueError("a page has no valid header")
-        size, compressed, num_values = sizes
-        yield size, num_values, _DICTIONARY in header
-        at += compressed
+        page = header.get(_DATA)
+        fields = page if isinstance(page, dict) else {}
+        sizes = (header.get(_UNCOMPRESSED), header.get(_COMPRESSED), fields.get(_NUM_VALUES))
+        if fields.get(_ENCODING) != _PLAIN or not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise ValueError("a page has no valid header, or not plain values")
+        yield sizes[0], sizes[2]
+        at += sizes[1]
 
 
 def _read_struct(content: bytes, at: int, depth: int) -> tuple[dict[int, object], int]:
@@ -182,19 +168,3 @@ def _read_varint(content: bytes, at: int) -> tuple[int, int]:
         shift += 7
         at += 1
     return value | byte << shift, at + 1
-
-
-def _text_columns(file: pq.ParquetFile) -> list[str]:
-    """The columns of texts. Raises ValueError if there are other values of any size, such as lists of texts."""
-    texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
-    columns = map(file.schema.column, range(file.metadata.num_columns))
-    others = [c.path for c in columns if c.physical_type.endswith("BYTE_ARRAY") and c.path not in texts]
-    if others:
-        raise ValueError(f"it is too large to decode its columns {others}")
-    return texts
-
-
-def _text_bytes(column: pa.ChunkedArray) -> int:
-    """The size of a dictionary-encoded column of texts when it is decoded."""
-    sizes = [pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0 for chunk in column.chunks]
-    return sum(sizes)

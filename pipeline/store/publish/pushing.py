@@ -21,7 +21,7 @@ from huggingface_hub.hf_api import RepoFile
 from pipeline.core.errors import ConfigError, StoreInvalid, StoreMismatch
 from pipeline.store.format.arrays import own_keys
 from pipeline.store.format.commits import COMMITS_PREFIX
-from pipeline.store.format.keys import is_worker_key
+from pipeline.store.format.keys import JOBS_PREFIX
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
 from pipeline.store.format.tables import TABLES_PREFIX
@@ -99,7 +99,7 @@ def _keys_to_push(storage: Storage, root: StoreRoot) -> list[str]:
     """The keys of the store's objects except its root: the commit records after what they describe, and then the
     arrays' metadata. Without leases, logs and leftovers of interrupted writes."""
     keys = [key for key in filter(own_keys(root), storage.list_keys()) if key != ROOT_KEY]
-    keys = [key for key in keys if not key.endswith(LOCK_SUFFIX) and not is_worker_key(key)]
+    keys = [key for key in keys if not key.endswith(LOCK_SUFFIX) and not key.startswith(JOBS_PREFIX)]
     largest = max(Counter(key.rpartition("/")[0] for key in keys).values())
     if len(keys) > MAX_FILES or largest > MAX_FOLDER_FILES:
         log.warning(

@@ -9,7 +9,7 @@ from pipeline.core.errors import StoreError
 from pipeline.core.sites import ActivationKey, find_array, spelled
 from pipeline.store.features.firings import FeatureStatistics, Firings, read_firings
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.keys import features_name
+from pipeline.store.format.keys import encoded_array, features_name
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.normalisation import Normalisation
@@ -104,10 +104,8 @@ class HasStatistics:
         """The prefix of the names of an SAE's arrays."""
         hooks = {}
         for features in self._feature_widths:
-            parts = features.removeprefix("features.").split(".")
-            size = 3 if parts[0] == "blocks" else 1  # then the SAE's name, if several encode the array
-            hook = ActivationKey.parse(".".join(parts[:size])).hook_name()
-            hooks[".".join(parts)] = ".".join([hook, *parts[size:]])
+            array, full_name = encoded_array(features), features.removeprefix("features.")
+            hooks[full_name] = ActivationKey.parse(array).hook_name() + full_name.removeprefix(array)
         if (found := find_array(spelled(name), hooks)) is None:
             raise StoreError(
                 f"the store {self.path} has no features of {name!r}; it has: {', '.join(hooks) or 'none'}."

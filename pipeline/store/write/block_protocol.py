@@ -1,14 +1,14 @@
-"""How a block becomes part of a store: the requests, in order, and what their answers mean, without input or output.
+"""How a block becomes part of a store: the requests, in order, and what their answers mean.
 
 Every object is put if absent, the record last, and none is ever replaced. If an object exists already, which another
 process or an earlier run of this one may have written with other rounding, its values are adopted. So the record
 describes what is stored, whoever wrote it; `StoreWriter` carries the requests out.
 """
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -33,8 +33,7 @@ _OTHER_CONTENT = (
 
 
 class Put(NamedTuple):
-    """A request to put an object if absent. Its answer is a `PutAnswer`. encode: returns its parts and, of a store
-    shard, its chunks' checksums."""
+    """An object to put if absent. encode: returns its parts and, of a store shard, its chunks' checksums."""
 
     key: str
     encode: Callable[[], tuple[Sequence[Buffer], bytes]]
@@ -47,27 +46,15 @@ class PutAnswer(NamedTuple):
     checksums: bytes
 
 
-class Read(NamedTuple):
-    """A request to read an object. Its answer is the result of `check(key, content)`, which raises StoreInvalid if the
-    object is damaged, or missing (the content is None)."""
+class Objects(Protocol):
+    """Carries out requests. Raises StoreError."""
 
-    key: str
-    check: Callable[[str, bytes | None], Any]
+    def put(self, puts: Sequence[Put]) -> Sequence[PutAnswer]:
+        """Puts objects if absent, perhaps concurrently."""
 
-
-Requests = Sequence[Put] | Sequence[Read]
-Steps = Generator[Requests, Sequence[Any], T]  # yields requests that may be carried out concurrently
-
-
-def run_steps(steps: Steps[T], answer: Callable[[Requests], Sequence[Any]]) -> T:
-    """Carries out the steps; `answer` the requests of each."""
-    answers = None
-    while True:
-        try:
-            requests = steps.send(answers)
-        except StopIteration as end:
-            return end.value
-        answers = answer(requests)
+    def read(self, key: str, check: Callable[[str, bytes | None], T]) -> T:
+        """The result of `check(key, content)`, which raises StoreInvalid if the object is damaged, or missing (the
+        content is None)."""
 
 
 Recent = tuple[tuple[int, ...], ...]  # see `CommitRecord`
@@ -88,16 +75,16 @@ class NewBlock:
     derive: Callable[[Collection[str]], tuple[Mapping[str, bytes], Recent]]
 
 
-def write_block(layout: StoreLayout, block: NewBlock) -> Steps[CommitRecord]:
+def write_block(layout: StoreLayout, block: NewBlock, objects: Objects) -> CommitRecord:
     """Writes a block and commits it. Returns the record, which describes what is stored.
 
     Raises StoreError if an object exists whose integers, documents or counts differ, and StoreInvalid for a damaged
     one.
     """
-    digests, adopted = yield from _write_arrays(layout, block)
+    digests, adopted = _write_arrays(layout, block, objects)
     files, recent = block.derive(adopted)
     stream, number = block.record.stream, block.record.block
-    stored_files = yield from _write_files({table_key(stream, number): encode_table(block.table), **files})
+    stored_files = _write_files({table_key(stream, number): encode_table(block.table), **files}, objects)
     documents, statistics = (stored_files.get(key_of(stream, number)) for key_of in (table_key, statistics_key))
     record = replace(
         block.record,
@@ -106,16 +93,16 @@ def write_block(layout: StoreLayout, block: NewBlock) -> Steps[CommitRecord]:
         statistics_sha256="" if statistics is None else table_digest(statistics),
         recent=recent,
     )
-    [put] = yield [_put(record.key, record.to_json())]
+    [put] = objects.put([_put(record.key, record.to_json())])
     if put.is_new:
         return record
-    [stored] = yield [Read(record.key, _parse_record)]
+    stored = objects.read(record.key, _parse_record)
     if not stored.is_same_block(record):
         raise StoreError(f"the store has the record {record.key}, {_OTHER_CONTENT}")
     return stored
 
 
-def _write_arrays(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[str, str], set[str]]]:
+def _write_arrays(layout: StoreLayout, block: NewBlock, objects: Objects) -> tuple[dict[str, str], set[str]]:
     """Writes the arrays. Returns the digests of the stored ones, and the names of those whose values were adopted."""
     place = block.record.stream, block.record.block
     shards = {
@@ -123,14 +110,14 @@ def _write_arrays(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[str,
         for spec in layout.all_arrays
         for part in range(layout.num_parts(spec))
     }
-    puts = yield [
-        Put(key, partial(encode_shard, values, layout.shard_format(spec))) for key, (spec, values) in shards.items()
-    ]
+    puts = objects.put(
+        [Put(key, partial(encode_shard, values, layout.shard_format(spec))) for key, (spec, values) in shards.items()]
+    )
     checksums, adopted = {spec.name: [] for spec in layout.all_arrays}, set()
     for (key, (spec, values)), put in zip(shards.items(), puts, strict=True):
         stored_checksums = put.checksums
         if not put.is_new:  # one after the other, since each takes memory
-            [(stored, stored_checksums)] = yield [Read(key, partial(_decode_shard, layout.shard_format(spec)))]
+            stored, stored_checksums = objects.read(key, partial(_decode_shard, layout.shard_format(spec)))
             if stored_checksums != put.checksums:
                 if _is_exact(spec):
                     raise StoreError(f"the store has {key}, {_OTHER_CONTENT}")
@@ -140,13 +127,13 @@ def _write_arrays(layout: StoreLayout, block: NewBlock) -> Steps[tuple[dict[str,
     return {name: values_digest(parts) for name, parts in checksums.items()}, adopted
 
 
-def _write_files(contents: Mapping[str, bytes]) -> Steps[dict[str, bytes]]:
+def _write_files(contents: Mapping[str, bytes], objects: Objects) -> dict[str, bytes]:
     """Writes the document table, statistics and indexes, by key. Returns what is stored."""
     stored_files = dict(contents)
-    puts = yield [_put(*item) for item in contents.items()]
+    puts = objects.put([_put(*item) for item in contents.items()])
     for (key, content), put in zip(contents.items(), puts, strict=True):
         if not put.is_new:
-            [stored] = yield [Read(key, _require)]
+            stored = objects.read(key, _require)
             if stored != content and not _is_same(key, stored, content):
                 raise StoreError(f"the store has {key}, {_OTHER_CONTENT}")
             stored_files[key] = stored
@@ -186,10 +173,10 @@ def _decode_shard(format: ShardFormat, key: str, content: bytes | None) -> tuple
         raise StoreInvalid(f"{key} is damaged: {error}. {DAMAGE_REMEDY}") from error
 
 
-def _counts(key: str, content: bytes) -> dict[tuple[int, str], tuple[int, int]]:
-    """The numbers of tokens in a file of statistics, by part and array."""
-    parts = decode_statistics(content, key, table_digest(content))
-    return {(part, name): (s.count, s.not_finite) for part, arrays in parts.items() for name, s in arrays.items()}
+def _counts(key: str, content: bytes) -> dict[str, tuple[int, int]]:
+    """The numbers of tokens in a file of statistics, by array."""
+    statistics = decode_statistics(content, key, table_digest(content))
+    return {name: (part.count, part.not_finite) for name, part in statistics.items()}
 
 
 def _parse_record(key: str, content: bytes | None) -> CommitRecord:

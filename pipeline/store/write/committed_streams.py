@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from pipeline.store.format.block_table import BlockTable, StreamBlocks, read_stream, read_streams
 from pipeline.store.format.commits import CommitRecord, read_commit_records
-from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_block_statistics
+from pipeline.store.format.statistics import BlockStatistics, merge_arrays, read_stream_statistics
 from pipeline.store.io.storage import Storage
 
 RUNNING_KEPT = 32  # streams whose running statistics stay in memory; others are read again
@@ -64,4 +64,4 @@ class CommittedStreams:
         record = self[stream].last
         if record is None or record.block != block:
             [record] = read_commit_records(self._storage, [(stream, block)])
-        return read_block_statistics(self._storage, record)[1]
+        return read_stream_statistics(self._storage, record)

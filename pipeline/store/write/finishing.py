@@ -53,7 +53,7 @@ def _summary(storage: Storage, root: StoreRoot, streams: Streams) -> dict[str, s
     if blocks == before.get(BLOCKS):
         return dict(before)
     statistics = merge_streams(storage, [stream.last for stream in streams.values() if stream.last])
-    sha256 = put_summary(storage, STATISTICS, encode_statistics({0: statistics})) if statistics else None
+    sha256 = put_summary(storage, STATISTICS, encode_statistics(statistics)) if statistics else None
     return {IDS: None, **before, BLOCKS: blocks, STATISTICS: sha256}
 
 

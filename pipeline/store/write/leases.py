@@ -1,6 +1,6 @@
 """Leases: which process computes which stream. They only save work: a block is safe whoever writes it.
 
-`_leases/stream-00003.json` names the process that computes the stream. It renews its lease with a conditional write,
+`_jobs/lease-00003.json` names the process that computes the stream. It renews its lease with a conditional write,
 which succeeds only if no other process has written the object since. A process that has seen a lease unchanged for
 `lease_s`, by its own clock, may take it over, also with a conditional write; clocks are never compared. Each write has
 new content, since equal contents have equal generations on S3. A process deletes the lease of a stream that it gives
@@ -20,11 +20,11 @@ from functools import cache
 from typing import NamedTuple
 
 from pipeline.core.errors import StoreError
+from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.io.storage import NO_OBJECT, Storage, StorageLike
 
 log = logging.getLogger("pipeline")
 
-LEASES_PREFIX = "_leases/"
 _RENEWALS_PER_LEASE = 6
 _NUM_REQUESTS = 8  # concurrent; separate, so that renewals do not queue behind blocks
 _numbers = itertools.count()  # of this process's writes
@@ -134,7 +134,7 @@ class Leases:
 
 def lease_key(stream: int) -> str:
     """The key of a stream's lease, relative to the store."""
-    return f"{LEASES_PREFIX}stream-{stream:05d}.json"
+    return f"{LEASES_PREFIX}{stream:05d}.json"
 
 
 def _owner_has_ended(lease: bytes) -> bool:

@@ -6,9 +6,9 @@ Several processes may have a writer for the same store. Any of them, or several,
 
 import concurrent.futures
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,6 +19,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import create_arrays, layout_of
 from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.keys import JOBS_PREFIX
 from pipeline.store.format.layout import MAX_ROWS, StoreLayout
 from pipeline.store.format.metadata import (
     ROOT_KEY,
@@ -28,19 +29,11 @@ from pipeline.store.format.metadata import (
     change_root,
     require_root,
 )
+from pipeline.store.format.scaled import scale_name
 from pipeline.store.format.statistics import BlockStatistics, encode_statistics, statistics_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.block_protocol import (
-    NewBlock,
-    Put,
-    PutAnswer,
-    Read,
-    Recent,
-    Requests,
-    run_steps,
-    write_block,
-)
+from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, Recent, write_block
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.leases import process_name
@@ -184,7 +177,7 @@ class StoreWriter:
         return started
 
     def _write(self, block: NewBlock) -> CommitRecord:
-        record = run_steps(write_block(self.layout, block), self._answers)
+        record = write_block(self.layout, block, _Objects(self.storage, self._small))
         with self._committing:
             if record.block == len(self.streams[record.stream].table):
                 self.streams.append(record)
@@ -203,23 +196,7 @@ class StoreWriter:
             if statistics is None:
                 return {}, recent
             running = self.streams.add_statistics(stream, number, statistics)
-        content = encode_statistics({number: statistics, 0: running})
-        return {statistics_key(stream, number): content}, recent
-
-    def _answers(self, requests: Requests) -> list[Any]:
-        """Carries out requests concurrently. When it returns or raises, all of them have ended."""
-        if len(requests) == 1:
-            return [self._answer(self._small, requests[0])]
-        answers = [self.storage.put_threads.submit(self._answer, self.storage, request) for request in requests]
-        concurrent.futures.wait(answers)
-        return [answer.result() for answer in answers]
-
-    @staticmethod
-    def _answer(storage: Storage, request: Put | Read) -> Any:
-        if isinstance(request, Read):
-            return next(storage.read_checked([request.key], request.check))
-        parts, checksums = request.encode()
-        return PutAnswer(storage.put(request.key, *parts), checksums)
+        return {statistics_key(stream, number): encode_statistics(running)}, recent
 
     def finish(self, force: bool = False) -> bool:
         """Marks the store complete unless it holds less than its target. Returns whether it is complete.
@@ -239,25 +216,48 @@ class StoreWriter:
             raise ValueError(f"a block needs the arrays {expected}, got {given}")
 
 
+@dataclass(frozen=True)
+class _Objects:
+    """The requests of `write_block`, on a store's storage. small: the same, for requests that wait for no shard."""
+
+    storage: Storage
+    small: Storage
+
+    def put(self, puts: Sequence[Put]) -> list[PutAnswer]:
+        """When it returns or raises, all puts have ended."""
+        if len(puts) == 1:
+            return [self._put(self.small, puts[0])]
+        answers = [self.storage.put_threads.submit(self._put, self.storage, put) for put in puts]
+        concurrent.futures.wait(answers)
+        return [answer.result() for answer in answers]
+
+    @staticmethod
+    def _put(storage: Storage, put: Put) -> PutAnswer:
+        parts, checksums = put.encode()
+        return PutAnswer(storage.put(put.key, *parts), checksums)
+
+    def read(self, key: str, check: Callable[[str, bytes | None], Any]) -> Any:
+        return next(self.small.read_checked([key], check))
+
+
 def metrics_key(name: str) -> str:
     """The key of a run's log in the store."""
-    return f"_metrics/{name}"
+    return f"{JOBS_PREFIX}{name}"
 
 
 def new_root(metadata: StoreMetadata, layout: StoreLayout) -> StoreRoot:
     """The root of a new store. Raises ValueError if the layout that follows from it is another one."""
-    scaled = {spec.name for spec in layout.scales}
-    root = StoreRoot(
-        metadata,
-        {spec.name: spec.width for spec in layout.arrays},
-        datetime.now(UTC).isoformat(timespec="microseconds"),
-        target_of(metadata.config),
-        selected=layout.selected,
-        scale_groups={
-            spec.name: scales.width for spec, scales in zip(layout.arrays, layout.scales, strict=bool(scaled))
-        },
-        hook_names={spec.name: str(spec.attributes["hook_name"]) for spec in layout.arrays},
-    )
+    groups = {spec.name: spec.width for spec in layout.scales}
+    arrays = {
+        spec.name: {
+            "width": spec.width,
+            "hook_name": str(spec.attributes["hook_name"]),
+            "scale_groups": groups.get(scale_name(spec.name)),
+        }
+        for spec in layout.arrays
+    }
+    created = datetime.now(UTC).isoformat(timespec="microseconds")
+    root = StoreRoot(metadata, arrays, created, target_of(metadata.config), selected=layout.selected)
     if layout_of(root) != layout:
         raise ValueError(f"metadata and layout disagree: {layout_of(root)} and {layout}")
     return root

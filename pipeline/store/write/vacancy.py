@@ -4,7 +4,7 @@ from itertools import islice
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX
-from pipeline.store.format.keys import Kind, parse_key
+from pipeline.store.format.keys import JOBS_PREFIX, Kind, parse_key
 from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.io.local_files import files_below
 from pipeline.store.io.storage import Storage
@@ -51,8 +51,7 @@ def _may_stay(key: str) -> bool:
     if not key or key.endswith("/"):  # stands for an empty folder in web consoles and mounted buckets
         return True
     parsed = parse_key(key)
-    is_known = parsed is not None and (parsed.kind is Kind.root or parsed.kind.is_of_workers)
-    return is_known or key.startswith((".", "lost+found/"))
+    return (parsed is not None and parsed.kind in (Kind.root, Kind.job)) or key.startswith((".", "lost+found/"))
 
 
 def probe_storage(storage: Storage, process: str, is_exclusive: bool) -> None:
@@ -61,7 +60,7 @@ def probe_storage(storage: Storage, process: str, is_exclusive: bool) -> None:
     Raises StoreInvalid if the storage ignores the conditions on which objects are put and changed, unless
     `is_exclusive`: no other process writes the store. Raises StoreError.
     """
-    key = f"_probe/{process}"
+    key = f"{JOBS_PREFIX}probe-{process}"
     storage.put(key, b"1")
     ignores_absent = storage.put(key, b"2")
     [(_, generation)] = storage.read_with_generations([key])

@@ -43,7 +43,7 @@ def write_cached_activations(
             f"Lower export.context."
         )
     hooks = _hook_names(store, names)
-    widths = {name: store._root.widths[name] for name in names}
+    widths = {name: store._root.arrays[name]["width"] for name in names}
     features = Features(
         {hooks[name]: Array2D((context, width), dtype) for name, width in widths.items()}
         | {"token_ids": List(Value("int32"), length=context)}
