@@ -30,12 +30,14 @@ exec >>log 2>&1
 
 child=
 stopping=
-trap 'stopping=1; [[ -z $child ]] || kill "$child" || true' TERM INT
+# Later signals are ignored: a trap that runs while `$(...)` is read can be a syntax error in bash 5.2.
+trap 'stopping=1; trap "" TERM INT; [[ -z $child ]] || kill "$child" || true' TERM INT
 
 # Runs a command that the trap can end, and sets $code to its exit code.
 attend() {
     "$@" &
     child=$!
+    [[ -z $stopping ]] || kill "$child" || true # the signal came before the trap knew the child
     while true; do
         code=0
         wait "$child" || code=$?
