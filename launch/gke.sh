@@ -38,7 +38,7 @@ json_list() {
     local item separator=
     printf '['
     for item in "$@"; do
-        item=${item//\\/\\\\}
+        item=${item//\\/\\\\} item=${item//$'\n'/\\n}
         printf '%s"%s"' "$separator" "${item//\"/\\\"}"
         separator=', '
     done

@@ -37,7 +37,7 @@ begin() {
         help | -h | --help) usage && exit ;;
     esac
     local argument
-    for argument in "${arguments[@]}"; do # otherwise --dry-run would be an override of the job, and commands would run
+    for argument in ${arguments[@]+"${arguments[@]}"}; do # otherwise --dry-run would be an override of the job, and commands would run
         [[ $argument != --* ]] || die "$argument comes after $command: expected launch/${0##*/} --dry-run $command ..."
     done
     local file=${TPU_ENV:-launch/tpu.env}

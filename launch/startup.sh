@@ -3,14 +3,16 @@
 # finished. launch/tpu.sh inserts the settings (JOB and others) above this text.
 #
 # The job's exit codes: 0 and 2 end it, and are written to JOB/exit-codes/ID for the other workers and `tpu.sh babysit`;
-# JOB/run-id has the ID of the upload to run. After 42 (interrupted) and 1 (failed) it is restarted, after 1 at most
-# MAX_FAILURES times. SIGTERM to this script stops the job, which then exits with 42 and is not restarted.
+# JOB/run-id has the ID of the upload to run. After 42 (interrupted) and 1 (failed) it is restarted, until it has failed
+# MAX_FAILURES times without running for STEADY_S in between. SIGTERM to this script stops the job, which then exits with
+# 42 and is not restarted.
 # shellcheck disable=SC2329 # functions that `attend` calls
 set -euo pipefail
 
 : "${JOB:?the job in the bucket, gs://...}"
 MAX_FAILURES=${MAX_FAILURES:-20}
-RETRY_DELAY_S=${RETRY_DELAY_S:-30}
+STEADY_S=${STEADY_S:-3600}
+RETRY_DELAY_S=${RETRY_DELAY_S:-30} # after each failure in a row as much longer, up to ten times
 WORK=${WORK:-/var/lib/extract}
 HUGEPAGES=${HUGEPAGES:-/sys/kernel/mm/transparent_hugepage/enabled}
 export HOME=${HOME:-/root}
@@ -28,12 +30,14 @@ exec >>log 2>&1
 
 child=
 stopping=
-trap 'stopping=1; [[ -z $child ]] || kill "$child" || true' TERM INT
+# Later signals are ignored: a trap that runs while `$(...)` is read can be a syntax error in bash 5.2.
+trap 'stopping=1; trap "" TERM INT; [[ -z $child ]] || kill "$child" || true' TERM INT
 
 # Runs a command that the trap can end, and sets $code to its exit code.
 attend() {
-    "$@" 9>&- &
+    "$@" &
     child=$!
+    [[ -z $stopping ]] || kill "$child" || true # the signal came before the trap knew the child
     while true; do
         code=0
         wait "$child" || code=$?
@@ -42,13 +46,15 @@ attend() {
     child=
 }
 
-say() { echo "$(date -u +%FT%TZ) $(hostname): $*"; }
+say() { echo "$(date -u +%FT%TZ) $(hostname): $*" || true; } # the log's disk may be full
 
 verdict() { gcloud storage cat "$JOB/exit-codes/$run_id" 2>/dev/null || true; }
 
 conclude() {
     say "the job ends with exit code $1"
-    [[ -z $run_id ]] || echo "$1" | gcloud storage cp - "$JOB/exit-codes/$run_id"
+    until [[ -z $run_id || -n $stopping ]] || echo "$1" | gcloud storage cp - "$JOB/exit-codes/$run_id"; do
+        attend sleep "$RETRY_DELAY_S"
+    done
     exit "$1"
 }
 
@@ -64,24 +70,29 @@ find_python() {
     uv/bin/uv python find 3.11
 }
 
+# Keeps the lock, so that a later start waits for a pip that outlives this script.
 install() {
     local wheel
     rm -rf files
     gcloud storage cp --recursive "$JOB/files" .
     wheel=$(echo files/*.whl)
-    [[ -x venv/bin/python ]] || "$(find_python)" -m venv venv
+    if [[ ! -e venv/complete ]]; then # none, or one whose installation was cut off
+        rm -rf venv
+        "$(find_python)" -m venv venv
+    fi
     venv/bin/python -m pip install --quiet --constraint files/constraints.txt "$wheel${EXTRAS-[tpu]}"
+    touch venv/complete
     venv/bin/python -m pip install --quiet --no-deps --force-reinstall "$wheel" # another wheel of the same version
 }
 
 extract() {
     local overrides
-    mapfile -t overrides <files/overrides
+    mapfile -d '' -t overrides <files/overrides
     if [[ -n ${HF_TOKEN_SECRET:-} ]]; then
         HF_TOKEN=$(gcloud secrets versions access latest --secret="$HF_TOKEN_SECRET" --project="$PROJECT")
         export HF_TOKEN
     fi
-    exec venv/bin/python -m pipeline.run "${overrides[@]}"
+    exec venv/bin/python -m pipeline.run "${overrides[@]}" 9>&-
 }
 
 # As JAX recommends for v5e and later; otherwise the TPU runtime starts slowly.
@@ -90,7 +101,7 @@ echo always >"$HUGEPAGES" || say "transparent hugepages stay as they are"
 failures=0
 run_id=
 while [[ -z $stopping ]]; do
-    code=1
+    code=1 began=$SECONDS
     if uploaded=$(gcloud storage cat "$JOB/run-id"); then
         run_id=$uploaded
         others=$(verdict)
@@ -107,15 +118,16 @@ while [[ -z $stopping ]]; do
         code=1
     fi
     say "exit code $code"
-    gcloud storage cp log "$JOB/logs/$(hostname).log" || true
+    gcloud storage cp - "$JOB/logs/$(hostname).log" <log || true # as a stream, since this command writes to it, too
     [[ -z $stopping ]] || break
+    ((SECONDS - began < STEADY_S)) || failures=0
     case $code in
         0 | 2) conclude "$code" ;;
         42) ;;
         *) failures=$((failures + 1)) ;;
     esac
     ((failures < MAX_FAILURES)) || conclude 1
-    attend sleep "$RETRY_DELAY_S"
+    attend sleep $((RETRY_DELAY_S * (failures < 1 ? 1 : failures < 10 ? failures : 10)))
 done
 say "stopped"
 exit 42

@@ -48,7 +48,7 @@ upload() {
     build_wheel "$files"
     local defaults=("store.path=$BUCKET/stores/$NAME" "run.compilation_cache=$BUCKET/compilation-cache"
         "run.progress=false")
-    cmd write_lines "$files/overrides" "${defaults[@]}" "$@"
+    cmd write_items "$files/overrides" "${defaults[@]}" "$@"
     cmd write_startup
     cmd gcloud storage rsync --recursive --delete-unmatched-destination-objects "$files" "$JOB/files"
     # Last, so that a worker that reads a new id finds the new files. Exit codes are kept per upload, so that workers that
@@ -56,10 +56,11 @@ upload() {
     cmd gcloud storage cp - "$JOB/run-id" <<<"$(date -u +%Y%m%dT%H%M%SZ)-$RANDOM$RANDOM"
 }
 
-write_lines() {
+# Ends each item with a zero byte, since a stop text may have line breaks.
+write_items() {
     local file=$1
     shift
-    printf '%s\n' "$@" >"$file"
+    printf '%s\0' "$@" >"$file"
 }
 
 # startup.sh with this job's settings, with which a worker finds the other files.

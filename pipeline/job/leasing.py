@@ -1,5 +1,6 @@
 """The streams that a process leases: its own first, then those that others left, each to its end."""
 
+import logging
 import random
 import threading
 import time
@@ -14,6 +15,8 @@ from pipeline.job.metrics import Metrics, Stage
 from pipeline.store.format.block_table import StreamBlocks, read_streams
 from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
+
+log = logging.getLogger("pipeline")
 
 _STREAMS_AT_ONCE = (16, 256)  # streams that are read before one of them is leased; more while none is vacant
 _FIRST_POLL_S = 0.25  # doubles up to a part of the lease
@@ -115,7 +118,7 @@ class LeasedStreams:
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
         """The blocks for the feed. Ends when no stream has work left, or after `should_stop()`."""
-        poll_s = _FIRST_POLL_S
+        poll_s, longest_s = _FIRST_POLL_S, self._leases.lease_s / _POLLS_PER_LEASE
         while not should_stop():
             self._has_released.clear()
             work = self._take_next(should_stop)
@@ -123,8 +126,14 @@ class LeasedStreams:
                 poll_s = _FIRST_POLL_S
                 yield from self._read(work, should_stop)
             elif self._streams:
+                if poll_s < longest_s <= 2 * poll_s and self._is_idle():
+                    log.info(
+                        "other processes hold all streams that have work left: waiting until they release them, or "
+                        "have been silent for %g s (run.lease_s)",
+                        self._leases.lease_s,
+                    )
                 self._wait(poll_s, should_stop)
-                poll_s = min(2 * poll_s, self._leases.lease_s / _POLLS_PER_LEASE)
+                poll_s = min(2 * poll_s, longest_s)
             else:
                 return
 
@@ -161,14 +170,17 @@ class LeasedStreams:
     def _wait(self, seconds: float, should_stop: Callable[[], bool]) -> None:
         """Waits until this process has released a stream, or for `seconds`."""
         deadline = time.monotonic() + seconds
-        with self._metrics.stage(Stage.FEED_LEASE):
+        with self._metrics.stage(Stage.FEED_LEASE if self._is_idle() else Stage.FEED_REST):
             while time.monotonic() < deadline and not should_stop() and not self._has_released.wait(_STOP_POLL_S):
                 self._report_progress()
 
     def _report_progress(self) -> None:
         """Resets the watchdog while this process only searches for a stream. The watchdog keeps watching blocks in
         progress and, with several processes, the steps, which continue meanwhile."""
-        with self._lock:
-            is_idle = not any(self._in_use.values())
-        if is_idle and self._job.plan.mesh.processes == 1:
+        if self._is_idle() and self._job.plan.mesh.processes == 1:
             self._metrics.last_step = time.monotonic()
+
+    def _is_idle(self) -> bool:
+        """Whether this process has no block in progress."""
+        with self._lock:
+            return not any(self._in_use.values())

@@ -52,7 +52,7 @@ def fill(job: Job, store: StoreWriter, stop: StopRequest, step: LoadedStep) -> M
         leased = LeasedStreams(job, store, leases, metrics)
         writer = BlockWriter(store, plan, metrics, leased)
         feed = stack.enter_context(closing(Feed(leased)))
-        stack.enter_context(Watchdog(metrics, options.stall_timeout_s))
+        stack.enter_context(Watchdog(metrics, options.stall_timeout_s, leases.close))
         profile = stack.enter_context(closing(ProfileWindow(options))) if options.profile else None
         ExtractionLoop(plan, step, feed, writer, metrics, stop, profile).run()
     log.info("%s", metrics.summary())

@@ -29,6 +29,7 @@ class Stage(Enum):
     FEED_WORK = "feed", "work"  # reads, tokenises, packs
     FEED_FULL = "feed", "full"  # waits for the loop to take a block
     FEED_LEASE = "feed", "lease"  # searches or waits for a stream that no other process holds
+    FEED_REST = "feed", "rest"  # has nothing to read until this process's last blocks are stored
     LOOP_DATA = "loop", "data"  # waits for the feed
     LOOP_BUDGET = "loop", "budget"  # waits until another step may be in flight
     LOOP_DISPATCH = "loop", "dispatch"
@@ -102,8 +103,8 @@ class Metrics:
             self.seconds[stage] += time.monotonic() - began
 
     def record_feed(self, work_s: float, wait_s: float) -> None:
-        """Sets the seconds that the feed has worked and waited so far. Leasing does not count as work."""
-        self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_LEASE]
+        """Sets the seconds that the feed has worked and waited so far. Leasing and resting do not count as work."""
+        self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_LEASE] - self.seconds[Stage.FEED_REST]
         self.seconds[Stage.FEED_FULL] = wait_s
 
     def thread_seconds(self, thread: str) -> dict[str, float]:

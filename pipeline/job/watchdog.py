@@ -18,6 +18,7 @@ from pipeline.core.errors import EXIT_FAILED
 
 log = logging.getLogger("pipeline")
 
+_BEFORE_EXIT_S = 10.0
 _MAX_S = 1e8  # a longer timeout, three years, stands for none: a library must not end its process
 
 
@@ -31,13 +32,15 @@ class Watched(Protocol):
 class Watchdog:
     """Context manager that logs what each thread is doing, with tracebacks, if no step finishes within `timeout_s`.
 
-    After twice that time it ends the process with exit code 1, because a collective, or a server that neither answers
-    nor fails, cannot be interrupted. Committed blocks stay valid, and the next start resumes.
+    After twice that time it calls `before_exit`, for at most 10 s, and ends the process with exit code 1, because a
+    collective, or a server that neither answers nor fails, cannot be interrupted. Committed blocks stay valid, and the
+    next start resumes.
     """
 
-    def __init__(self, metrics: Watched, timeout_s: float) -> None:
+    def __init__(self, metrics: Watched, timeout_s: float, before_exit: Callable[[], None] = lambda: None) -> None:
         self._metrics = metrics
         self._timeout_s = timeout_s
+        self._before_exit = before_exit
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -59,6 +62,9 @@ class Watchdog:
                 if stalled_s >= 2 * self._timeout_s:
                     try:
                         self._report(logging.ERROR, stalled_s, " Exiting; run the same command again to resume.")
+                        last = threading.Thread(target=self._before_exit, daemon=True)
+                        last.start()
+                        last.join(_BEFORE_EXIT_S)
                         logging.shutdown()
                     finally:
                         os._exit(EXIT_FAILED)

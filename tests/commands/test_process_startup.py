@@ -49,15 +49,16 @@ def without_reader():
 codes = {}
 folder = Path(sys.argv[1])
 commands = json.loads((folder / "commands.json").read_text())
-for name, arguments in commands:
-    for streams, stream in (("closed", lambda: None), ("without readers", without_reader)):
-        sys.argv = ["", *(argument.replace("STREAMS", streams) for argument in arguments)]
-        sys.stdout, sys.stderr, code = stream(), stream(), 0
-        try:
-            runpy.run_module(f"pipeline.{name}", run_name="__main__")
-        except BaseException as error:
-            code = error.code if isinstance(error, SystemExit) else repr(error)
-        codes[f"{name}, {streams}"] = code
+kinds = {"closed": lambda: None, "without readers": without_reader, "full": lambda: open("/dev/full", "w", buffering=1)}
+calls = [(*command, streams) for command in commands for streams in ("closed", "without readers")]
+for name, arguments, streams in [*calls, (*commands[0], "full")]:  # only a run, whose result is not what it prints
+    sys.argv = ["", *(argument.replace("STREAMS", streams) for argument in arguments)]
+    sys.stdout, sys.stderr, code = kinds[streams](), kinds[streams](), 0
+    try:
+        runpy.run_module(f"pipeline.{name}", run_name="__main__")
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else repr(error)
+    codes[f"{name}, {streams}"] = code
 (folder / "codes.json").write_text(json.dumps(codes))
 """
 
@@ -109,7 +110,7 @@ def test_every_command_handles_signals_before_other_imports(name, number):
     assert_interrupted(result, number)
 
 
-def test_every_command_runs_without_standard_streams(overrides, tmp_path):
+def test_every_command_runs_without_standard_streams_and_a_run_with_streams_to_a_full_disk(overrides, tmp_path):
     """In one process, since each command's imports take seconds."""
     store = f"store.path={tmp_path}/STREAMS"
     arguments = {
@@ -125,7 +126,7 @@ def test_every_command_runs_without_standard_streams(overrides, tmp_path):
     program = shlex.join([sys.executable, "-c", COMMANDS_WITHOUT_STREAMS, str(tmp_path)])
     assert subprocess.run(["sh", "-c", f"{program} <&- >&- 2>&-"], cwd=ROOT, timeout=300).returncode == 0
     codes = json.loads((tmp_path / "codes.json").read_text())
-    assert len(codes) == 2 * len(COMMANDS)
+    assert len(codes) == 2 * len(COMMANDS) + 1
     assert {name: code for name, code in codes.items() if code != 0} == {}
     left = {file.name for file in tmp_path.iterdir()}
     assert left >= {"closed.html", "closed.arrow", "without readers.html", "without readers.arrow"}

@@ -22,7 +22,7 @@ def test_run_names_are_unique():
     assert parse_key(f"_jobs/{second}-generate.json").kind is Kind.job
 
 
-def test_a_partial_block_counts_only_its_rows(tmp_path):
+def test_a_partial_block_counts_only_its_rows_and_waiting_for_its_commit_is_not_leasing(tmp_path):
     text = write_text(tmp_path / "text", files=1, documents=30)
     sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "capture.layers=[1]"]
     run(compose([f"data.path={text}", f"store.path={tmp_path / 'store'}", "run.progress=false", *sizes]))
@@ -35,6 +35,7 @@ def test_a_partial_block_counts_only_its_rows(tmp_path):
     [log] = (tmp_path / "store").glob("_jobs/*.jsonl")
     counted = json.loads(log.read_text().splitlines()[-1])
     assert (counted["blocks"], counted["stored_bytes"]) == (len(rows), sum(rows) * row_bytes)
+    assert counted["seconds"]["feed"]["rest"] > counted["seconds"]["feed"]["lease"]
 
 
 def test_repeated_requests_are_counted_from_the_runs_beginning(gcs):

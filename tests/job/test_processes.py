@@ -1,5 +1,6 @@
 """Jobs of several JAX processes, which launch/local.py starts and gloo connects."""
 
+import json
 import random
 import re
 import resource
@@ -201,6 +202,8 @@ def test_a_hanging_process_is_reported_and_the_job_gives_up(small_job, tmp_path)
     assert re.search(r"no step has finished for [345] s", output), output  # it looks every 0.75 s
     assert "writer: results" in output
     assert "Exiting; run the same command again to resume." in output
+    left = [json.loads(file.read_text())["pid"] for file in store.glob("_leases/*.json")]
+    assert first.pid not in left
 
 
 def disturb(launcher: subprocess.Popen, store: Path, rng: random.Random) -> str:

@@ -17,6 +17,10 @@ next() {
 arguments=("${@/#gs:\/\//$RECORD/buckets/}")
 case "$name $*" in
     "gcloud storage cp - "*)
+        if [[ -s $RECORD/put ]]; then
+            next put
+            ((answer == 0)) || exit "$answer"
+        fi
         mkdir -p "$(dirname "${arguments[3]}")"
         cat >"${arguments[3]}"
         ;;
@@ -46,6 +50,10 @@ case "$name $*" in
         esac
         ;;
     "python -m pip wheel "*) touch "${arguments[-2]}/activation_pipeline-0.1.0-py3-none-any.whl" ;;
+    "python3.11 -m venv "*)
+        mkdir -p "$3/bin"
+        ln -s "$(readlink -f "$0")" "$3/bin/python"
+        ;;
     "python -m pip install "*)
         if [[ -s $RECORD/install ]]; then
             next install

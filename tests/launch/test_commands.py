@@ -141,11 +141,12 @@ def settings(tmp_path: Path, **changes: str) -> str:
 
 
 def test_overrides_reach_the_bucket_unchanged_after_the_launchers(recorded: Recorded):
-    overrides = ["data.text='{{ title }}: {{ text }}'", "capture.layers=[1, 3]", r'data.path="/my \"texts\""']
+    overrides = ["data.text='{{ title }}: {{ text }}'", "capture.layers=[1, 3]", 'stop=["\n"]']
+    overrides += [r'data.path="/my \"texts\""']
     assert recorded.run("launch/tpu.sh", "create", *overrides).returncode == 0
-    lines = recorded.object(f"{JOB}/files/overrides").read_text().splitlines()
-    assert lines[0] == "store.path=gs://my-bucket/stores/qwen-fineweb"
-    assert lines[-3:] == overrides
+    items = recorded.object(f"{JOB}/files/overrides").read_text().split("\0")
+    assert items[0] == "store.path=gs://my-bucket/stores/qwen-fineweb"
+    assert items[-5:] == [*overrides, ""]
 
 
 def test_the_tpu_launchers_install_the_audited_versions():
@@ -165,7 +166,7 @@ def test_the_tpu_launchers_install_the_audited_versions():
 
 def jobset(recorded: Recorded, **environment: str) -> dict:
     """The JobSet that `gke.sh create` passes to kubectl."""
-    overrides = ["data.text='{{ title }}: {{ text }}'", r'data.path="/my \"texts\" & more"']
+    overrides = ["data.text='{{ title }}: {{ text }}\n'", r'data.path="/my \"texts\" & more"']
     result = recorded.run("launch/gke.sh", "create", *overrides, **environment)
     assert result.returncode == 0, result.stderr
     made = yaml.safe_load((recorded.path / "build/qwen-fineweb.yaml").read_text())
@@ -216,16 +217,18 @@ def test_a_jobset_needs_no_privileges_replaces_pods_that_exit_with_42_and_fails_
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "requeued"),
-    [(0, 0, False), (2, 0, False), (42, 0, True), (42, 99, True), (1, 0, True), (1, 20, False)],
+    ("codes", "is_last_requeued"),
+    [([0], False), ([2], False), ([42, 42, 42, 1], True), ([1, 42, 137], False)],
 )
-def test_slurm_requeues_interrupted_and_failed_jobs(recorded: Recorded, code, restarts, requeued):
-    recorded.answer("job", code)
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts), "SLURM_CPUS_PER_TASK": "8"}
-    result = recorded.run("launch/slurm.sbatch", "store.path=/shared/store", **slurm)
-    expected = (HERE / "expected/slurm.txt").read_text().splitlines()
-    assert recorded.commands() == (expected if requeued else expected[:1])
-    assert result.returncode == (0 if requeued else code)
+def test_slurm_requeues_interrupted_jobs_and_those_that_failed_less_than_twice(recorded, codes, is_last_requeued):
+    recorded.answer("job", *codes)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8", "MAX_FAILURES": "2"}
+    results = [recorded.run("launch/slurm.sbatch", "store.path=/shared/store", **slurm) for _ in codes]
+    left = [file.unlink() for file in ROOT.glob("failures-7")]
+    expected = (HERE / "expected/slurm.txt").read_text().splitlines() * len(codes)
+    assert recorded.commands() == (expected if is_last_requeued else expected[:-1])
+    assert [result.returncode for result in results[:-1]] == [0] * len(codes[:-1])
+    assert (results[-1].returncode, len(left)) == ((0, 1) if is_last_requeued else (codes[-1], 0))
 
 
 def test_slurm_does_not_requeue_if_a_process_exits_with_2_and_others_are_aborted(tmp_path):

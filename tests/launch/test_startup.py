@@ -24,7 +24,9 @@ def worker(recorded: Recorded, tmp_path) -> Recorded:
     (recorded.path / "commands").unlink()
     python = tmp_path / "work/venv/bin/python"
     python.parent.mkdir(parents=True)
-    python.symlink_to(HERE / "recorder.sh")
+    (tmp_path / "work/venv/complete").touch()
+    for program in (python, tmp_path / "bin/python3.11"):
+        program.symlink_to(HERE / "recorder.sh")
     recorded.environment |= {
         "WORK": str(tmp_path / "work"),
         "HUGEPAGES": str(tmp_path / "hugepages"),
@@ -48,18 +50,19 @@ def verdict(worker: Recorded) -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "runs", "ends_with"),
+    ("codes", "runs", "ends_with", "steady_s"),
     [
-        ([0], 1, "0"),
-        ([2, 0], 1, "2"),
-        ([42, 42, 42, 42, 0], 5, "0"),
-        ([1, 42, 137, 0], 4, "0"),
-        ([1, 1, 1, 0], 3, "1"),
+        ([0], 1, "0", "3600"),
+        ([2, 0], 1, "2", "3600"),
+        ([42, 42, 42, 42, 0], 5, "0", "3600"),
+        ([1, 42, 137, 0], 4, "0", "3600"),
+        ([1, 1, 1, 0], 3, "1", "3600"),
+        ([1, 1, 1, 0], 4, "0", "0"),
     ],
 )
-def test_exit_codes_restart_the_job_or_end_it(worker: Recorded, codes, runs, ends_with):
+def test_exit_codes_restart_the_job_or_end_it(worker: Recorded, codes, runs, ends_with, steady_s):
     worker.answer("job", *codes)
-    result = worker.run(startup(worker), MAX_FAILURES="3")
+    result = worker.run(startup(worker), MAX_FAILURES="3", STEADY_S=steady_s)
     assert len(jobs(worker)) == runs
     assert verdict(worker) == ends_with
     assert result.returncode == int(ends_with)
@@ -81,11 +84,33 @@ def test_the_exit_code_of_another_worker_ends_this_one(worker: Recorded, code):
     assert jobs(worker) == []
 
 
-def test_a_failed_installation_is_repeated(worker: Recorded):
+def test_an_installation_that_fails_or_was_cut_off_is_repeated(worker: Recorded):
+    (worker.path / "work/venv/complete").unlink()
+    (worker.path / "work/venv/bin/python").unlink()
+    (worker.path / "work/venv/bin/python").symlink_to("/bin/false")  # it has no pip yet
     worker.answer("install", 1, 0, 2, 0, 0)
     worker.answer("job", 0)
     assert worker.run(startup(worker)).returncode == 0
     assert len(jobs(worker)) == 1
+    assert worker.commands().count("python3.11 -m venv venv") == 2
+
+
+def test_failures_in_a_row_are_repeated_ever_later_and_the_exit_code_until_it_is_written(worker: Recorded):
+    (worker.path / "bin/sleep").symlink_to(HERE / "recorder.sh")
+    worker.answer("job", 1, 42, 1, 0)
+    worker.answer("put", 0, 0, 0, 0, 1, 0)  # four logs
+    assert worker.run(startup(worker), RETRY_DELAY_S="30").returncode == 0
+    assert verdict(worker) == "0"
+    sleeps = [command for command in worker.commands() if command.startswith("sleep")]
+    assert sleeps == ["sleep 30", "sleep 30", "sleep 60", "sleep 30"]
+
+
+def test_a_full_disk_does_not_keep_a_worker_from_ending_the_job(worker: Recorded):
+    (worker.path / "work/log").write_bytes(bytes(1 << 16))
+    worker.answer("job", 1, 0)
+    limited = 'trap "" XFSZ; ulimit -f 64; exec bash "$0"'
+    assert worker.run("-c", limited, startup(worker)).returncode == 0
+    assert verdict(worker) == "0"
 
 
 def test_a_token_is_only_in_the_environment(worker: Recorded):

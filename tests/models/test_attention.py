@@ -1,5 +1,6 @@
 """The choice of an attention implementation, and the messages when a kernel cannot be used."""
 
+import sys
 from dataclasses import dataclass, replace
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 
 from pipeline.core.errors import ConfigError
 from pipeline.models.attention.choosing import choose_attention
+from pipeline.models.attention.flash import runs_triton
 from tests.specs import LLAMA
 
 ROWS = 16  # over the four devices of a mesh
@@ -81,6 +83,13 @@ def test_auto_notes_why_no_kernel_is_used_and_the_kernel_itself_is_refused(
     if note is not None:
         with pytest.raises(ConfigError, match=f"{note}.*Set model.attention=auto"):
             choose_attention("splash" if mesh.platform == "tpu" else "flash", arch, mesh, ROWS, length, dtype)
+
+
+def test_a_jax_without_triton_uses_xla_on_gpus_and_says_so(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)  # as Python marks a missing module
+    assert not runs_triton(Device("gpu"))
+    chosen = choose_attention("auto", LLAMA, Devices("gpu"), ROWS, 1024, "bfloat16")
+    assert (chosen.name, "lacks Pallas's backend for Triton" in chosen.note) == ("xla", True)
 
 
 @pytest.mark.parametrize(("name", "platform"), [("splash", "TPU"), ("flash", "GPU")])

@@ -83,6 +83,18 @@ def test_a_leased_stream_cannot_be_leased_until_it_is_released(store_path):
     assert Storage.open(store_path).list_keys(LEASES_PREFIX) == []
 
 
+def test_a_lease_that_is_being_taken_at_the_end_is_released_too(tmp_path):
+    for trial in range(5):
+        with leases(str(tmp_path), LONG_LEASE_S) as a:
+            streams = a.vacant(range(1000))
+            taking = threading.Thread(target=lambda a=a, streams=streams: all(map(a.take, streams)))
+            taking.start()
+            wait_until(lambda a=a, trial=trial: a.holds(trial))
+        taking.join()
+        assert not a.holds(999)
+        assert Storage.open(str(tmp_path)).list_keys(LEASES_PREFIX) == []
+
+
 def test_a_stream_stays_leased_for_longer_than_the_lease(tmp_path, clock):
     with leases(str(tmp_path), SHORT_LEASE_S) as a, leases(str(tmp_path), SHORT_LEASE_S) as b:
         assert take(a, 0)

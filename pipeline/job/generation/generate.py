@@ -66,7 +66,7 @@ def _run(job: Job, store: StoreWriter, generator: Generator, stop: preemption.St
     with (
         tqdm(unit="tok", unit_scale=True, desc="generate", disable=not is_shown, dynamic_ncols=True) as bar,
         closing(Leases(store.storage, options.lease_s)) as leases,
-        Watchdog(counts, options.stall_timeout_s),
+        Watchdog(counts, options.stall_timeout_s, leases.close),
     ):
         streams = UnfinishedStreams(store, leases, job.plan.streams.local, partial(_open_stream, job, store))
         while processes.any_process(bool(streams)) and not stop.noticed:

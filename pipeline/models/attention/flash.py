@@ -9,6 +9,7 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
@@ -56,14 +57,22 @@ def tile_for(key_dim: int, value_dim: int, item_bytes: int) -> Tile | None:
 
 
 def runs_triton(device: jax.Device) -> bool:
-    """Whether the device is a GPU of NVIDIA's for which XLA compiles kernels in Triton."""
+    """Whether the device is a GPU of NVIDIA's for which JAX compiles kernels in Triton."""
     capability = str(getattr(device, "compute_capability", None))  # of AMD's GPUs, a name such as gfx90a
-    return re.fullmatch(r"[\d.]+", capability) is not None and float(capability) >= _AMPERE
+    is_new = re.fullmatch(r"[\d.]+", capability) is not None and float(capability) >= _AMPERE
+    return is_new and _jax_has_triton()
+
+
+def _jax_has_triton() -> bool:
+    """Whether this version of JAX has Pallas's backend for Triton, which jax 0.12 calls deprecated."""
+    return find_spec("jax.experimental.pallas.triton") is not None
 
 
 def obstacle(arch: Architecture, mesh: Mesh, rows: int, length: int, dtype: str) -> str | None:
     """Why the model cannot use the kernel, as a clause for messages; None if it can."""
     device = mesh.devices.flat[0]
+    if not _jax_has_triton():
+        return f"jax {jax.__version__} lacks Pallas's backend for Triton; earlier versions (0.10 to 0.12) have it"
     if not runs_triton(device):
         return f"it needs compute capability {_AMPERE} (Ampere) or later, and the GPU has {device.compute_capability}"
     for sizes in arch.all_sizes:

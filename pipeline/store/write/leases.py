@@ -95,8 +95,9 @@ class Leases:
                 log.warning("cannot release the lease on stream %d, which will expire: %s", stream, error)
 
     def close(self) -> None:
-        """Releases all leases."""
-        self._closed.set()
+        """Releases all leases, also one that another thread is taking now."""
+        with self._lock:
+            self._closed.set()
         self._thread.join()
         for stream in list(self._held):
             self.release(stream)
