@@ -42,15 +42,15 @@ Other families mean the same by these names, but for:
   others no `mlp_in` and `mlp_out`.
 * Attention sinks (gpt-oss): `attn_entropy` counts a head's sink as one of the keys; `attn_pattern` is without it, so
   its sum is less than 1.
-* Norms after a block (OLMo 2 and 3, Gemma, GLM-4): `attn_out` and `mlp_out` are what is added, so after those norms.
-  OLMo 2 and 3 have no norms before their blocks: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
+* Norms after a block (EXAONE 4, OLMo 2 and 3, Gemma, GLM-4): `attn_out` and `mlp_out` are what is added, so after
+  those norms. All but Gemma and GLM-4 have none before: `attn_in` is `resid_pre`, and `mlp_in` is `resid_mid`.
 * Parallel residual (GPT-NeoX, Pythia, GPT-J, Phi-2, Command R): attention and MLP both read `resid_pre`, so there is no
   `resid_mid`. In GPT-NeoX each has its own norm; in the others they share one, and `mlp_in` is `attn_in`.
 * Multipliers (Granite): `attn_out` and `mlp_out` are what is added, so after the multiplier; `head_out` and
   `expert_out` are before it.
-* MLP without gate (GPT-2, GPT-J, GPT-Neo, GPT-NeoX, OPT, Phi-2, BERT): there is no `mlp_pre_linear`.
-* No rotation (GPT-2, GPT-Neo, OPT, BERT, every fourth layer of SmolLM3, Command R7B and Llama 4): `q` and `k` are
-  `attn.hook_q` and `attn.hook_k`.
+* MLP without gate (GPT-2, GPT-J, GPT-Neo, GPT-NeoX, OPT, Phi-2, StarCoder2, BERT): there is no `mlp_pre_linear`.
+* No rotation (GPT-2, GPT-Neo, OPT, BERT, every fourth layer of SmolLM3, Command R7B, EXAONE 4 32B and Llama 4): `q`
+  and `k` are `attn.hook_q` and `attn.hook_k`.
 * Queries scaled by position (Ministral 3, Llama 4): `q` includes the scale. Llama 4 normalises `q` and `k` after their
   rotation; its experts read their inputs times `router_weights`, so `mlp_out` is the plain sum of `expert_out`, plus
   the expert that all tokens share.

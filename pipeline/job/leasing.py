@@ -170,17 +170,17 @@ class LeasedStreams:
     def _wait(self, seconds: float, should_stop: Callable[[], bool]) -> None:
         """Waits until this process has released a stream, or for `seconds`."""
         deadline = time.monotonic() + seconds
-        with self._metrics.stage(Stage.FEED_LEASE if self._is_idle() else Stage.FEED_REST):
+        with self._metrics.stage(Stage.FEED_LEASE if self._is_idle() else Stage.FEED_FINISH):
             while time.monotonic() < deadline and not should_stop() and not self._has_released.wait(_STOP_POLL_S):
                 self._report_progress()
+
+    def _is_idle(self) -> bool:
+        """Whether no block of this process is in progress."""
+        with self._lock:
+            return not any(self._in_use.values())
 
     def _report_progress(self) -> None:
         """Resets the watchdog while this process only searches for a stream. The watchdog keeps watching blocks in
         progress and, with several processes, the steps, which continue meanwhile."""
         if self._is_idle() and self._job.plan.mesh.processes == 1:
             self._metrics.last_step = time.monotonic()
-
-    def _is_idle(self) -> bool:
-        """Whether this process has no block in progress."""
-        with self._lock:
-            return not any(self._in_use.values())

@@ -29,7 +29,7 @@ class Stage(Enum):
     FEED_WORK = "feed", "work"  # reads, tokenises, packs
     FEED_FULL = "feed", "full"  # waits for the loop to take a block
     FEED_LEASE = "feed", "lease"  # searches or waits for a stream that no other process holds
-    FEED_REST = "feed", "rest"  # has nothing to read until this process's last blocks are stored
+    FEED_FINISH = "feed", "finish"  # has read its streams; waits until their blocks are written
     LOOP_DATA = "loop", "data"  # waits for the feed
     LOOP_BUDGET = "loop", "budget"  # waits until another step may be in flight
     LOOP_DISPATCH = "loop", "dispatch"
@@ -103,9 +103,13 @@ class Metrics:
             self.seconds[stage] += time.monotonic() - began
 
     def record_feed(self, work_s: float, wait_s: float) -> None:
-        """Sets the seconds that the feed has worked and waited so far. Leasing and resting do not count as work."""
-        self.seconds[Stage.FEED_WORK] = work_s - self.seconds[Stage.FEED_LEASE] - self.seconds[Stage.FEED_REST]
+        """Sets the seconds that the feed has worked and waited so far. Waiting for streams does not count as work."""
+        self.seconds[Stage.FEED_WORK] = work_s - self._stream_waits_s
         self.seconds[Stage.FEED_FULL] = wait_s
+
+    @property
+    def _stream_waits_s(self) -> float:
+        return self.seconds[Stage.FEED_LEASE] + self.seconds[Stage.FEED_FINISH]
 
     def thread_seconds(self, thread: str) -> dict[str, float]:
         """The seconds of a thread's stages, by label."""
@@ -179,7 +183,7 @@ class Metrics:
     def binding_stage(self) -> tuple[str, float]:
         """The stage that the other threads waited for longest, and the share of the elapsed time that they waited."""
         waits = {label: self.seconds[stage] for stage, label in BINDING.items()}
-        waits[BINDING[Stage.LOOP_DATA]] -= self.seconds[Stage.FEED_LEASE]  # the loop waits for the feed meanwhile
+        waits[BINDING[Stage.LOOP_DATA]] -= self._stream_waits_s  # the loop waits for the feed meanwhile
         label = max(waits, key=waits.__getitem__)
         return label, waits[label] / max(self.elapsed_s, 1e-9)
 

@@ -16,6 +16,7 @@ from pipeline.models.families import (
     bert,
     cohere,
     deepseek,
+    exaone,
     gemma,
     gemma4,
     glm4,
@@ -39,6 +40,7 @@ from pipeline.models.families import (
     qwen_vl,
     smollm3,
     stablelm,
+    starcoder2,
 )
 from pipeline.models.families.hf_attention import check_long_ropes
 from pipeline.models.families.hf_config import HfConfig, Reader, refuse_unreadable
@@ -67,6 +69,7 @@ FAMILIES = {
     "deepseek_v2": Family(deepseek.read_v2, "DeepseekV2"),
     "deepseek_v3": Family(deepseek.read_v3, "DeepseekV3"),
     "deepseek_v32": Family(deepseek.read_v32, "DeepseekV32"),
+    "exaone4": Family(exaone.read, "Exaone4"),
     "gemma": Family(gemma.read_gemma, "Gemma", HeadFormat(is_tied=True)),
     "gemma2": Family(gemma.read_gemma2, "Gemma2", HeadFormat(is_tied=True, softcap=30.0)),
     "gemma3": Family(gemma.read_gemma3_multimodal, "Gemma3", HeadFormat(is_tied=True)),
@@ -117,8 +120,10 @@ FAMILIES = {
     "qwen3_next": Family(qwen_delta.read_qwen3_next, "Qwen3Next"),
     "qwen3_vl": Family(qwen_vl.read_qwen3_vl, "Qwen3VL"),
     "qwen3_vl_moe": Family(qwen_vl.read_qwen3_vl_moe, "Qwen3VLMoe"),
+    "seed_oss": Family(llama.read_seed_oss, "SeedOss"),
     "smollm3": Family(smollm3.read, "SmolLM3", HeadFormat(is_tied=True)),
     "stablelm": Family(stablelm.read, "StableLm"),
+    "starcoder2": Family(starcoder2.read, "Starcoder2", HeadFormat(is_tied=True)),
 }
 _HEADS = (
     *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"),

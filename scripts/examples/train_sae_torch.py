@@ -1,11 +1,17 @@
 """Trains a top-k sparse autoencoder on a store's activations, in PyTorch: an example of reading, not a trainer.
 
-python scripts/examples/train_sae_torch.py build/demo/stores/text blocks.2.resid_post [--steps 200]
+pip install torch
+python scripts/examples/train_sae_torch.py build/demo/stores/text blocks.2.resid_post [--steps 200] [--save build/sae]
+
+A run encodes activations with the saved one: 'capture.encode={blocks.2.resid_post: build/sae}'.
 """
 
 import argparse
+import json
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from pipeline.store import ActivationStore
@@ -28,10 +34,12 @@ class SparseAutoencoder(nn.Module):
         return self.decoder(sparse)
 
 
-def train(path: str, key: str, steps: int, batch_size: int = 1024) -> list[float]:
-    """The mean squared error of each step. Activations are normalised so that predicting the mean has an error of 1."""
+def train(
+    store: ActivationStore, key: str, steps: int, batch_size: int = 1024
+) -> tuple[SparseAutoencoder, list[float]]:
+    """Also the mean squared error of each step. Activations are normalised so that predicting the mean has an error
+    of 1."""
     torch.manual_seed(0)
-    store = ActivationStore.open(path)
     batches = store.batches(
         key,
         batch_size,
@@ -52,7 +60,28 @@ def train(path: str, key: str, steps: int, batch_size: int = 1024) -> list[float
         optimiser.step()
         losses.append(loss.item())
     batches.close()
-    return losses
+    return autoencoder, losses
+
+
+@torch.no_grad()
+def save(autoencoder: SparseAutoencoder, store: ActivationStore, key: str, folder: Path) -> None:
+    """Writes the SAE in SAELens' format, for activations as they are: the normalisation goes into the weights."""
+    normalisation = store.normalisation(key)[key]
+    mean, scale = torch.as_tensor(normalisation.mean), torch.as_tensor(normalisation.scale)
+    encoder, decoder = autoencoder.encoder, autoencoder.decoder
+    tensors = {
+        "W_enc": encoder.weight.T * scale,
+        "b_enc": encoder.bias - encoder.weight @ (mean * scale),
+        "W_dec": decoder.weight.T / scale,
+        "b_dec": decoder.bias / scale + mean,
+    }
+    d_in, d_sae = tensors["W_enc"].shape
+    config = {"architecture": "topk", "d_in": d_in, "d_sae": d_sae, "k": K, "rescale_acts_by_decoder_norm": False}
+    config |= {"dtype": "float32", "device": "cpu", "apply_b_dec_to_input": False, "normalize_activations": "none"}
+    config |= {"reshape_activations": "none", "metadata": {}}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "sae_weights.safetensors")
+    (folder / "cfg.json").write_text(json.dumps(config))
 
 
 def main() -> None:
@@ -60,10 +89,14 @@ def main() -> None:
     parser.add_argument("store")
     parser.add_argument("key", help="an array, e.g. blocks.2.resid_post")
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--save", type=Path, help="folder for the SAE")
     options = parser.parse_args()
-    losses = train(options.store, options.key, options.steps)
+    store = ActivationStore.open(options.store)
+    autoencoder, losses = train(store, options.key, options.steps)
     for step in [*range(0, options.steps, max(1, options.steps // 10)), options.steps - 1]:
         print(f"step {step:5} loss {losses[step]:.4f}")
+    if options.save:
+        save(autoencoder, store, options.key, options.save)
 
 
 if __name__ == "__main__":

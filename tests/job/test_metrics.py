@@ -35,7 +35,7 @@ def test_a_partial_block_counts_only_its_rows_and_waiting_for_its_commit_is_not_
     [log] = (tmp_path / "store").glob("_jobs/*.jsonl")
     counted = json.loads(log.read_text().splitlines()[-1])
     assert (counted["blocks"], counted["stored_bytes"]) == (len(rows), sum(rows) * row_bytes)
-    assert counted["seconds"]["feed"]["rest"] > counted["seconds"]["feed"]["lease"]
+    assert counted["seconds"]["feed"]["finish"] > counted["seconds"]["feed"]["lease"]
 
 
 def test_repeated_requests_are_counted_from_the_runs_beginning(gcs):

@@ -18,6 +18,7 @@ from pipeline.core.errors import ConfigError, InputError, NotFiniteError, StoreE
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.job.loaded_step import load_step
 from pipeline.job.loop import fill
+from pipeline.job.metrics import Stage
 from pipeline.job.opening import open_job, print_plan
 from pipeline.job.running import open_store, run
 from pipeline.models.checkpoints.checkpoint import Checkpoint
@@ -74,6 +75,7 @@ def test_the_loop_compiles_nothing_and_makes_no_implicit_transfer(text, tmp_path
     for thread in ("loop", "writer"):  # apart from interruptions between stages, they account for the whole time
         assert 0.5 * metrics.elapsed_s < seconds[thread] < 1.01 * metrics.elapsed_s
     assert 0 < seconds["feed"] < 1.01 * metrics.elapsed_s
+    assert metrics.seconds[Stage.FEED_FINISH] > 0  # it waited for its own blocks, not for a lease
     assert f"The bottleneck was {metrics.binding_stage()[0]}" in metrics.summary()
 
 

@@ -172,7 +172,7 @@ PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
         LLAMA_PLACES | ROUTED_PLACES,
     ),
     **dict.fromkeys(
-        ("cohere", "cohere2", "gemma", "llama", "mistral", "olmo", "qwen2", "qwen3", "smollm3", "stablelm"),
+        ("cohere", "cohere2", "gemma", "llama", "mistral", "olmo", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm"),
         LLAMA_PLACES,
     ),
     **dict.fromkeys(("ministral3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_vl"), LLAMA_PLACES),
@@ -190,7 +190,10 @@ PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
         Site.router_weights: "layers.*.router output 1",
         Site.router_indices: "layers.*.router output 2",
     },
-    **dict.fromkeys(("olmo2", "olmo3"), GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"}),
+    "starcoder2": {
+        site: place.replace("fc1", "c_fc").replace("fc2", "c_proj") for site, place in UNGATED_PLACES.items()
+    },
+    **dict.fromkeys(("exaone4", "olmo2", "olmo3"), GEMMA_PLACES | {Site.resid_mid: "layers.*.mlp input"}),
     "lfm2": LLAMA_PLACES
     | {
         Site.attn_in: "layers.*.operator_norm output",

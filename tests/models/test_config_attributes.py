@@ -33,6 +33,7 @@ VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
     "cohere": {"rope_parameters": YARN_ROPE},
     "cohere2": {"sliding_window": 7, "layer_types": ALTERNATING},
     "deepseek_v2": FAMILIES["deepseek_v2"] | {"rope_parameters": MSCALE_ROPE},
+    "exaone4": {"sliding_window": 7, "layer_types": ALTERNATING, "rope_parameters": YARN_ROPE},
     "gemma3_text": FAMILIES["gemma3_text"] | {"rope_parameters": YARN_ROPES},
     "glm4": {"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.75}},
     "gpt_oss": FAMILIES["gpt_oss"] | {"attention_bias": False},
@@ -102,7 +103,10 @@ IGNORED = {  # not read by transformers' model at inference, or not with the var
     "qwen3_vl_moe": IN_TEXT | {f"text_config.{name}" for name in ROUTERS_IN_TRAINING | {"tie_word_embeddings"}},
     "qwen3": {"max_window_layers"},
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), ROUTERS_IN_TRAINING),
+    "exaone4": {"sliding_window_pattern"},
+    "seed_oss": {"residual_dropout"},
     "smollm3": {"no_rope_layer_interval"},
+    "starcoder2": {"embedding_dropout", "residual_dropout"},
 }
 
 

@@ -237,13 +237,16 @@ MINIMAX |= {"use_routing_bias": True, "shared_intermediate_size": 0, "mlp_interm
 MINIMAX |= {"layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0}
 OPT = {"prefix": "</s>", "output_projection": True, "activation_dropout": 0.1}
 OPT |= {"learned_embeddings": True, "scale_embeddings": False}
+STARCODER2 = {"activation_function": "gelu", "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-9}
+STARCODER2 |= {"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True}
+STARCODER2 |= {"scale_attention_softmax_in_fp32": True}
 SECTIONED = {"rope_parameters": SECTIONS}
 OLDER = {  # of each family: the newer configuration, and what makes it an older one
     "deepseek_v2": (MSCALE, older(*DEEPSEEK, scoring_func="softmax", **OWN_CODE)),
     "deepseek_v3": (MSCALE, older(*DEEPSEEK, **DEEPSEEK_V3)),
     "deepseek_v32": (MSCALE, older(*DEEPSEEK, "layer_types", "mlp_layer_types", **DEEPSEEK_V3)),
     "cohere2": (THETA | {"sliding_window": 7}, older("layer_types", **COHERE2)),
-    **dict.fromkeys(("cohere", "granite", "granitemoe", "olmo"), (THETA, older())),
+    **dict.fromkeys(("cohere", "granite", "granitemoe", "olmo", "seed_oss"), (THETA, older())),
     **dict.fromkeys(("glm", "glm4", "glm4_moe", "phi", "stablelm"), (PARTIAL, older())),
     "gpt_neo": ({}, older("attention_layers", gradient_checkpointing=False)),
     "gpt_neox": (HALF, older_gpt_neox),
@@ -280,6 +283,8 @@ OLDER = {  # of each family: the newer configuration, and what makes it an older
     "qwen2_5_vl": (SECTIONED, published_qwen2_vl),
     "qwen2_vl": (SECTIONED, twice_qwen2_vl),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), (SECTIONED, older_text())),
+    "exaone4": (THETA | {"sliding_window": 7, "sliding_window_pattern": 3}, older("layer_types")),
+    "starcoder2": (THETA, older(**STARCODER2)),
     "smollm3": (
         {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
         older("no_rope_layers", "layer_types", max_window_layers=28, pretraining_tp=2),
@@ -309,6 +314,8 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
 REFUSED = [
     ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False"),
     ("cohere2", {"sliding_window": None}, "sliding_window is null, expected a length"),
+    ("exaone4", {"sliding_window": None, "layer_types": ALTERNATING}, "sliding_window is null, expected a length"),
+    ("starcoder2", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'"),
     (
         "deepseek_v2",
         {"topk_method": "group_limited_greedy", "n_group": 4},

@@ -12,7 +12,7 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.models.head import head_leaf, logits
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
-from tests.models.hf_reference import VOCAB_SIZE, reference_activations, save_random, torch
+from tests.models.hf_reference import NUM_LAYERS, VOCAB_SIZE, reference_activations, save_random, torch
 
 pytestmark = pytest.mark.heavy
 LENGTH = 96  # of rows; longer than every window
@@ -54,6 +54,7 @@ FAMILIES = {
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "deepseek_v3": {"rope_parameters": MSCALE_ROPE},
     "deepseek_v32": {"rope_parameters": MSCALE_ROPE, "num_hidden_layers": 2},
+    "exaone4": {"sliding_window": 7, "num_hidden_layers": 2, "layer_types": TURNS[:2]},
     "gemma": {"head_dim": 6},
     "gemma2": GEMMA,
     "gemma3": GEMMA | {"num_hidden_layers": 2, "layer_types": TURNS[:2], "rope_parameters": GEMMA3_ROPES},
@@ -99,8 +100,10 @@ FAMILIES = {
     "qwen3_5_text": DELTA_FIRST,
     "qwen3_vl": {"head_dim": 8, "rope_parameters": SECTIONS},
     "qwen3_vl_moe": {"rope_parameters": SECTIONS},
+    "seed_oss": {"head_dim": 8},
     "smollm3": WINDOW,
     "stablelm": {},
+    "starcoder2": {"sliding_window": 7},
 }
 CASES = {
     "qwen2 tied, one kv head, window in the last layer, longrope": (
@@ -230,6 +233,22 @@ CASES = {
     ),
 }
 FURTHER_CASES = {
+    "exaone4 without windows, so rotating everywhere, yarn, tied, one kv head": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * NUM_LAYERS, "rope_parameters": YARN_ROPE}
+        | {"tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "exaone4, every third layer global": ("exaone4", {"sliding_window": 7, "sliding_window_pattern": 3}),
+    "seed_oss, other biases, tied, llama3 rope": (
+        "seed_oss",
+        {"head_dim": 6, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}
+        | {"tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    ),
+    "starcoder2 without biases and window, untied, all heads, yarn, relu": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 4, "rope_parameters": YARN_ROPE}
+        | {"hidden_act": "relu", "norm_epsilon": 1e-2},
+    ),
     "llama without groups, llama3 rope, head_dim, gelu": (
         "llama",
         {"num_key_value_heads": 4, "rope_parameters": LLAMA3_ROPE, "head_dim": 16, "hidden_act": "gelu"},
@@ -398,7 +417,8 @@ ALIKE = (
     *("bert", "cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4"),
     *("glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "llama", "minimax_m2", "ministral3"),
     *("mistral", "mistral3", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_5_vl"),
-    *("qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "stablelm"),
+    *("qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "stablelm"),
+    "starcoder2",
 )
 """Two layers of these families test as much as four: layers are alike, alternate, or only the first is dense."""
 OF_LAYERS = {"layer_types", "max_window_layers", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"}

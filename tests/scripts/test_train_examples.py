@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeline.models.sae.loading import open_sae
+from pipeline.store import ActivationStore
 from tests.jobs import ROOT, free_port
+from tests.models.sae_files import encode_dense
 
 pytestmark = pytest.mark.heavy
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "examples"
@@ -34,12 +37,21 @@ def falls(losses: list[float]) -> bool:
     return np.mean(losses[-10:]) < 0.5 * np.mean(losses[:5])
 
 
-def test_a_sparse_autoencoder_trains_in_torch(real_store):
+def test_a_sparse_autoencoder_trains_in_torch_and_a_run_can_encode_with_it(real_store, tmp_path):
     torch = pytest.importorskip("torch")
     torch.set_num_threads(1)  # small steps: with more, threads mostly wait for each other
-    losses = load("train_sae_torch").train(real_store, "blocks.2.resid_post", 200, batch_size=128)
+    script, store, key = load("train_sae_torch"), ActivationStore.open(real_store), "blocks.2.resid_post"
+    autoencoder, losses = script.train(store, key, 200, batch_size=128)
     assert len(losses) == 200
     assert falls(losses)
+    script.save(autoencoder, store, key, tmp_path)
+    sae, normalisation = open_sae(str(tmp_path)), store.normalisation(key)[key]
+    x = store.read(key, rows=0)
+    features = encode_dense(sae, x)
+    with torch.no_grad():
+        expected = autoencoder(torch.from_numpy(normalisation.apply(x))).numpy()
+    decoded = features @ sae.read("w_dec") + sae.read("b_out")
+    np.testing.assert_allclose(normalisation.apply(decoded), expected, atol=1e-4)
 
 
 def test_the_crosscoder_script_trains_in_jax(real_store, monkeypatch, capsys):

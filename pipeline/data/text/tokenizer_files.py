@@ -50,8 +50,8 @@ def read_tokenizer_files(path: str, revision: str | None) -> TokenizerFiles:
     definition = read("tokenizer.json")
     if definition is None:
         raise NoTokenizer(
-            f"{path} has no tokenizer.json. Expected a directory, a remote path or a Hub id with this file; "
-            "`AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it."
+            f"{path} has no tokenizer.json. Set model.tokenizer to a directory, a remote path or a Hub id with this "
+            "file; `AutoTokenizer.from_pretrained(...).save_pretrained(...)` writes it."
         )
     tokenizer = _parse_tokenizer(definition, path)
     config = _json_object(path, read, "tokenizer_config.json")

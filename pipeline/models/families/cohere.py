@@ -3,10 +3,9 @@ LayerNorm without bias, and rotation of adjacent dimensions. In Cohere 2, only l
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Norm, RotaryPairs
 from pipeline.models.families import llama
-from pipeline.models.families.hf_attention import GLOBAL, LOCAL, every_nth_global, read_local, read_pattern
+from pipeline.models.families.hf_attention import every_nth_global, with_rotating_windows
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE = llama.table_without("mlp.norm")
@@ -29,16 +28,8 @@ def read_cohere2(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch, table = _read(config, default_theta=10000.0)
     period = config.positive_int("sliding_window_pattern", 4)
     config.ignore("layer_switch")
-    default = every_nth_global(arch.num_layers, period)
-    pattern = read_pattern(config, default, {"L": LOCAL, "G": GLOBAL})
     window = config.optional_int("sliding_window", 4096)
-    if window is None and "L" in pattern:
-        raise CheckpointError(
-            f"{config.where}: sliding_window is null, expected a length, because layers have {LOCAL}. "
-            f"Is the file damaged?"
-        )
-    local = read_local(config, arch, default, window)
-    return dataclasses.replace(arch, local=local, rotation=pattern.replace("L", "R").replace("G", "N")), table
+    return with_rotating_windows(config, arch, every_nth_global(arch.num_layers, period), window), table
 
 
 def logit_scale(config: HfConfig) -> float:

@@ -1,5 +1,6 @@
 """Reads rotary embeddings and sliding windows from the older and the newer form of config.json."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -204,6 +205,20 @@ def read_local(
     if "L" not in pattern or (window == arch.max_positions and local_rope == arch.rope):
         return None
     return LocalAttention(pattern, window, local_rope)
+
+
+def with_rotating_windows(
+    config: HfConfig, arch: Architecture, default_pattern: str, window: int | None
+) -> Architecture:
+    """Adds local layers, as in `read_local`; only these rotate. Raises CheckpointError if they have no window."""
+    pattern = read_pattern(config, default_pattern, {"L": LOCAL, "G": GLOBAL})
+    if window is None and "L" in pattern:
+        raise CheckpointError(
+            f"{config.where}: sliding_window is null, expected a length, because layers have {LOCAL}. "
+            f"Is the file damaged?"
+        )
+    rotation = pattern.replace("L", "R").replace("G", "N")
+    return dataclasses.replace(arch, local=read_local(config, arch, pattern, window), rotation=rotation)
 
 
 def every_nth_global(num_layers: int, period: int) -> str:

@@ -1,4 +1,5 @@
-"""LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`)."""
+"""LLaMA 2, 3 and 3.x, and the many models with its architecture (transformers' `LlamaModel`), and Seed-OSS, whose
+attention has other biases (`SeedOssModel`)."""
 
 from typing import NamedTuple
 
@@ -21,7 +22,8 @@ KEY_TABLE: KeyTable = {
     "norm.weight": "final_norm",
 }
 QKV_BIASES = biases(KEY_TABLE, "attention.q", "attention.k", "attention.v")
-ATTENTION_BIASES = QKV_BIASES | biases(KEY_TABLE, "attention.o")
+_OUTPUT_BIASES = biases(KEY_TABLE, "attention.o")
+ATTENTION_BIASES = QKV_BIASES | _OUTPUT_BIASES
 FUSED_MLP: KeyTable = {"layers.*.mlp.gate_up_proj.weight": FileTensor(("mlp.gate", "mlp.up"))}
 _MLP_BIASES = biases(KEY_TABLE, "mlp.gate", "mlp.up", "mlp.down")
 
@@ -38,6 +40,14 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
 def read_table(config: HfConfig) -> KeyTable:
     """LLaMA's key table, with the biases that config.json enables."""
     return KEY_TABLE | attention_biases(config) | (_MLP_BIASES if config.flag("mlp_bias", False) else {})
+
+
+def read_seed_oss(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    config.ignore("residual_dropout")
+    arch = read_decoder(config, Defaults(524288, kv_heads=8, head_dim=config.optional_int("head_dim", 128)))
+    table = KEY_TABLE | (QKV_BIASES if config.flag("attention_bias", True) else {})
+    table |= _OUTPUT_BIASES if config.flag("attention_out_bias", False) else {}
+    return arch, table | (_MLP_BIASES if config.flag("mlp_bias", False) else {})
 
 
 def attention_biases(config: HfConfig, default: bool = False) -> KeyTable:

@@ -179,7 +179,7 @@ class StoredDocuments:
         numbers = pc.unique(entries["document"]).to_pylist()
         if len(numbers) != 1:
             hint = f"documents {sorted(numbers)} have it; pass a number" if numbers else "no document has it"
-            raise StoreError(f"{column} {value!r} in the store {self._storage.path}: {hint}.")
+            raise StoreError(f"{column} {value!r} in the store {self._storage.path}: {hint}. See store.documents().")
         return entries
 
 
