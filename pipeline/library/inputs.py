@@ -132,7 +132,7 @@ def write_documents(
     skips empty documents. The file name depends on the content, so that stores of different documents have different
     fingerprints. ids: None for the documents' numbers.
 
-    Raises InputError if the number of ids differs from the number of documents.
+    Raises InputError if the number of ids differs from the number of documents, and for an id that is not UTF-8.
     """
     names = list(map(str, range(len(contents)) if ids is None else items("ids", ids, "a list of strings")))
     if len(names) != len(contents):
@@ -141,7 +141,10 @@ def write_documents(
     path = os.path.join(folder, f"texts-{digest[:16]}.parquet")
     column = "tokens" if contents and isinstance(contents[0], list) else "text"
     kind = pa.list_(pa.int32()) if column == "tokens" else pa.large_string()
-    table = pa.table({"id": pa.array(names, pa.string()), column: pa.array(contents, kind)})
+    try:
+        table = pa.table({"id": pa.array(names, pa.string()), column: pa.array(contents, kind)})
+    except UnicodeEncodeError as error:  # of the ids; texts were checked
+        raise InputError(f"ids has {shown(error.object)}: {LONE_SURROGATE.format('it')}. Correct it.") from error
     pq.write_table(table, path, compression="none", row_group_size=_ROW_GROUP)
     return {"data.path": path, **({"data.tokens": column, "data.suffix": None} if column == "tokens" else {})}
 

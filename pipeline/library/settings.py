@@ -5,6 +5,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
+import numpy as np
+
 from pipeline.config.composing import from_values
 from pipeline.config.schema import BatchConfig, CaptureConfig, ModelConfig, ParquetData, RunConfig, all_fields
 from pipeline.core.errors import ConfigError
@@ -36,7 +38,7 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
             hint = _hint(name, owner)
             raise ConfigError(f"{owner} has no option {shown(name)}.{hint} It has {', '.join(sorted(KEYS))}.")
     try:
-        values = {KEYS[name]: _plain(value) for name, value in options.items()}
+        values = {KEYS[name]: plain(value) for name, value in options.items()}
     except TypeError as error:
         raise ConfigError(f"{owner} cannot take one of its options: {error}.") from error
     sites = values.get("capture.sites")
@@ -70,17 +72,20 @@ def configuration(values: Mapping[str, object], job: Mapping[str, object] | None
 
     job: further values for `Extractor.save`, whose documents are a parquet file with the columns id and text.
     """
-    return from_values(ParquetData, _IN_MEMORY | dict(values) | dict(job or {}))
+    given = _IN_MEMORY | dict(values) | dict(job or {})
+    return from_values(ParquetData, {key: plain(value) for key, value in given.items()})
 
 
-def _plain(value: object) -> object:
-    """Converts ranges, tuples and arrays to lists, and numpy integers to Python's, for the configuration."""
+def plain(value: object) -> object:
+    """Converts ranges, tuples and arrays to lists, and numpy's numbers to Python's, for the configuration."""
+    if isinstance(value, np.generic):
+        return value.item()
     if isinstance(value, str | bool | int | float | None):
         return value
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, Iterable):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return operator.index(value) if hasattr(value, "__index__") else value

@@ -20,7 +20,7 @@ from pipeline.data.files import NoSuchFiles
 from pipeline.job.job import Job, weights_identity
 from pipeline.job.loaded_step import load_step
 from pipeline.job.opening import open_job, replanned
-from pipeline.library.settings import settings
+from pipeline.library.settings import plain, settings
 from pipeline.library.stream_reader import (
     StreamReader,
     device_bytes,
@@ -89,7 +89,7 @@ class Stream:
         )
         values |= {"run.max_tokens": max_tokens, "run.progress": progress}
         try:
-            self._open(composing.from_values(ParquetData, values))
+            self._open(composing.from_values(ParquetData, {key: plain(value) for key, value in values.items()}))
         except NoSuchFiles as error:
             raise NoSuchFiles(
                 f"{error} In Python, data=... are settings of Stream.from_config: Stream.from_config(['data=hf', "

@@ -1,5 +1,6 @@
 """An Extractor returns the values of the store that the command writes, for all options and kinds of documents."""
 
+import pickle
 import re
 import shutil
 import subprocess
@@ -289,12 +290,15 @@ def test_documents_that_are_refused(extractor):
     ):
         with pytest.raises(InputError, match=re.escape(message)):
             extractor(documents)
+    with pytest.raises(ConfigError, match="an Extractor cannot be copied or given to another process"):
+        pickle.dumps(extractor)
 
 
 def test_token_ids_and_too_few_ids_are_refused_by_save(extractor, tmp_path):
     for documents, ids, message in (
         (["a", [1, 2]], None, "documents[1] is [1, 2]. Expected a text (or only token ids), or a chat"),
         (["a", "b"], ["one"], "ids has 1 entries for 2 documents"),
+        (["a"], ["\ud800"], r"ids has '\ud800': it has a lone surrogate"),
     ):
         with pytest.raises(InputError) as raised:
             extractor.save(tmp_path / "store", documents, ids=ids)
@@ -325,7 +329,7 @@ def test_a_saved_store_is_resumed_extended_or_refused(extractor, texts, tmp_path
     part = extractor.save(path, texts, max_tokens=1000)
     assert 1000 <= part.num_tokens < 1000 + part.metadata.rows_per_block * LENGTH
     before = {file: file.stat().st_mtime_ns for file in path.glob("_commits/*/*.json")}
-    assert extractor.save(path, texts, max_tokens=1000).num_tokens == part.num_tokens
+    assert extractor.save(path, texts, max_tokens=np.int64(1000)).num_tokens == part.num_tokens
     assert before == {file: file.stat().st_mtime_ns for file in path.glob("_commits/*/*.json")}
     with pytest.raises(StoreMismatch, match="data"):
         extractor.save(path, [*texts[1:], texts[0]], max_tokens=1500)

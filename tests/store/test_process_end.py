@@ -8,6 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.store.io.parquet import encode_table
+from tests.store.example_store import copy_store
 
 pytestmark = pytest.mark.heavy
 TABLE = pa.table({name: [f"{name} {k}" for k in range(100)] for name in ("id", "source", "text")})
@@ -22,6 +23,21 @@ before = set(os.listdir("/proc/self/task"))
 table = decode_parquet(sys.stdin.buffer.read(), 1 << 20, verify_pages=True)
 print(table.num_rows, len(set(os.listdir("/proc/self/task")) - before))
 """
+
+
+READS_HALF = """
+import json, sys
+from pipeline.store import ActivationStore
+
+json.reader = ActivationStore.open(sys.argv[1]).batches("embed", 3, shuffle=True)  # in a module that is cleared late
+next(json.reader)
+"""
+
+
+def test_a_half_read_reader_ends_without_a_message(tmp_path):
+    copy_store(str(tmp_path))
+    result = subprocess.run([sys.executable, "-c", READS_HALF, tmp_path], capture_output=True, text=True, check=True)
+    assert "Exception ignored" not in result.stderr
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lists threads as Linux does")

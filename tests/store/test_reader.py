@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -96,6 +98,9 @@ def test_masks_and_numpys_numbers_are_accepted(store):
         (lambda store: store.documents(["nothing"]), r"have no columns \['nothing'\]"),
         (lambda store: store.labels("url", pa.table({"id": ["a"]})), r"no columns \['url'\]; it has \['id'"),
         (lambda store: store.labels("url")[np.array([0, 10**6])], r"documents \[1000000\] have no url"),
+        (lambda store: store.labels("url")[None], r"labels\[...\] takes numbers of documents, got None"),
+        (lambda store: store.labels("id", pa.table({"id": [[1]]})), r"column id is of list<.*>, expected strings"),
+        (lambda store: copy.copy(store.batches("embed", 4)), "BatchReader cannot be copied or given to"),
         (lambda store: store.tokens_at([0, 1], [0]), "positions is .*, expected an integer for each of 2 rows"),
         (lambda store: store.tokens_at(0, LENGTH), f"positions are {LENGTH} to {LENGTH}, expected 0 to {LENGTH - 1}"),
         (lambda store: store.tokens_at(PADDED, LENGTH - 1), rf"no activations at the .* pairs \[\({PADDED}, 7\)\]"),
@@ -193,5 +198,11 @@ def test_labels_of_a_users_table_are_joined_by_id(store, framework):
     values = [labels[batch.documents] for batch in batches]
     assert np.concatenate(values).tolist().count(3) == DOCUMENT_LENGTHS[1][0]
     assert np.concatenate(values).tolist().count(9) == DOCUMENT_LENGTHS[0][2]
+    vectors = table.set_column(0, "document", [[[0.5, 3], [1, 1], [2.5, 9]]]).set_column(
+        1, "id", table["id"].cast(pa.large_string())
+    )
+    joined = store.labels("document", pa.concat_tables([vectors, vectors.slice(0, 1)]))
+    assert np.stack(joined[labels.numbers]).tolist() == [[0.5, 3], [2.5, 9]]
+    assert store.labels("document")[joined.numbers].tolist() == [1, 4]
     urls = store.labels("url")
     assert urls[np.array([[4], [1]])].tolist() == [["https://example.org/2"], ["https://example.org/0"]]

@@ -1,3 +1,4 @@
+import pickle
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ DataLoader = torch.utils.data.DataLoader
 from pipeline.store import ActivationStore  # noqa: E402
 from pipeline.store.read.torch_dataset import ActivationDataset  # noqa: E402
 from tests.hub import contents, hub_for_this_process  # noqa: E402
-from tests.store.example_store import all_tokens, copy_store  # noqa: E402
+from tests.store.example_store import all_tokens, copy_store, write_store  # noqa: E402
 
 
 def tokens_of(batches) -> list[tuple[int, int]]:
@@ -34,6 +35,14 @@ def test_every_epoch_reads_the_commit_of_the_first(tmp_path, monkeypatch):
         dataset = ActivationDataset("hf://datasets/owner/acts", "blocks.1.resid_post", 16)
         server.push("datasets/owner/acts", {"zarr.json": b"{}"})
         assert tokens_of(dataset) == all_tokens()
+
+
+def test_an_open_stores_blocks_are_read_in_every_pass(tmp_path):
+    write_store(tmp_path, finish=False, max_blocks=1)
+    dataset = ActivationDataset(ActivationStore.open(tmp_path), "blocks.1.resid_post", 16)
+    before = tokens_of(dataset)
+    write_store(tmp_path)
+    assert tokens_of(dataset) == tokens_of(pickle.loads(pickle.dumps(dataset))) == before
 
 
 def passes_of(path: Path, num_passes: int, workers: int) -> list[list[tuple[int, int]]]:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from jaxtyping import Int16, Int32, Int64, Shaped
 
 from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
+from pipeline.core.messages import shown
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import DOCUMENTS, TOKENS
 from pipeline.store.format.metadata import StoreRoot
@@ -80,6 +81,8 @@ class Labels:
     def __getitem__(self, documents: Any) -> Shaped[np.ndarray, "..."]:
         """Raises ArgumentError for a document without a value."""
         wanted = np.asarray(documents)
+        if wanted.size and wanted.dtype.kind not in "iu":
+            raise ArgumentError(f"labels[...] takes numbers of documents, got {shown(documents)}.")
         places = np.minimum(np.searchsorted(self.numbers, wanted), len(self.numbers) - 1)
         is_known = self.numbers[places] == wanted if len(self.numbers) else np.zeros(wanted.shape, bool)
         if not np.all(is_known):
@@ -153,15 +156,20 @@ class StoredDocuments:
     def labels(self, column: str, table: pa.Table | None = None) -> "Labels":
         """The values of a column of the document tables, or of a user's table with a column `id`, by document."""
         if table is None:
-            documents = self.read(columns=["document", column])
+            documents = self.read(columns=list(dict.fromkeys(["document", column])))
+            values = documents[column]
         else:
             if missing := {"id", column} - set(table.column_names):
                 raise ArgumentError(f"the table has no columns {sorted(missing)}; it has {table.column_names}.")
-            documents = self.read(columns=["document", "id"]).join(
-                table.select(["id", column]), "id", join_type="inner"
-            )
+            documents = self.read(columns=["document", "id"])
+            try:  # of dictionaries, and of the large strings of other libraries
+                ids = table["id"].cast(pa.string())
+            except pa.ArrowException as error:
+                raise ArgumentError(f"the table's column id is of {table['id'].type}, expected strings.") from error
+            places = pc.index_in(documents["id"], ids.combine_chunks())
+            documents, values = documents.filter(places.is_valid()), table[column].take(places.drop_null())
         numbers, first = np.unique(documents["document"].to_numpy(), return_index=True)
-        return Labels(column, numbers, documents[column].to_numpy()[first])
+        return Labels(column, numbers, values.to_numpy()[first])
 
     def with_number(self, number: int, blocks: BlockTable) -> pa.Table:
         """A document's rows in the blocks' document tables. Raises StoreError if it has none."""

@@ -1,11 +1,13 @@
 """Iterating over batches: a reader's position, which survives interruptions, and the states that contain it."""
 
+import atexit
 import json
 import operator
 import traceback
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypeVar
 
 from crc32c import crc32c
 
@@ -53,6 +55,7 @@ class Reader(Iterator[B], Generic[B]):
         self._epochs = epochs
         self._batches: Iterator[tuple[B, Position]] | None = None
         self._is_complete = self._is_closed = False
+        _readers.add(self)
 
     @abstractmethod
     def _start(self) -> Iterator[tuple[B, Position]]:
@@ -91,6 +94,22 @@ class Reader(Iterator[B], Generic[B]):
         self._is_closed = True
         if batches is not None:
             batches.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentError(
+            f"a {type(self).__name__} cannot be copied or given to another process. Make a reader there, "
+            "with this one's state() to go on."
+        )
+
+
+_readers: weakref.WeakSet[Reader[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_readers() -> None:
+    """Ends the threads of readers that later code still refers to, before Python clears the modules that they use."""
+    for reader in list(_readers):
+        Reader.close(reader)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,7 +166,7 @@ class ActivationStore(HasBatches, HasStatistics):
 
     def labels(self, column: str, table: pa.Table | None = None) -> Labels:
         """The values of a column of `documents`, or of another table with a column `id`, by document:
-        `labels[batch.documents]` are those of a batch's tokens."""
+        `labels[batch.documents]` are those of a batch's tokens. Of several rows of an id, the first counts."""
         if not isinstance(column, str) or not (table is None or isinstance(table, pa.Table)):
             raise ArgumentError(f"expected a column and a pyarrow.Table, got {shown(column)} and {shown(table)}.")
         labels = self._documents.labels(column, table)

@@ -13,14 +13,15 @@ from pipeline.store.read.reader import ActivationStore, Key
 
 
 class ActivationDataset(IterableDataset):
-    """The batches of a store, or of the one at a path, each a dict of tensors with the fields of `Batch`.
+    """The batches of a store, each a dict of tensors with the fields of `Batch`.
 
         DataLoader(ActivationDataset(store, "blocks.5.resid_post", 4096, shuffle=True), batch_size=None)
 
-    `options` are the arguments of `ActivationStore.batches`. Each iteration is another pass over the store, in another
-    order; after `set_epoch(n)` every iteration is pass n. The reader uses threads, so `num_workers=0` is fastest.
-    Workers need `multiprocessing_context="spawn"` and divide this rank's share among themselves. Call `set_epoch`
-    before each pass unless they persist: new workers begin with pass 0.
+    An open store's blocks are read, in all passes and workers. The store at a path is opened in every pass and worker:
+    give a path only of a finished one. `options` are the arguments of `ActivationStore.batches`. Each iteration is
+    another pass over the store, in another order; after `set_epoch(n)` every iteration is pass n. The reader uses
+    threads, so `num_workers=0` is fastest. Workers need `multiprocessing_context="spawn"` and divide this rank's share
+    among themselves. Call `set_epoch` before each pass unless they persist: new workers begin with pass 0.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class ActivationDataset(IterableDataset):
     ):
         # On the Hub, the path with the commit, so that every epoch and worker reads the same.
         store = Storage.open(store) if str(store).startswith(HUB_SCHEME) else store
-        self._path = store.path if isinstance(store, ActivationStore | Storage) else store
+        self._store = store.path if isinstance(store, Storage) else store
         self._keys = keys
         self._batch_size = batch_size
         self._options = options
@@ -50,5 +51,5 @@ class ActivationDataset(IterableDataset):
         self._num_passes += 1
         if number != first:
             options["state"] = {"epoch": number * epochs}
-        batches = ActivationStore.open(self._path).batches(self._keys, self._batch_size, **options)
-        return (vars(batch) for batch in batches)
+        store = self._store if isinstance(self._store, ActivationStore) else ActivationStore.open(self._store)
+        return (vars(batch) for batch in store.batches(self._keys, self._batch_size, **options))
