@@ -75,7 +75,10 @@ NOT_NEGATIVE = between(0, 1_000_000_000)
 SEED = between(-(1 << 63), (1 << 63) - 1)
 NAME = Limit("a non-empty string", lambda value: bool(value.strip()))
 NAMES = Limit("a non-empty string, or a list of them", _are_names)
-TEXTS = Limit("a list of non-empty texts", all)
+TEXTS = Limit(
+    r"a list of non-empty texts, with line breaks for \n; bash makes these in $'data.stop=[\"...\n...\"]'",
+    lambda texts: all(text and r"\n" not in text for text in texts),
+)
 DATE = Limit("a date, as in 2026-07-01", _is_date)
 ADDRESS = Limit("host:port, with a port from 1 to 65535", _is_address)
 _LOCATION = (

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import datasets
 import pyarrow as pa
+import yaml
+from datasets.data_files import resolve_pattern
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -33,7 +35,7 @@ def open_builder(
     subset: str | None = None,
     *,
     split: str,
-    data_files: str | Sequence[str] | None = None,
+    data_files: Sequence[str] | None = None,
     revision: str | None = None,
 ) -> datasets.DatasetBuilder:
     """A builder with the dataset's files by split; reads none of them. The arguments are those of
@@ -43,7 +45,7 @@ def open_builder(
     PipelineError if the Hub cannot be reached.
     """
     if path in LOADERS:
-        if data_files is None:  # `datasets` would read the working directory
+        if not data_files:  # `datasets` would read the working directory
             raise ConfigError(f"data.path={path} is a loader. Set data.data_files to the files to read.")
     elif "://" not in path and not os.path.isdir(path):
         settings = hf_settings(path) if os.path.isfile(path) else None
@@ -54,7 +56,15 @@ def open_builder(
             )
     repeat_requests()
     with dataset_errors(path):
-        builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
+        if path in LOADERS or os.path.isdir(path):
+            for pattern in data_files or ():  # `datasets` leaves out globs without files
+                resolve_pattern(pattern, os.getcwd() if path in LOADERS else path)
+        try:
+            builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
+        except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:  # its values are used unchecked
+            raise InputError(
+                f"{path}: the header of its card, README.md, cannot be used: {error}. Correct the header."
+            ) from error
     if builder.config.data_files is None:
         raise PipelineError(
             f"{path} cannot be read from the Hub, and its copy in the cache of `datasets` does not list its files. "

@@ -2,6 +2,7 @@
 tokenizer's chat template with `data.messages`."""
 
 import datetime
+import glob
 import json
 import logging
 import os
@@ -272,7 +273,7 @@ def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
     data_files = config.data_files
     if data_files is not None:
         data_files = [data_files] if isinstance(data_files, str) else data_files
-        data_files = [os.path.expanduser(file) for file in data_files]
+        data_files = [_as_glob(os.path.expanduser(file)) for file in data_files]
     path = os.path.expanduser(config.path)
     builder = open_builder(path, config.subset, split=config.split, data_files=data_files, revision=config.revision)
     addresses = [str(file) for file in builder.config.data_files[config.split]]
@@ -288,6 +289,11 @@ def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
         return InputFile.listed(filesystem, path, posixpath.relpath(address, base), info)
 
     return builder, in_parallel(listed, addresses)
+
+
+def _as_glob(file: str) -> str:
+    """A pattern of one existing file, even if its path has brackets; other patterns and URLs as they are."""
+    return glob.escape(file) if os.path.isfile(file) else file
 
 
 def _is_read_here(builder: DatasetBuilder, files: Sequence[InputFile]) -> bool:

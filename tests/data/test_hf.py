@@ -244,7 +244,11 @@ def test_compressed_files_are_read(tmp_path, kind):
         ({"info_columns": ["index"]}, ConfigError, "data.info_columns has index, which every store has"),
         ({"info_columns": ["name", "name"]}, ConfigError, "data.info_columns has name twice. Remove one"),
         ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
+        ({"data_files": ["rows.jsonl", "nothing*.jsonl"]}, InputError, r"Unable to find '.*nothing\*.jsonl'"),
+        ({"path": ".", "data_files": ["rows.jsonl", "nothing*"]}, InputError, r"Unable to find '.*nothing\*'"),
         ({"data_files": None}, ConfigError, "data.path=json is a loader. Set data.data_files"),
+        ({"data_files": []}, ConfigError, "data.path=json is a loader. Set data.data_files"),
+        ({"path": "card"}, InputError, "card: the header of its card, README.md, cannot be used: while parsing"),
         ({"path": "folder/rows.jsonl.gz"}, ConfigError, "data.path=json data.data_files=folder/rows.jsonl.gz"),
         ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows', which is not a directory, a"),
     ],
@@ -254,6 +258,8 @@ def test_wrong_settings_are_refused_at_the_start(rows, settings, error, message,
     folder.mkdir()
     (folder / "rows.jsonl.gz").touch()
     monkeypatch.chdir(folder.parent)
+    Path("card").mkdir()
+    Path("card", "README.md").write_text("---\nlicense: [\n---\n")
     with pytest.raises(error, match=message):
         source(**({"data_files": rows} | settings))
 
@@ -297,8 +303,9 @@ def test_other_formats_are_read_by_datasets(rows, tmp_path):
     assert [(document.id, document.text, document.index) for document in found] == [("b", "two", 1), ("c", "three", 2)]
 
 
-def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+def test_a_home_directory_is_expanded_and_brackets_are_part_of_names(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    assert source(data_files=write_json_lines(tmp_path / "rows[1].jsonl", ROWS)).shards == ("rows[1].jsonl",)
     write_json_lines(tmp_path / "rows.jsonl", ROWS)
     assert source(data_files="~/rows.jsonl").shards == source(data_files=["~/rows.jsonl"]).shards == ("rows.jsonl",)
     (tmp_path / "folder").mkdir()

@@ -63,6 +63,8 @@ def open_tasks(config: ArcData) -> TaskCollection:
         return _json_lines(files[0], contents[0], entries)
     if len(files) == 1 and config.path.endswith(".json"):
         return _one_file(files[0], contents[0], entries, config.path)
+    if several := [file.path for file in files if file.name.endswith("_challenges.json")]:
+        raise InputError(f"{several[0]} has many tasks, and a folder's files one each. Set data.path to this file.")
 
     def load(number: int) -> Task:
         """A task per file, named after the file's path in the directory."""

@@ -263,3 +263,5 @@ def test_a_globs_challenges_have_only_their_own_solutions(tmp_path):
     write(tmp_path / "b_solutions.json", {"b": [[[7]]]})
     opened = source(tmp_path / "*_challenges.json", include_solution=True)
     assert [document.text.rpartition("output:\n")[2] for document in documents(opened)] == ["7"]
+    with pytest.raises(InputError, match=r"b_challenges.json has many tasks, .* Set data.path to this file"):
+        source(tmp_path)

@@ -137,6 +137,7 @@ def test_answers_to_real_arc_tasks_are_graded(shared, tmp_path, compilation_cach
             r"data\.rows = 4 is 4 on each device, expected at least data\.samples = 5",
         ),
         ("data.stop=['']", r"data\.stop.*non-empty"),
+        (r'data.stop=["\n\n"]', r"data\.stop.*with line breaks for \\n"),
         ("data.end_tokens=[two words]", "data.end_tokens='two words' is . tokens"),
         ("data.prompts.on_error=skip", "data.prompts.on_error is skip, but data.on_error is fail"),
         ("data.prompts.include_solution=true", "prompts must not contain answers"),
