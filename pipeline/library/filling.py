@@ -4,7 +4,6 @@ feed thread                 fill thread                                         
 documents -> token blocks   rows of a block -> step on the devices -> free half    batches of the filled half
 """
 
-import atexit
 import logging
 import queue
 import threading
@@ -104,7 +103,6 @@ class Filler:
 
         A memory is refilled once the next filling is requested. Re-raises errors of the threads.
         """
-        atexit.register(self.close)  # runs before JAX shuts down, which the thread uses
         self._feed = Feed(begin.work)
         self._thread = threading.Thread(target=self._run, args=(begin, index), name="fill", daemon=True)
         self._thread.start()
@@ -149,8 +147,6 @@ class Filler:
                 log.error("a closed stream failed: %s", error)
             self._error = error
             self._filled.put(error)
-        finally:
-            atexit.unregister(self.close)
 
     def _fill_memories(self, begin: FeedPosition, first_index: int) -> None:
         if self._tee is not None:

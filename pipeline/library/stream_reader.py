@@ -95,7 +95,7 @@ class StreamReader(Reader[Batch]):
         filler = Filler(self._job.plan, self._model_step, memories, self._options, position.epoch, tee, self.waits)
         self._filler = filler
         self._finalizer = weakref.finalize(self, filler.stop)
-        self._finalizer.atexit = False  # the filler registers its own exit handler
+        self._finalizer.atexit = False  # readers are closed before
         filled = filler.filled(begin, position.buffer)
         return gathered(filled, position, [self._arrays], self._options)
 

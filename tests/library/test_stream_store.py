@@ -1,6 +1,8 @@
 """A Stream that also fills a store makes the command's store, byte by byte, however the training was stopped."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +58,23 @@ def withdraw(store: Path, stream: int, blocks: int) -> None:
     assert len(records) >= blocks
     for record in records[blocks:]:
         record.unlink()
+
+
+READS_ONE_BATCH = """
+import json, sys
+from pipeline import Stream
+
+batches = Stream.from_config(sys.argv[2:]).batches(100, "blocks.2.resid_post", shuffle_buffer_tokens=3072, store=sys.argv[1])
+json.batches = batches  # in a module that is cleared late
+next(batches)
+"""
+
+
+def test_a_program_that_ends_without_closing_commits_complete_blocks(overrides, tmp_path):
+    command = [sys.executable, "-c", READS_ONE_BATCH, tmp_path / "store", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Error" not in done.stderr
+    assert committed(tmp_path / "store") > 0
 
 
 def test_a_stream_writes_the_store_of_the_command(stream, reference, whole, tmp_path):

@@ -1,8 +1,10 @@
 """Iterating over batches: a reader's position, which survives interruptions, and the states that contain it."""
 
-import atexit
 import json
+import logging
 import operator
+import os
+import threading
 import traceback
 import weakref
 from abc import abstractmethod
@@ -13,6 +15,8 @@ from crc32c import crc32c
 
 from pipeline.core.arguments import require_not_forked, shown
 from pipeline.core.errors import ArgumentError
+
+log = logging.getLogger("pipeline")
 
 B = TypeVar("B")
 
@@ -105,11 +109,18 @@ class Reader(Iterator[B], Generic[B]):
 _readers: weakref.WeakSet[Reader[Any]] = weakref.WeakSet()
 
 
-@atexit.register
 def _end_readers() -> None:
-    """Ends the threads of readers that later code still refers to, before Python clears the modules that they use."""
+    """Closes the readers that are still referred to when the program ends."""
     for reader in list(_readers):
-        Reader.close(reader)
+        try:
+            reader.close()
+        except Exception as error:
+            log.error("a reader that was open at the end of the program failed: %s", error)
+
+
+# Before `concurrent.futures` ends its threads, which readers use, as it does in the same way. `atexit` is too late.
+threading._register_atexit(_end_readers)
+os.register_at_fork(after_in_child=_readers.clear)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
