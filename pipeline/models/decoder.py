@@ -111,6 +111,8 @@ def forward(
         with jax.named_scope(f"layers_{run.first}_to_{run.stop - 1}"):
             if len(run) == 1:
                 layer_attend = attend if callable(attend) else attend[run.first]
+                if partition.fsdp and partition.is_on_gpus and arch.experts:  # XLA would gather all experts early
+                    x, weights = jax.lax.optimization_barrier((x, weights))
                 x, sites = layer(x, *weights, rows.layer(run.first), arch.kind(run.first), layer_attend)
                 rows.keep(run.first, sites)
                 inner = {ActivationKey(run.first, site): value for site, value in sites.items()}

@@ -55,16 +55,17 @@ class Matrices:
 
 def grouped_product(
     x: Float[Array, "S I"],
-    rows: Int32[Array, " R"],
+    num_pairs: int,
     matrices: Sequence[Matrices],
     blocks: RowBlocks,
     combine: Callable[..., Float32[Array, "rows columns"]],
+    read_rows: Int32[Array, " R"] | None = None,
+    written_rows: Int32[Array, " R"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "R O"]:
-    """`combine` of the products, in float32, of token `rows[r]` with the matrices of pair r's expert.
-
-    Pairs that are in no block have undefined outputs. `interpret` runs the kernel on a CPU, for tests.
-    """
+    """`combine` of the products, in float32, of token `read_rows[r]` with the matrices of pair r's expert, written to
+    row `written_rows[r]`. Both are r by default. Rows of pairs that are in no block are undefined. `interpret` runs the
+    kernel on a CPU, for tests."""
     # Imported here, so that machines without a GPU do not import Pallas.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -75,7 +76,7 @@ def grouped_product(
     step = min(_INPUT_BYTES // x.dtype.itemsize, max(16, pl.next_power_of_2(num_inputs)))
     num_columns = pl.cdiv(num_outputs, columns)
 
-    def kernel(experts, starts, stops, rows, x, arrays, y) -> None:
+    def kernel(experts, starts, stops, read_rows, written_rows, x, arrays, y) -> None:
         neighbours, program = jnp.divmod(pl.program_id(0), _NEIGHBOURS * num_columns)
         block = neighbours * _NEIGHBOURS + program % _NEIGHBOURS
         start, stop, expert = starts[block], stops[block], (experts[block],)
@@ -84,7 +85,7 @@ def grouped_product(
 
         @pl.when(start < stop)
         def _() -> None:
-            tokens = triton.load(rows.at[pairs], mask=is_pair, other=0)
+            tokens = _load_rows(read_rows, pairs, is_pair)
 
             def add(number: Int32[Array, ""], totals: list[Array]) -> list[Array]:
                 inputs = number * step + jnp.arange(step)
@@ -101,17 +102,24 @@ def grouped_product(
                     if name in stack:
                         values = triton.load(stack[name].at[*expert, outputs], mask=is_output, other=0)
                         totals[number] = apply(totals[number], values.astype(jnp.float32))
-            mask = is_pair[:, None] & is_output
-            triton.store(y.at[pairs[:, None], outputs[None]], combine(*totals).astype(y.dtype), mask=mask)
+            mask, written = is_pair[:, None] & is_output, _load_rows(written_rows, pairs, is_pair)
+            triton.store(y.at[written[:, None], outputs[None]], combine(*totals).astype(y.dtype), mask=mask)
 
     return pl.pallas_call(
         kernel,
-        out_shape=jax.ShapeDtypeStruct((len(rows), num_outputs), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((num_pairs, num_outputs), x.dtype),
         grid=(len(blocks.experts) * num_columns,),
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=interpret,
         name="grouped_product",
-    )(blocks.experts, blocks.starts, blocks.stops, rows, x, arrays)
+    )(blocks.experts, blocks.starts, blocks.stops, read_rows, written_rows, x, arrays)
+
+
+def _load_rows(rows, pairs, is_pair) -> Array:
+    """The rows of pairs; one after the last where there is no pair."""
+    from jax.experimental.pallas import triton
+
+    return pairs if rows is None else triton.load(rows.at[pairs], mask=is_pair, other=rows.shape[0])
 
 
 def _load(matrix, prefix, rows, has_row, columns, has_column) -> Array:

@@ -77,6 +77,10 @@ class Partition:
         return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 
     @property
+    def is_on_gpus(self) -> bool:
+        return isinstance(self.mesh, Mesh) and self.device.platform == "gpu"
+
+    @property
     def _expert_mesh(self) -> Mesh | AbstractMesh:
         """The mesh with `data` divided into expert groups of neighbours."""
         return self.mesh_with(self.mesh.shape["data"] // self.expert_group, experts=self.expert_group)
@@ -272,8 +276,7 @@ class Partition:
             if mesh_axes[axis] is None
         }
         sizes = range(len(leaf.layer_shape)) if "E" in leaf.spec.logical_axes else leaf.layer_shape
-        prefers_first = isinstance(self.mesh, Mesh) and self.device.platform == "gpu"
-        axis = max(groups, key=lambda axis: (groups[axis], prefers_first and axis == 0, sizes[axis]))
+        axis = max(groups, key=lambda axis: (groups[axis], self.is_on_gpus and axis == 0, sizes[axis]))
         return axis, groups[axis]
 
     def _exchanges(self, spec: WeightSpec) -> bool:

@@ -6,8 +6,8 @@ where the residual stream is captured. A layer with a captured site inside is a 
 keys later layers use. No layer after that of the last captured site is part of a run; that one is loaded whole, and the
 compiler drops what no captured site needs.
 
-A run of one layer is not scanned, and its weights are not in a stack. On GPUs without fsdp each layer is one
-(`single_layers`), since XLA would copy its weights out of their stacks in every step; with fsdp, they are gathered.
+A run of one layer is not scanned, and its weights are not in a stack. On GPUs each layer is one (`single_layers`),
+since XLA would copy its weights, or a device's part of them, out of their stacks in every step.
 """
 
 from collections.abc import Iterable, Iterator

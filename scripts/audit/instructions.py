@@ -12,7 +12,8 @@ KERNELS = (*PALLAS, "__cu")  # cuDNN, cuBLAS. Other custom calls are bookkeeping
 
 
 def is_launched(instruction: Instruction) -> bool:
-    return instruction.opcode not in _FREE and not instruction.opcode.endswith("-done")
+    is_free = instruction.opcode in _FREE or instruction.target == "AllocateBuffer"
+    return not is_free and not instruction.opcode.endswith("-done")
 
 
 def is_collective(instruction: Instruction) -> bool:

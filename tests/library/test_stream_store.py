@@ -64,7 +64,8 @@ READS_ONE_BATCH = """
 import json, sys
 from pipeline import Stream
 
-batches = Stream.from_config(sys.argv[2:]).batches(100, "blocks.2.resid_post", shuffle_buffer_tokens=3072, store=sys.argv[1])
+stream = Stream.from_config(sys.argv[2:])
+batches = stream.batches(100, "blocks.2.resid_post", shuffle_buffer_tokens=3072, store=sys.argv[1])
 json.batches = batches  # in a module that is cleared late
 next(batches)
 """

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pipeline.models.architecture import Activation, Experts, Router
+from pipeline.models.exchange.tokens import Order
 from pipeline.models.experts import _in_blocks, _in_groups, _in_one_kernel, _Pairs, _route, _route_in_groups
 from pipeline.models.quantised_weights import QuantisedWeight, grouped_shape, quantise
 from pipeline.models.registry import open_model
@@ -88,9 +89,11 @@ def test_sparse_products_equal_one_expert_at_a_time(case: str, quantised: str | 
         first += size
     order = rng.permutation(len(x)).astype(np.int32)
     rows = np.argsort(order)
+    pairs = rng.permutation(len(x)).astype(np.int32)
+    by_expert = Order(pairs, np.argsort(pairs), sizes)
     for compute in (_in_groups, _in_blocks, partial(_in_one_kernel, interpret=True)):
-        got = jax.jit(partial(compute, arch=arch))(_Pairs(x[order], rows, sizes), used)
-        np.testing.assert_allclose(got[:first], expected[:first], rtol=0, atol=1e-5 * np.abs(expected).max())
+        got = jax.jit(partial(compute, arch=arch))(_Pairs(x[order], rows, by_expert), used)
+        np.testing.assert_allclose(got[pairs[:first]], expected[:first], rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -99,11 +102,12 @@ def test_experts_lower_to_products_for_a_gpu_that_need_not_be_there(activation: 
     arch = replace(open_model(str(tmp_path)).arch, activation=activation)
     shapes = {"gate": (arch.d_mlp, arch.d_model), "up": (arch.d_mlp, arch.d_model), "down": (arch.d_model, arch.d_mlp)}
     weights = {name: jnp.zeros((NUM_EXPERTS, *shape), jnp.bfloat16) for name, shape in shapes.items()}
-    inputs = jnp.zeros((40, arch.d_model), jnp.bfloat16), jnp.arange(40), jnp.full(NUM_EXPERTS, 8)
+    order = Order(jnp.arange(40), jnp.arange(40), jnp.full(NUM_EXPERTS, 8))
+    pairs = _Pairs(jnp.zeros((40, arch.d_model), jnp.bfloat16), jnp.arange(40), order)
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         compute = jax.jit(partial(_in_one_kernel, arch=arch))
-        text = compute.trace(_Pairs(*inputs), weights).lower(lowering_platforms=("cuda",)).as_text()
+        text = compute.trace(pairs, weights).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == (3 if activation is Activation.gelu else 2)
     assert not re.search(r"stablehlo\.(dot|while|transpose)", text)
 

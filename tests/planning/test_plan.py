@@ -363,15 +363,11 @@ def test_invalid_settings_are_refused_with_a_remedy(changes, message):
     assert any(word in str(refused.value) for word in ("Set ", "expected"))
 
 
-def test_on_gpus_each_layer_is_a_run_unless_fsdp_divides_it():
-    def plan(platform, weights):
-        topology = Topology(devices=4, platform=platform)
-        return planned(replace(BASE, model=ModelConfig(weights=weights)), topology=topology)
-
-    usual = plan("tpu", Weights.replicated)
-    single, divided = plan("gpu", Weights.replicated), plan("gpu", Weights.fsdp)
+@pytest.mark.parametrize("weights", [Weights.replicated, Weights.fsdp])
+def test_on_gpus_each_layer_is_a_run(weights):
+    config = replace(BASE, model=ModelConfig(weights=weights))
+    usual, single = (planned(config, topology=Topology(devices=4, platform=platform)) for platform in ("tpu", "gpu"))
     assert [*map(len, layer_runs(single.step.forward_keys, published(SMALL).arch))] == [1] * 13
-    assert divided.step == usual.step
     assert single.step.keys == usual.step.keys
     assert single.layout() == usual.layout()
     assert single.weights == usual.weights

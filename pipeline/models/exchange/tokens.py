@@ -6,21 +6,33 @@ each other one; there are as many rounds as the largest number of tokens needs, 
 all-to-all would need no padding, but the compiler refuses it for more than 16 chips of v5e, and has none for CPUs.)
 
 Letters: R pairs of a token and one of its experts, D model dim, E experts, e of them on a device, g devices of a group,
-c capacity. [g, g] has a row for each sender and a column for each receiver.
+c capacity.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 _MIN_CAPACITY = 128
+_UNROLLED = 8  # receivers
 
 Take = Callable[[Int32[Array, "..."]], Float[Array, "... D"]]
 """The tokens of pairs, which are sorted by expert."""
-Compute = Callable[[Float[Array, "n D"], Int32[Array, " e"]], Float[Array, "n D"]]
-"""The outputs of tokens that are sorted by expert, and the number of each expert's tokens."""
+
+
+class Order(NamedTuple):
+    """Where pairs are if they are sorted by expert. Pairs of no expert come last."""
+
+    order: Int32[Array, " n"]  # the pair at each place
+    inverse: Int32[Array, " n"]  # the place of each pair
+    sizes: Int32[Array, " e"]  # the number of each expert's pairs
+
+
+Compute = Callable[[Float[Array, "n D"], Order], Float[Array, "n D"]]
+"""The outputs of tokens for their experts; undefined for those of no expert."""
 
 
 def exchange_tokens(
@@ -31,46 +43,52 @@ def exchange_tokens(
 
     `axis` is the mesh axis of the group; `compute` is called with tokens for this device's experts.
     """
-    group, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    counts = jax.lax.all_gather(sizes, axis).reshape(group, group, -1)
-    pairs = jnp.sum(counts, axis=2)
-    ends = jnp.cumsum(counts[:, device], axis=1)  # of each sender's pairs for this device's experts
-    sent = pairs[device]
+    group = jax.lax.axis_size(axis)
+    ends = jnp.cumsum(jax.lax.all_to_all(sizes.reshape(group, -1), axis, 0, 0), axis=1)  # of each sender's pairs here
+    sent = jnp.sum(sizes.reshape(group, -1), axis=1)
     starts = jnp.cumsum(sent) - sent
     capacity = min(num_pairs, max(_MIN_CAPACITY, -(-num_pairs // (2 * group))))
-    rounds = jax.lax.pmax(-(-jnp.max(pairs) // capacity), mesh_axes)  # all devices run one program
+    last = jax.lax.pmax((jnp.max(sent) - 1) // capacity * capacity, mesh_axes)  # all devices run one program
 
     def swap(rows: Float[Array, "g c D"]) -> Float[Array, "g c D"]:
         return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
 
     def exchange(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        number, outputs = state
-        first = number * capacity
-        positions = first + jnp.arange(capacity)
-        received = swap(take(jnp.minimum(starts[:, None] + positions, num_pairs - 1)))
-        experts = jnp.sum(ends[:, None, :] <= positions[:, None], axis=2)  # e in empty slots
-        order, inverse, sizes = by_expert(experts.ravel(), ends.shape[1])
-        computed = compute(received.reshape(-1, received.shape[2])[order], sizes)
-        returned = swap(computed[inverse].reshape(received.shape))
+        first, outputs = state
+        slots = jnp.arange(capacity)
+        received = swap(take(jnp.minimum((starts + first)[:, None] + slots, num_pairs - 1)))
+        stops = jnp.clip(ends - first, 0, capacity)
+        order = _received_order(jnp.pad(stops, ((0, 0), (1, 0))), capacity)
+        returned = swap(compute(received.reshape(-1, received.shape[2]), order).reshape(received.shape))
 
         def keep(receiver: Int32[Array, ""], outputs: Float[Array, "R+c D"]) -> Float[Array, "R+c D"]:
-            start = starts[receiver] + first
-            old = jax.lax.dynamic_slice_in_dim(outputs, start, capacity)
-            new = jnp.where((positions < sent[receiver])[:, None], returned[receiver], old)
-            return jax.lax.dynamic_update_slice_in_dim(outputs, new, start, axis=0)
+            return jax.lax.dynamic_update_slice(outputs, returned[receiver], (starts[receiver] + first, 0))
 
-        return number + 1, jax.lax.fori_loop(0, group, keep, outputs)
+        return first - capacity, jax.lax.fori_loop(0, group, keep, outputs, unroll=min(group, _UNROLLED))
 
+    # From the last round to the first, and in each by receiver: what empty slots overwrite is written later.
     token = jax.eval_shape(take, jax.ShapeDtypeStruct((), jnp.int32))
-    outputs = jnp.zeros((num_pairs + capacity, *token.shape), token.dtype)
-    return jax.lax.while_loop(lambda state: state[0] < rounds, exchange, (0, outputs))[1]
+    outputs = jax.lax.empty((num_pairs + capacity, *token.shape), token.dtype)
+    return jax.lax.while_loop(lambda state: state[0] >= 0, exchange, (last, outputs))[1]
 
 
-def by_expert(
-    experts: Int32[Array, " n"], num_experts: int
-) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " e"]]:
-    """The order that sorts pairs by their expert, its inverse, and the number of each expert's pairs. Those of expert
-    `num_experts` come last and are not counted."""
+def _received_order(bounds: Int32[Array, "g e+1"], capacity: int) -> Order:
+    """The order of a round's slots by expert, then by sender; `bounds` divide a sender's slots among the experts."""
+    group = len(bounds)
+    num_pairs = jnp.diff(bounds, axis=1)
+    slots = (bounds[:, :-1] + capacity * jnp.arange(group)[:, None]).T.ravel()
+    sizes = num_pairs.T.ravel()
+    places = jnp.cumsum(sizes) - sizes
+
+    def moved(sources: Int32[Array, " ge"], targets: Int32[Array, " ge"]) -> Int32[Array, " gc"]:
+        offsets = jnp.arange(group * capacity)[:, None] - sources
+        return jnp.sum(jnp.where((offsets >= 0) & (offsets < sizes), offsets + targets, 0), axis=1)
+
+    return Order(moved(places, slots), moved(slots, places), jnp.sum(num_pairs, axis=0))
+
+
+def by_expert(experts: Int32[Array, " n"], num_experts: int) -> Order:
+    """The order of pairs by their expert. Those of expert `num_experts` are not counted."""
     order = jnp.argsort(experts, stable=True)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-    return order, inverse, jnp.zeros(num_experts, jnp.int32).at[experts].add(1, mode="drop")
+    return Order(order, inverse, jnp.sum(experts[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32))
