@@ -1,8 +1,8 @@
 """Compares the reader with numpy on this machine: shuffled batches of 4096 tokens from a store in the page cache.
 
-    python scripts/bench/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 12]
+    python -m scripts.bench.bench_reader [--tokens 300000] [--repeats 5] [--epochs 12]
 
-First writes a store with three layers, d=768, bfloat16, and rows of 256 tokens. numpy reads the store's shards as whole
+First fills a store with three layers, d=768, bfloat16, and rows of 256 tokens. numpy reads the store's shards as whole
 files without checks (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
 process, because the speed of a shared machine drifts; the ratio is the median over neighbouring pairs. On a busy
 machine, the CPU seconds are more reliable than the speed. Writes build/bench-reader.json.
@@ -16,51 +16,28 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
-from pipeline.core.sites import ActivationKey, Site
-from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store import ActivationStore
-from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec
-from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.bench_host import broadcast_step
+from scripts.bench.bench_job import MODEL, fill_store, open_benchmark
+from scripts.demo.make_demo_text import documents, write_shards
 
-PATH = Path("build/bench-reader/store")
-LAYERS, WIDTH, LENGTH, ROWS = (2, 6, 10), 768, 256, 40
-BATCH_SIZE = 4096
+BUILD = Path("build/bench-reader")
+PATH = BUILD / "stores" / "store"
+LAYERS, BATCH_SIZE = (2, 6, 10), 4096
 GIB = 1 << 30
 
 
 def write_store(num_tokens: int) -> None:
-    """Writes a store of random activations. A layer's blocks have 15 MiB each; 3 % of their slots are padding."""
-    shutil.rmtree(PATH, ignore_errors=True)
-    keys = [ActivationKey(layer, Site.resid_post) for layer in LAYERS]
-    arrays = tuple(activation_spec(key, key.hook_name(), WIDTH, "bfloat16", TOKENS.slots) for key in keys)
-    layout = StoreLayout(1, ROWS, LENGTH, arrays)
-    names, batch = [key.name for key in keys], {"length": LENGTH}
-    capture = {"arrays": names, "dtype": "bfloat16", "statistics": False}
-    config = {"run": {"max_tokens": 0}}
-    metadata = StoreMetadata({}, {}, {}, batch, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
-    writer = StoreWriter.open(str(PATH), metadata, layout)
-    rng = np.random.default_rng(0)
-    valid = np.arange(LENGTH) < LENGTH * 97 // 100
-    activations = rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32).astype(ml_dtypes.bfloat16)
-    activations[:, ~valid] = 0
-    start = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
-    for block in range(max(1, num_tokens // (ROWS * valid.sum()))):
-        row = np.arange(ROWS)[:, None] + layout.first_row(0, block)
-        content = {
-            "tokens": np.where(valid, rng.integers(1, 50000, (ROWS, LENGTH)), 0).astype(np.int32),
-            "segments": np.broadcast_to(valid, (ROWS, LENGTH)).astype(np.int32),
-            "positions": np.where(valid, np.arange(LENGTH), np.zeros_like(row)).astype(np.int32),
-            "documents": np.where(valid, row, -1).astype(np.int64),
-            **{spec.name: activations for spec in arrays},
-        }
-        record = CommitRecord(0, block, ROWS, int(ROWS * valid.sum()), 0, 0, (), start, start, exhausted=False)
-        writer.start_block(record, content, DOCUMENT_SCHEMA.empty_table()).result()
-    writer.finish()
+    """Fills a store by a step that only broadcasts its tokens. A layer's blocks have 15 MiB each."""
+    shutil.rmtree(BUILD, ignore_errors=True)
+    (BUILD / "model").mkdir(parents=True)
+    (BUILD / "model" / "config.json").write_text(json.dumps(MODEL))
+    write_shards(documents(), BUILD / "text")
+    overrides = [f"model.path={BUILD / 'model'}", f"capture.layers={list(LAYERS)}", "batch.rows=8", "batch.length=256"]
+    job = open_benchmark(BUILD, "store", *overrides, "store.rows_per_block=40", f"run.max_tokens={num_tokens}")
+    fill_store(job, broadcast_step(job), job.config.store.path)
 
 
 def numpy_bytes(layers: tuple[int, ...], epochs: int) -> int:

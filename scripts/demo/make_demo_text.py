@@ -102,7 +102,7 @@ def definitions(node: ast.AST, prefix: str) -> Iterator[str]:
             yield from definitions(child, prefix)
 
 
-def write_shards(texts: list[Text], out: Path, num_shards: int) -> None:
+def write_shards(texts: list[Text], out: Path, num_shards: int = 6) -> None:
     """Writes text i to shard i mod `num_shards`, so that all shards have similar sizes and contents."""
     out.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
