@@ -111,7 +111,7 @@ first-day: setup  ## on a new TPU or GPU machine: is the job right, how fast is 
 	$(BIN)/python -m scripts.first_day $(FIRST_DAY)
 
 bench-peers: setup $(VENV)-peers/.setup  ## against HF, TransformerLens, SAELens, nnsight; writes build/bench-peers.json
-	$(BIN)/python scripts/bench/bench_peers.py $(BENCH_PEERS)
+	$(BIN)/python -m scripts.bench.bench_peers $(BENCH_PEERS)
 
 bench-scale: setup  ## bookkeeping of stores of 10^4 and 10^5 blocks, 50 ms per request; writes build/bench-scale.json
 	$(BIN)/python -m scripts.bench.bench_scale $(BENCH_SCALE)

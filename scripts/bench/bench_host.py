@@ -84,6 +84,7 @@ def open_broadcast_job(max_tokens: int | None) -> Job:
     """Opens the job. Its model has no weights; only its shape is used."""
     overrides = [f"model.path={BUILD / 'shapes/Qwen2.5-0.5B'}", f"capture.layers={list(LAYERS)}", "store.shard_mib=32"]
     overrides += [f"batch.rows={ROWS}", f"batch.length={LENGTH}", f"run.max_tokens={max_tokens or 'null'}"]
+    overrides.append("data.num_streams=1")  # the stages below read the first
     return open_benchmark(BUILD, "store", *overrides)
 
 

@@ -1,6 +1,6 @@
 """Writes the English text that comes with every CPython as parquet shards in FineWeb's schema.
 
-    python scripts/demo/make_demo_text.py --out DIR [--shards 6]
+    python scripts/demo/make_demo_text.py --out DIR
 
 Three megabytes without a download: the language reference's help topics, the docstrings of the standard library (read
 with `ast`; nothing is imported or run), and its text files. The same Python version gives
@@ -113,12 +113,11 @@ def write_shards(texts: list[Text], out: Path, num_shards: int = 6) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
-    parser.add_argument("--shards", type=int, default=6, help="number of parquet files")
     args = parser.parse_args()
     texts = documents()
-    write_shards(texts, args.out, args.shards)
+    write_shards(texts, args.out)
     num_bytes = sum(len(text.text.encode()) for text in texts)
-    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB of text, {args.shards} files in {args.out}")
+    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB of text in {args.out}")
 
 
 if __name__ == "__main__":

@@ -65,10 +65,8 @@ def test_the_first_ten_minutes_end_with_a_good_probe():
 
 
 @pytest.mark.slow
-def test_the_probe_on_arc_works(tmp_path):
-    plot = tmp_path / "probe.png"
-    assert load("probe_arc").main(None, "${assets:tiny-qwen2}", 320, plot) > 0.2
-    assert plot.stat().st_size > 10_000
+def test_the_probe_on_arc_works():
+    assert load("probe_arc").main(None, "${assets:tiny-qwen2}", 320) > 0.2
 
 
 @pytest.mark.slow
