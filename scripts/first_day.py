@@ -48,6 +48,7 @@ ROWS, LENGTH = 16, 1024  # of the timed runs, on each device
 TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 2048}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2, "kernel": 3e-2}  # relative error of a layer's activations
+Compared = list[tuple[str, float, float]]  # what, the largest relative error of a layer, its bound
 KERNELS = {"tpu": "splash", "gpu": "flash"}
 KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
 KINDS |= {"TPU7x": "tpu7x", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 4090": "rtx4090"}
@@ -88,8 +89,8 @@ def errors(got: Path, expected: Path) -> dict[str, float]:
     return result
 
 
-def check(machine: Mapping[str, object], smoke: bool) -> list[tuple[str, float, float]]:
-    """Compares activations: (what was compared, the largest relative error of a layer, its bound)."""
+def check(machine: Mapping[str, object], smoke: bool) -> Compared:
+    """Compares activations."""
     rows = 2 * machine["devices"]
     tokens = 4_000 if smoke else 100_000
     bundled = [f"model.path={BUNDLED}", "capture.layers=all", "capture.dtype=float32", f"run.max_tokens={tokens}"]
@@ -125,22 +126,26 @@ def topology(machine: Mapping[str, object]) -> str | None:
     return chip and f"{chip.name}-{machine['devices'] * chip.cores_per_chip // chip.devices_per_chip}"
 
 
-def predict(name: str, machine: Mapping[str, object]) -> str | None:
-    """The plan's prediction for these devices; None if it does not know them."""
+def answer(*arguments: str) -> dict:
+    """The JSON in the last line that a separate process of Python prints, which has the devices for itself."""
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)} ended with exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def predict(job: list[str], machine: Mapping[str, object]) -> str:
+    """The plan's prediction for these devices; empty if it does not know them."""
     devices = topology(machine)
     if devices is None:
-        return None
+        return ""
     settings = [f"topology={devices}", "data.path=/nowhere", f"store.path={BUILD / 'planned'}", "plan.json=true"]
-    job = [*write_model(f"planned-{name}", SHAPES[name]), f"capture.layers=[{captured_layer(SHAPES[name])}]"]
-    job += [f"batch.rows={ROWS * machine['devices']}", f"batch.length={LENGTH}"]
     command = [sys.executable, "-m", "pipeline.plan", *job, *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         return f"no plan: {done.stderr.strip().rpartition(chr(10))[2]}"
     plan = json.loads(done.stdout)
-    return (
-        f"{plan['tokens_per_s']:,.0f} tokens/s, bound by {plan['binding'].replace('_', ' ')} (at MFU {plan['mfu']:.2f})"
-    )
+    return f"{plan['tokens_per_s']:,.0f}, bound by {plan['binding'].replace('_', ' ')}, at MFU {plan['mfu']:.2f}"
 
 
 def measure_audited(machine: Mapping[str, object]) -> list[str]:
@@ -153,11 +158,7 @@ def measure_audited(machine: Mapping[str, object]) -> list[str]:
         if compiled is None or f"topology={topology(machine)}" not in case.overrides:
             continue
         print(f"audited {name} ...", flush=True)
-        command = [sys.executable, "-m", "scripts.audit.measured", name]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} ended with exit code {done.returncode}")
-        ran, chip = json.loads(done.stdout.splitlines()[-1]), CHIPS[compiled["chip"]]
+        ran, chip = answer("-m", "scripts.audit.measured", name), CHIPS[compiled["chip"]]
         mfu = ran["flops_per_s"] * chip.devices_per_chip / chip.flops_per_s
         measured = {"measured ms": f"{ran['step_ms']:.1f}", "MFU": f"{mfu:.1%}", "attention here": ran["attention"]}
         rows.append(row(name, compiled) | measured | {"temp. here": f"{ran['temporary_bytes'] / 2**30:.2f}"})
@@ -166,21 +167,19 @@ def measure_audited(machine: Mapping[str, object]) -> list[str]:
 
 
 def measure_speed(name: str, machine: Mapping[str, object], tokens: int, smoke: bool) -> str:
-    """A line of the table of speeds. Measures in a separate process, which has the devices for itself."""
+    """A line of the table of speeds, with the prediction."""
     shape = SHAPES[name] | (TINY if smoke else {})
     rows, repeats = (2, 1) if smoke else (ROWS, 3)
-    settings = [*write_model(f"timed-{name}", shape), f"capture.layers=[{captured_layer(shape)}]"]
-    settings += [f"batch.rows={rows * machine['devices']}", f"batch.length={LENGTH}", f"run.max_tokens={tokens}"]
-    command = [sys.executable, "-m", "scripts.first_day", "--repeats", str(repeats), "--speed-of", *settings]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with exit code {done.returncode}")
-    speed = json.loads(done.stdout.splitlines()[-1])
+    layer = shape["num_hidden_layers"] * 2 // 3 - 1
+    settings = [*write_model(f"timed-{name}", shape), f"capture.layers=[{layer}]"]
+    settings += [f"batch.rows={rows * machine['devices']}", f"batch.length={LENGTH}", "model.dtype=bfloat16"]
+    timed = ["--repeats", str(repeats), "--speed-of", *settings, f"run.max_tokens={tokens}"]
+    speed = answer("-m", "scripts.first_day", *timed)
     chip = CHIPS.get(KINDS.get(str(machine["kind"])))
     mfu = chip and f"{speed['flops_per_s'] * chip.devices_per_chip / chip.flops_per_s:.1%}"
     idle = ", ".join(f"{share:.1%}" for share in speed["device_idle"].values())
     rates = f"{speed['forward']:,.0f} | {speed['job']:,.0f} | {speed['ratio']:.2f}"
-    return f"| {name} | {speed['attention']} | {rates} | {mfu or ''} | {idle} |"
+    return f"| {name} | {speed['attention']} | {rates} | {mfu or ''} | {idle} | {predict(settings, machine)} |"
 
 
 def serve_speed(settings: list[str], repeats: int) -> dict[str, object]:
@@ -200,19 +199,8 @@ def serve_speed(settings: list[str], repeats: int) -> dict[str, object]:
     }
 
 
-def captured_layer(shape: Mapping[str, object]) -> int:
-    """The last layer of the first two thirds."""
-    return shape["num_hidden_layers"] * 2 // 3 - 1
-
-
-def report(
-    machine: Mapping[str, object],
-    compared: list[tuple[str, float, float]],
-    speeds: Mapping[str, str],
-    audited: list[str],
-) -> str:
+def report(machine: Mapping[str, object], compared: Compared, speeds: list[str], audited: list[str]) -> str:
     memory = "" if machine["memory"] is None else f" with {machine['memory'] / 2**30:.1f} GiB"
-    predicted = {name: predict(name, machine) for name in speeds}
     lines = [
         "# First day",
         "",
@@ -226,12 +214,11 @@ def report(
             for what, error, bound in compared
         ),
         "",
-        "| model | attention | forward, tokens/s | job, tokens/s | job / forward | MFU | device idle |",
-        "|---|---|---|---|---|---|---|",
-        *speeds.values(),
+        "| model | attention | forward, tokens/s | job, tokens/s | job / forward | MFU | idle | predicted, tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
+        *speeds,
         "",
         *audited,
-        *(f"Predicted for {name}: {prediction}." for name, prediction in predicted.items() if prediction),
     ]
     return "\n".join([*lines, ""])
 
@@ -249,14 +236,13 @@ def main() -> int:
         return 0
     shutil.rmtree(BUILD, ignore_errors=True)
     write_shards(documents(), BUILD / "text")
-    done = subprocess.run([sys.executable, "-c", DEVICES], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    machine = json.loads(done.stdout.splitlines()[-1])
+    machine = answer("-c", DEVICES)
     compared = check(machine, options.smoke)
     audited = [] if options.smoke else measure_audited(machine)
-    speeds: dict[str, str] = {}
+    speeds: list[str] = []
     for name in options.models.split(","):
         (BUILD / "report.md").write_text(report(machine, compared, speeds, audited))
-        speeds[name] = measure_speed(name, machine, 20_000 if options.smoke else options.tokens, options.smoke)
+        speeds.append(measure_speed(name, machine, 20_000 if options.smoke else options.tokens, options.smoke))
     text = report(machine, compared, speeds, audited)
     (BUILD / "report.md").write_text(text)
     print(text)

@@ -40,9 +40,8 @@ from pipeline.step.row_statistics import RowStatistics
 from pipeline.store.format.arrays import zarr_metadata
 from pipeline.store.format.layout import SIDE_ARRAYS
 from pipeline.store.write.store_writer import StoreWriter
-from scripts.bench.bench_job import fill_store, open_benchmark
+from scripts.bench.bench_job import fill_store, open_benchmark, prepare
 from scripts.bench.published_shapes import write_shapes
-from scripts.demo.make_demo_text import documents, write_shards
 
 BUILD = Path("build/bench-host")
 TOKENIZER = composing.PACKAGE / "assets/tiny-qwen2"
@@ -65,19 +64,15 @@ class Stage:
         self.run()
         self.cpu_s.append(time.process_time() - began)
 
-    def result(self, floors: dict[str, "Stage"]) -> dict[str, object]:
-        seconds = statistics.median(self.cpu_s)
-        share_of_floor = None
+    def cells(self, stages: dict[str, "Stage"]) -> tuple[str, ...]:
+        """The stage's line of the table."""
+        seconds, share = statistics.median(self.cpu_s), ""
         if self.floor:
-            pairs = zip(floors[self.floor].cpu_s, self.cpu_s, strict=True)
-            scale = self.num_tokens / floors[self.floor].num_tokens
-            share_of_floor = round(statistics.median(theirs / ours for theirs, ours in pairs) * scale, 3)
-        return {
-            "tokens_per_core_s": round(self.num_tokens / seconds),
-            "gb_per_core_s": round(self.num_bytes / seconds / 1e9, 3) or None,
-            "floor": self.floor,
-            "share_of_floor": share_of_floor,
-        }
+            floor = stages[self.floor]
+            ratios = (theirs / ours for theirs, ours in zip(floor.cpu_s, self.cpu_s, strict=True))
+            share = f"{statistics.median(ratios) * self.num_tokens / floor.num_tokens:.2f} of {self.floor}"
+        gb = f"{self.num_bytes / seconds / 1e9:.2f}" if self.num_bytes else ""
+        return self.name, f"{self.num_tokens / seconds:,.0f}", gb, share
 
 
 def open_broadcast_job(max_tokens: int | None) -> Job:
@@ -185,9 +180,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300_000, help="to copy and store; the feed reads the whole text")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
-    shutil.rmtree(BUILD, ignore_errors=True)
+    prepare(BUILD)
     write_shapes(BUILD / "shapes")
-    write_shards(documents(), BUILD / "text")
     measured = stages(open_broadcast_job(options.tokens))
     for stage in measured:
         stage.run()  # warms up: memory, threads, the page cache
@@ -195,12 +189,10 @@ def main() -> None:
         for stage in measured:
             stage.measure()
     by_name = {stage.name: stage for stage in measured}
-    results = {stage.name: stage.result(by_name) for stage in measured}
+    rows = [stage.cells(by_name) for stage in measured]
     print("| stage | tokens per core and s | GB per core and s | of its floor |\n|---|---|---|---|")
-    for name, stage in results.items():
-        share = f"{stage['share_of_floor']:.2f} of {stage['floor']}" if stage["floor"] else ""
-        print(f"| {name} | {stage['tokens_per_core_s']:,} | {stage['gb_per_core_s'] or ''} | {share} |")
-    result = {"stages": results, "cores": os.cpu_count(), "jax": jax.__version__}
+    print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    result = {"stages": rows, "cores": os.cpu_count(), "jax": jax.__version__}
     Path("build/bench-host.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -67,6 +67,14 @@ class Case:
             print(f"{name:5} {rates}", flush=True)
 
 
+def prepare(build: Path) -> None:
+    """Writes the model and the text to a new folder."""
+    shutil.rmtree(build, ignore_errors=True)
+    (build / "model").mkdir(parents=True)
+    (build / "model" / "config.json").write_text(json.dumps(MODEL))
+    write_shards(documents(), build / "text")
+
+
 def open_benchmark(build: Path, name: str, *overrides: str) -> Job:
     """Opens a job on the text in `build`, with random weights."""
     common = ["data=fineweb", f"data.path={build / 'text'}", "model.init=random", "run.progress=false"]
@@ -142,10 +150,7 @@ def main() -> None:
         whole_job(small_case(f"memory-{options.memory_of}", "[0]", options.memory_of))
         return print(peak_rss_mib())
 
-    shutil.rmtree(BUILD, ignore_errors=True)
-    (BUILD / "model").mkdir(parents=True)
-    (BUILD / "model" / "config.json").write_text(json.dumps(MODEL))
-    write_shards(documents(), BUILD / "text")
+    prepare(BUILD)
     cases = {name: small_case(name, layers, options.tokens) for name, layers in LAYERS.items()}
     for name, case in cases.items():
         case.measure(name, options.repeats)

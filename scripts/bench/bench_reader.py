@@ -1,6 +1,6 @@
 """Compares the reader with numpy on this machine: shuffled batches of 4096 tokens from a store in the page cache.
 
-    python -m scripts.bench.bench_reader [--tokens 300000] [--repeats 5] [--epochs 12]
+    python -m scripts.bench.bench_reader [--tokens 300000] [--repeats 5]
 
 First fills a store with three layers, d=768, bfloat16, and rows of 256 tokens. numpy reads the store's shards as whole
 files without checks (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
@@ -10,7 +10,6 @@ machine, the CPU seconds are more reliable than the speed. Writes build/bench-re
 
 import argparse
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -20,23 +19,21 @@ import numpy as np
 
 from pipeline.store import ActivationStore
 from scripts.bench.bench_host import broadcast_step
-from scripts.bench.bench_job import MODEL, fill_store, open_benchmark
-from scripts.demo.make_demo_text import documents, write_shards
+from scripts.bench.bench_job import fill_store, open_benchmark, prepare
 
 BUILD = Path("build/bench-reader")
 PATH = BUILD / "stores" / "store"
 LAYERS, BATCH_SIZE = (2, 6, 10), 4096
+EPOCHS = 12  # of one layer; of three layers, a third of it
 GIB = 1 << 30
 
 
 def write_store(num_tokens: int) -> None:
     """Fills a store by a step that only broadcasts its tokens. A layer's blocks have 15 MiB each."""
-    shutil.rmtree(BUILD, ignore_errors=True)
-    (BUILD / "model").mkdir(parents=True)
-    (BUILD / "model" / "config.json").write_text(json.dumps(MODEL))
-    write_shards(documents(), BUILD / "text")
+    prepare(BUILD)
     overrides = [f"model.path={BUILD / 'model'}", f"capture.layers={list(LAYERS)}", "batch.rows=8", "batch.length=256"]
-    job = open_benchmark(BUILD, "store", *overrides, "store.rows_per_block=40", f"run.max_tokens={num_tokens}")
+    overrides += ["data.num_streams=1", "store.rows_per_block=40", f"run.max_tokens={num_tokens}"]
+    job = open_benchmark(BUILD, "store", *overrides)
     fill_store(job, broadcast_step(job), job.config.store.path)
 
 
@@ -66,18 +63,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=12, help="epochs of one layer; with three layers, a third of it")
     options = parser.parse_args()
     write_store(options.tokens)
 
     store = ActivationStore.open(PATH)
-    few = max(1, options.epochs // 3)
     cases: dict[str, Callable[[], int]] = {
-        "numpy, one layer": lambda: numpy_bytes(LAYERS[:1], options.epochs),
-        "reader, one layer": lambda: reader_bytes(store, LAYERS[:1], options.epochs, stack=False),
-        "numpy, three layers": lambda: numpy_bytes(LAYERS, few),
-        "reader, three layers": lambda: reader_bytes(store, LAYERS, few, stack=False),
-        "reader, three layers stacked": lambda: reader_bytes(store, LAYERS, few, stack=True),
+        "numpy, one layer": lambda: numpy_bytes(LAYERS[:1], EPOCHS),
+        "reader, one layer": lambda: reader_bytes(store, LAYERS[:1], EPOCHS, stack=False),
+        "numpy, three layers": lambda: numpy_bytes(LAYERS, EPOCHS // 3),
+        "reader, three layers": lambda: reader_bytes(store, LAYERS, EPOCHS // 3, stack=False),
+        "reader, three layers stacked": lambda: reader_bytes(store, LAYERS, EPOCHS // 3, stack=True),
     }
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for _ in range(options.repeats):

@@ -19,19 +19,6 @@ from pydoc_data.topics import topics
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA = pa.schema(
-    {
-        "text": pa.string(),
-        "id": pa.string(),
-        "dump": pa.string(),
-        "url": pa.string(),
-        "date": pa.string(),
-        "file_path": pa.string(),
-        "language": pa.string(),
-        "language_score": pa.float64(),
-        "token_count": pa.int64(),
-    }
-)
 MIN_CHARACTERS = 120  # skips a heading with a single line below it
 ROWS_PER_GROUP = 100
 # Tests, generated tables, and additions to the standard library by a distribution or the user.
@@ -49,7 +36,7 @@ class Text:
     text: str
 
     def row(self) -> dict[str, str | int | float]:
-        """The document as a row of `SCHEMA`."""
+        """The document as a row in FineWeb's schema."""
         return {
             "text": self.text,
             "id": f"<python:{self.name}>",
@@ -106,7 +93,7 @@ def write_shards(texts: list[Text], out: Path, num_shards: int = 6) -> None:
     """Writes text i to shard i mod `num_shards`, so that all shards have similar sizes and contents."""
     out.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
-        table = pa.Table.from_pylist([text.row() for text in texts[shard::num_shards]], schema=SCHEMA)
+        table = pa.Table.from_pylist([text.row() for text in texts[shard::num_shards]])
         pq.write_table(table, out / f"{shard:03}_00000.parquet", compression="zstd", row_group_size=ROWS_PER_GROUP)
 
 
