@@ -2,14 +2,13 @@
 right."""
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.jobs import ROOT, free_port
+from tests.jobs import free_port, run_together
 
 pytestmark = pytest.mark.heavy
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "examples"
@@ -78,9 +77,7 @@ def test_a_sparse_autoencoder_trains_on_a_stream():
 def test_a_sparse_autoencoder_trains_on_two_processes():
     command = [sys.executable, "-c", RUN_SCRIPT, str(SCRIPTS), "train_sae_on_hosts.py", "--steps", "40"]
     command += ["--coordinator", f"localhost:{free_port()}", "--processes", "2"]
-    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen([*command, "--process", str(number)], **pipes) for number in range(2)]
-    said = [process.communicate(timeout=120)[0].splitlines()[-1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
+    outputs = run_together([[*command, "--process", str(number)] for number in range(2)])
+    said = [next(line for line in output.splitlines() if "tokens a step" in line) for output in outputs]
     assert said[0] == said[1]  # both have trained one SAE
     assert said[0].startswith("2 processes, 512 tokens a step: loss 0.8")
