@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS := scripts/constraints.txt
 
 .PHONY: help setup setup-test demo test test-fast test-slow test-saes lint docs config-table coverage train-demo-model train-demo-sae clean \
-	audit-tpu audit-gpu audit-decode first-day bench bench-reader bench-host bench-gpu bench-peers bench-scale
+	audit-tpu audit-gpu audit-decode first-day bench bench-reader bench-host bench-peers bench-scale
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-18s %s\n", $$1, $$2}'
@@ -99,22 +99,19 @@ audit-decode: $(VENV)-gpu/.setup  ## the same for decoding steps of TPUs and GPU
 	$(VENV)-gpu/bin/python -m scripts.audit.audit --platform decode $(AUDIT_DECODE)
 
 bench: setup-test  ## the job against its own bare forward pass; writes build/bench.json
-	$(BIN)/python scripts/bench/bench_job.py
+	$(BIN)/python -m scripts.bench.bench_job
 
 bench-reader: setup  ## the reader against numpy on the same files; writes build/bench-reader.json
-	$(BIN)/python scripts/bench/bench_reader.py
+	$(BIN)/python -m scripts.bench.bench_reader
 
 bench-host: setup  ## everything but the model, per core, against its floors; writes build/bench-host.json
-	$(BIN)/python scripts/bench/bench_host.py
-
-bench-gpu: setup $(VENV)-peers/.setup  ## on a GPU, against torch; writes build/bench-gpu.json
-	$(BIN)/python scripts/bench/bench_gpu.py
+	$(BIN)/python -m scripts.bench.bench_host
 
 first-day: setup  ## on a new TPU or GPU machine: is the job right, how fast is it; writes build/first-day/report.md
-	$(BIN)/python scripts/first_day.py $(FIRST_DAY)
+	$(BIN)/python -m scripts.first_day $(FIRST_DAY)
 
 bench-peers: setup $(VENV)-peers/.setup  ## against HF, TransformerLens, SAELens, nnsight; writes build/bench-peers.json
-	$(BIN)/python scripts/bench/bench_peers.py $(BENCH_PEERS)
+	$(BIN)/python -m scripts.bench.bench_peers $(BENCH_PEERS)
 
 bench-scale: setup  ## bookkeeping of stores of 10^4 and 10^5 blocks, 50 ms per request; writes build/bench-scale.json
 	$(BIN)/python -m scripts.bench.bench_scale $(BENCH_SCALE)

@@ -1,7 +1,7 @@
 """The first day on an accelerator: are results correct, how fast is the job, and does the prediction hold?
 
-    python scripts/first_day.py [--models Qwen2.5-0.5B,Llama-3-8B] [--tokens 400000]      # also: make first-day
-    python scripts/first_day.py --smoke        # tiny shapes, to try the script on a CPU; speeds are meaningless
+    python -m scripts.first_day [--models Qwen2.5-0.5B,Llama-3-8B] [--tokens 400000]      # also: make first-day
+    python -m scripts.first_day --smoke        # tiny shapes, to try the script on a CPU; speeds are meaningless
 
 Uses all devices of one machine. Writes build/first-day/report.md. The exit code is 1 if a store is wrong or a job
 failed.
@@ -9,8 +9,9 @@ failed.
 * Correctness: the bundled model's activations of every layer, in float32 and bfloat16, against float32 on this
   machine's CPU; and rows of 2,048 tokens with the device's attention kernel (splash, flash), if it has one, against
   plain XLA.
-* Speed: models of published shapes with random weights, by scripts/bench/bench_gpu.py: tokens/s of the job and of its
-  forward pass, MFU, idle devices, and the prediction of `pipeline.plan` for this slice or machine.
+* Speed: models of published shapes with random weights in bfloat16, rows of 1024, `resid_post` at two thirds of the
+  depth: tokens/s of the job and of its forward pass (see scripts/bench/bench_job.py), MFU of the layers that run, idle
+  time of the devices, and the prediction of `pipeline.plan` for this slice or machine.
 * The audited programs for this machine (docs/audit-*.json), if there are some: their time beside what was compiled.
 """
 
@@ -19,32 +20,38 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 
+from pipeline.config.composing import PACKAGE
+from pipeline.planning.slice.chips import CHIPS
+from pipeline.store import ActivationStore
+from scripts.audit.audit import TABLES, row
+from scripts.audit.cases import CASES
+from scripts.bench.bench_job import open_benchmark, open_case, whole_job
+from scripts.bench.device_idle import device_idle
+from scripts.bench.published_shapes import SHAPES
+from scripts.demo.make_demo_text import documents, write_shards
+
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
-
-from bench_gpu import LENGTH, ROWS, TINY, captured_layer, chip_name, table  # noqa: E402
-from bench_gpu import measure as measure_speed  # noqa: E402
-from published_shapes import SHAPES  # noqa: E402
-
-from pipeline.config.composing import PACKAGE  # noqa: E402
-from pipeline.planning.slice.chips import CHIPS  # noqa: E402
-from pipeline.store import ActivationStore  # noqa: E402
-from scripts.audit.audit import TABLES, row  # noqa: E402
-from scripts.audit.cases import CASES  # noqa: E402
-
 BUILD = ROOT / "build" / "first-day"
 BUNDLED = PACKAGE / "assets" / "tiny-qwen2"
-TINY_QWEN = {name: size for name, size in TINY.items() if name in SHAPES["Qwen2.5-0.5B"]}
+ROWS, LENGTH = 16, 1024  # of the timed runs, on each device
+TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "vocab_size": 2048}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2, "kernel": 3e-2}  # relative error of a layer's activations
+Compared = list[tuple[str, float, float]]  # what, the largest relative error of a layer, its bound
 KERNELS = {"tpu": "splash", "gpu": "flash"}
+KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+KINDS |= {"TPU7x": "tpu7x", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA GeForce RTX 4090": "rtx4090"}
 DEVICES = """
 import jax, json
 device = jax.devices()[0]
@@ -82,8 +89,8 @@ def errors(got: Path, expected: Path) -> dict[str, float]:
     return result
 
 
-def check(machine: Mapping[str, object], smoke: bool) -> list[tuple[str, float, float]]:
-    """Compares activations: (what was compared, the largest relative error of a layer, its bound)."""
+def check(machine: Mapping[str, object], smoke: bool) -> Compared:
+    """Compares activations."""
     rows = 2 * machine["devices"]
     tokens = 4_000 if smoke else 100_000
     bundled = [f"model.path={BUNDLED}", "capture.layers=all", "capture.dtype=float32", f"run.max_tokens={tokens}"]
@@ -96,7 +103,7 @@ def check(machine: Mapping[str, object], smoke: bool) -> list[tuple[str, float, 
     kernel = KERNELS.get(machine["platform"])
     if kernel is None:
         return compared
-    model = write_model("kernel", SHAPES["Qwen2.5-0.5B"] | (TINY_QWEN if smoke else {}) | {"num_hidden_layers": 4})
+    model = write_model("kernel", SHAPES["Qwen2.5-0.5B"] | (TINY if smoke else {}) | {"num_hidden_layers": 4})
     long = [*model, "capture.layers=all", "capture.dtype=float32", f"run.max_tokens={tokens}", f"batch.rows={rows}"]
     long += ["batch.length=2048", "model.dtype=bfloat16"]
     stores = [run_job(f"attention-{kind}", *long, f"model.attention={kind}") for kind in (kernel, "xla")]
@@ -115,26 +122,30 @@ def write_model(name: str, shape: Mapping[str, object]) -> list[str]:
 
 def topology(machine: Mapping[str, object]) -> str | None:
     """The name of this machine's devices for `pipeline.plan`; None if it does not know them."""
-    chip = CHIPS.get(chip_name(str(machine["kind"])))
+    chip = CHIPS.get(KINDS.get(str(machine["kind"])))
     return chip and f"{chip.name}-{machine['devices'] * chip.cores_per_chip // chip.devices_per_chip}"
 
 
-def predict(name: str, machine: Mapping[str, object]) -> str | None:
-    """The plan's prediction for these devices; None if it does not know them."""
+def answer(*arguments: str) -> dict:
+    """The JSON in the last line that a separate process of Python prints, which has the devices for itself."""
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)} ended with exit code {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def predict(job: list[str], machine: Mapping[str, object]) -> str:
+    """The plan's prediction for these devices; empty if it does not know them."""
     devices = topology(machine)
     if devices is None:
-        return None
+        return ""
     settings = [f"topology={devices}", "data.path=/nowhere", f"store.path={BUILD / 'planned'}", "plan.json=true"]
-    job = [*write_model(f"planned-{name}", SHAPES[name]), f"capture.layers=[{captured_layer(SHAPES[name])}]"]
-    job += [f"batch.rows={ROWS * machine['devices']}", f"batch.length={LENGTH}"]
     command = [sys.executable, "-m", "pipeline.plan", *job, *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         return f"no plan: {done.stderr.strip().rpartition(chr(10))[2]}"
     plan = json.loads(done.stdout)
-    return (
-        f"{plan['tokens_per_s']:,.0f} tokens/s, bound by {plan['binding'].replace('_', ' ')} (at MFU {plan['mfu']:.2f})"
-    )
+    return f"{plan['tokens_per_s']:,.0f}, bound by {plan['binding'].replace('_', ' ')}, at MFU {plan['mfu']:.2f}"
 
 
 def measure_audited(machine: Mapping[str, object]) -> list[str]:
@@ -147,11 +158,7 @@ def measure_audited(machine: Mapping[str, object]) -> list[str]:
         if compiled is None or f"topology={topology(machine)}" not in case.overrides:
             continue
         print(f"audited {name} ...", flush=True)
-        command = [sys.executable, "-m", "scripts.audit.measured", name]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} ended with exit code {done.returncode}")
-        ran, chip = json.loads(done.stdout.splitlines()[-1]), CHIPS[compiled["chip"]]
+        ran, chip = answer("-m", "scripts.audit.measured", name), CHIPS[compiled["chip"]]
         mfu = ran["flops_per_s"] * chip.devices_per_chip / chip.flops_per_s
         measured = {"measured ms": f"{ran['step_ms']:.1f}", "MFU": f"{mfu:.1%}", "attention here": ran["attention"]}
         rows.append(row(name, compiled) | measured | {"temp. here": f"{ran['temporary_bytes'] / 2**30:.2f}"})
@@ -159,14 +166,41 @@ def measure_audited(machine: Mapping[str, object]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines] + [""] if rows else []
 
 
-def report(
-    machine: Mapping[str, object],
-    compared: list[tuple[str, float, float]],
-    speeds: Mapping[str, dict],
-    audited: list[str],
-) -> str:
+def measure_speed(name: str, machine: Mapping[str, object], tokens: int, smoke: bool) -> str:
+    """A line of the table of speeds, with the prediction."""
+    shape = SHAPES[name] | (TINY if smoke else {})
+    rows, repeats = (2, 1) if smoke else (ROWS, 3)
+    layer = shape["num_hidden_layers"] * 2 // 3 - 1
+    settings = [*write_model(f"timed-{name}", shape), f"capture.layers=[{layer}]"]
+    settings += [f"batch.rows={rows * machine['devices']}", f"batch.length={LENGTH}", "model.dtype=bfloat16"]
+    timed = ["--repeats", str(repeats), "--speed-of", *settings, f"run.max_tokens={tokens}"]
+    speed = answer("-m", "scripts.first_day", *timed)
+    chip = CHIPS.get(KINDS.get(str(machine["kind"])))
+    mfu = chip and f"{speed['flops_per_s'] * chip.devices_per_chip / chip.flops_per_s:.1%}"
+    idle = ", ".join(f"{share:.1%}" for share in speed["device_idle"].values())
+    rates = f"{speed['forward']:,.0f} | {speed['job']:,.0f} | {speed['ratio']:.2f}"
+    return f"| {name} | {speed['attention']} | {rates} | {mfu or ''} | {idle} | {predict(settings, machine)} |"
+
+
+def serve_speed(settings: list[str], repeats: int) -> dict[str, object]:
+    """The speed of a job and of its forward pass on this process's devices."""
+    case = open_case(BUILD, "timed", *settings)
+    case.measure("", repeats)
+    blocks = [block for item in case.job.work() for block in item.blocks(lambda: False)]
+    slots = sum(-(-block.num_rows // case.step.process_rows) for block in blocks) * case.step.process_rows * LENGTH
+    padded = slots / sum(block.num_tokens for block in blocks)
+    flops = case.job.model.flops_per_token(case.job.plan.step.forward_keys, LENGTH) * padded / jax.device_count()
+    traced = open_benchmark(BUILD, "timed", *settings, f"run.profile={BUILD / 'trace'}")
+    whole_job(replace(case, job=traced))
+    forward, job = statistics.median(case.forward), statistics.median(case.whole)
+    return {
+        **{"forward": forward, "job": job, "ratio": case.ratio, "flops_per_s": job * flops},
+        **{"attention": case.step.compiled.attention.describe(), "device_idle": device_idle(BUILD / "trace")},
+    }
+
+
+def report(machine: Mapping[str, object], compared: Compared, speeds: list[str], audited: list[str]) -> str:
     memory = "" if machine["memory"] is None else f" with {machine['memory'] / 2**30:.1f} GiB"
-    predicted = {name: predict(name, machine) for name in speeds}
     lines = [
         "# First day",
         "",
@@ -180,10 +214,11 @@ def report(
             for what, error, bound in compared
         ),
         "",
-        *table(speeds),
+        "| model | attention | forward, tokens/s | job, tokens/s | job / forward | MFU | idle | predicted, tokens/s |",
+        "|---|---|---|---|---|---|---|---|",
+        *speeds,
         "",
         *audited,
-        *(f"Predicted for {name}: {prediction}." for name, prediction in predicted.items() if prediction),
     ]
     return "\n".join([*lines, ""])
 
@@ -193,21 +228,24 @@ def main() -> int:
     parser.add_argument("--models", default="Qwen2.5-0.5B", help="names from scripts/bench/published_shapes.py")
     parser.add_argument("--tokens", type=int, default=400_000, help="of each timed run")
     parser.add_argument("--smoke", action="store_true")
+    parser.add_argument("--repeats", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--speed-of", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.speed_of:
+        print(json.dumps(serve_speed(options.speed_of, options.repeats)))
+        return 0
     shutil.rmtree(BUILD, ignore_errors=True)
-    make_text = ["scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")]
-    subprocess.run([sys.executable, *make_text], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    done = subprocess.run([sys.executable, "-c", DEVICES], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-    machine = json.loads(done.stdout.splitlines()[-1])
+    write_shards(documents(), BUILD / "text")
+    machine = answer("-c", DEVICES)
     compared = check(machine, options.smoke)
-    speeds: dict[str, dict] = {}
     audited = [] if options.smoke else measure_audited(machine)
-    (BUILD / "report.md").write_text(report(machine, compared, speeds, audited))
+    speeds: list[str] = []
     for name in options.models.split(","):
-        shape = SHAPES[name] | (TINY_QWEN if options.smoke else {})
-        speeds[name] = measure_speed(name, shape, *((8_000, 2, 1) if options.smoke else (options.tokens,)))
         (BUILD / "report.md").write_text(report(machine, compared, speeds, audited))
-    print((BUILD / "report.md").read_text())
+        speeds.append(measure_speed(name, machine, 20_000 if options.smoke else options.tokens, options.smoke))
+    text = report(machine, compared, speeds, audited)
+    (BUILD / "report.md").write_text(text)
+    print(text)
     return int(any(error > bound for _, error, bound in compared))
 
 

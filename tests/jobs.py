@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -66,6 +66,17 @@ def write_model_of_zeros(directory: Path) -> Path:
     return directory
 
 
+def write_random_model(directory: Path, **shape: object) -> list[str]:
+    """Writes the shape of a model. Returns the overrides for random weights, with the bundled model's tokenizer."""
+    from pipeline.config.composing import PACKAGE  # not above: conftest sets JAX's variables first
+
+    bundled = PACKAGE / "assets" / "tiny-qwen2"
+    vocabulary = {"vocab_size": json.loads((bundled / "config.json").read_text())["vocab_size"]}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(vocabulary | shape))
+    return [f"model.path={directory}", "model.init=random", f"model.tokenizer={bundled}"]
+
+
 def command(*overrides: str, module: str = "pipeline.run") -> list[str]:
     return [sys.executable, "-m", module, *overrides]
 
@@ -83,6 +94,15 @@ def run_program(
     """Runs a program, given as text, and waits for it."""
     program_command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(program_command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+
+def run_together(commands: Iterable[Sequence[str]], timeout_s: float = 300) -> list[str]:
+    """Runs programs at the same time. Returns their outputs; fails unless all end with exit code 0."""
+    pipes = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(program_command, **pipes) for program_command in commands]
+    outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    assert not any(process.returncode for process in processes), outputs
+    return outputs
 
 
 def run_here(*overrides: str) -> None:

@@ -318,15 +318,13 @@ def group_size(attributes: str) -> int:
 
 
 def _by_kind(collectives: list[_Collective]) -> dict[str, Collectives]:
-    totals: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0])
-    for collective in collectives:
-        count = collective.count
-        parts = (count, count * collective.received_bytes, count * collective.is_overlapped)
-        totals[collective.kind] = [total + part for total, part in zip(totals[collective.kind], parts, strict=True)]
-    return {
-        kind: Collectives(count, round(received), overlapped)
-        for kind, (count, received, overlapped) in sorted(totals.items())
-    }
+    result = {}
+    for kind in sorted({collective.kind for collective in collectives}):
+        same = [collective for collective in collectives if collective.kind == kind]
+        received = sum(collective.count * collective.received_bytes for collective in same)
+        overlapped = sum(collective.count for collective in same if collective.is_overlapped)
+        result[kind] = Collectives(sum(collective.count for collective in same), round(received), overlapped)
+    return result
 
 
 _Steps = list[tuple[Instruction, Computation, float]]

@@ -171,14 +171,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--platform", choices=list(CASES), default="tpu")
     parser.add_argument("--cases", nargs="+", metavar="NAME", help="by default all of the platform")
     parser.add_argument("--write", action="store_true", help="write docs/audit-PLATFORM.json")
-    parser.add_argument("--list", action="store_true", help="only print the names of the cases")
     options = parser.parse_args(arguments)
     cases, recorded = CASES[options.platform], TABLES[options.platform]
-    if options.list:
-        print("\n".join(cases))
-        return
     if unknown := set(options.cases or ()) - set(cases):
-        parser.error(f"unknown cases: {', '.join(sorted(unknown))}. See --list.")
+        parser.error(f"unknown cases: {', '.join(sorted(unknown))}. There are:\n" + "\n".join(cases))
     programs: Record = {}
     for name in options.cases or cases:
         try:

@@ -142,23 +142,7 @@ DECODE_CASES: Mapping[str, Case] = {
 CASES = {"tpu": TPU_CASES, "gpu": GPU_CASES, "decode": DECODE_CASES}
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts about a compiled program, in addition to its text. Bytes are per device."""
-
-    chip: str
-    length: int  # of a row
-    layers: int  # that are computed
-    mesh: str
-    weights: str
-    attention: str
-    argument_bytes: int
-    output_bytes: int
-    temporary_bytes: int
-    peak_bytes: int
-    ideal_hbm_bytes: int  # weights read once, rows in and outputs out; of a decoding step, weights and caches
-    token_cache_bytes: int | None = None  # of generation: of all caches, for each token of a full row
-    block_loops: int = 1  # iterations of a decoding step's loops over blocks of full caches
+Facts = dict[str, Any]  # about a compiled program, in addition to its text. Bytes are per device
 
 
 def compile_case(case: Case) -> Iterator[tuple[str, str, Facts]]:
@@ -209,11 +193,16 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     if "head" in leaves:
         weights -= _embedding_bytes(leaves, dtype, generation.tensor)
     data = partition.mesh.shape["data"]
-    described["token_cache_bytes"] = generation.cache_bytes * data // spec.rows // spec.length
+    of_all_caches = generation.cache_bytes * data // spec.rows // spec.length  # for each token of a full row
     prefilled = generation.cache_bytes * spec.prefill_rows(data) // spec.rows
-    yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described)
-    decoding = described | {"block_loops": max(1, spec.length // programs.spec.block - 1)}
-    yield "decode", programs.segment.as_text(), _facts(programs.segment, weights + generation.cache_bytes, decoding)
+    yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described, of_all_caches)
+    decoding = _facts(programs.segment, weights + generation.cache_bytes, described, of_all_caches)
+    # How often a decoding step's loops over blocks of full caches run.
+    yield (
+        "decode",
+        programs.segment.as_text(),
+        decoding | {"block_loops": max(1, spec.length // programs.spec.block - 1)},
+    )
 
 
 def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
@@ -221,8 +210,8 @@ def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
     return leaves["embed"].size * ITEM_BYTES[dtype] // tensor
 
 
-def _described(partition: Partition, config: RunConfig, layers: int, weights: str, attention: str) -> dict[str, Any]:
-    """The facts that are the same for all programs of a case."""
+def _described(partition: Partition, config: RunConfig, layers: int, weights: str, attention: str) -> Facts:
+    """The facts that are the same for all programs of a case, which compute `layers` layers."""
     return {
         "chip": parse_slice(config.topology).chip.name,
         "length": config.batch.length,
@@ -233,16 +222,19 @@ def _described(partition: Partition, config: RunConfig, layers: int, weights: st
     }
 
 
-def _facts(program: jax.stages.Compiled, ideal_hbm_bytes: int, described: dict[str, Any]) -> Facts:
+def _facts(
+    program: jax.stages.Compiled, ideal_hbm_bytes: int, described: Facts, token_cache_bytes: int | None = None
+) -> Facts:
     memory = program.memory_analysis()
-    return Facts(
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.peak_memory_in_bytes,
-        ideal_hbm_bytes=ideal_hbm_bytes,
-        **described,
-    )
+    return described | {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "peak_bytes": memory.peak_memory_in_bytes,
+        "ideal_hbm_bytes": ideal_hbm_bytes,
+        "token_cache_bytes": token_cache_bytes,
+        "block_loops": 1,
+    }
 
 
 def main(name: str, directory: Path) -> int:
@@ -251,7 +243,7 @@ def main(name: str, directory: Path) -> int:
     try:
         for program, text, facts in compile_case((TPU_CASES | GPU_CASES | DECODE_CASES)[name]):
             (directory / f"{program}.txt").write_text(text)
-            (directory / f"{program}.json").write_text(json.dumps(dataclasses.asdict(facts)))
+            (directory / f"{program}.json").write_text(json.dumps(facts))
     except ConfigError as error:
         print(f"{name}: {error}", file=sys.stderr)
         return error.exit_code

@@ -1,6 +1,6 @@
 """Measures every stage except the model on this machine: `make bench-host` writes build/bench-host.json.
 
-    python scripts/bench/bench_host.py [--tokens 300000] [--repetitions 3]
+    python -m scripts.bench.bench_host [--tokens 300000] [--repetitions 3]
 
 The job captures three layers in bfloat16 from a model with Qwen2.5-0.5B's shape, in rows of 1024, with a step that only
 broadcasts its tokens. Each stage runs alone, then all together as in `pipeline.run`. Rates are per core: tokens or
@@ -14,8 +14,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,16 +25,13 @@ import ml_dtypes
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Array
-from published_shapes import write_shapes
 from tokenizers import Tokenizer
 
-from pipeline.cluster import preemption, sharding
+from pipeline.cluster import sharding
 from pipeline.config import composing
 from pipeline.data.documents import Document, TokenBlock
 from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep, step_inputs
-from pipeline.job.loop import fill
-from pipeline.job.opening import open_job
 from pipeline.job.writing.block_writer import commit_record
 from pipeline.job.writing.transfer import start_copies
 from pipeline.models.attention.choosing import XLA
@@ -45,6 +40,8 @@ from pipeline.step.row_statistics import RowStatistics
 from pipeline.store.format.arrays import zarr_metadata
 from pipeline.store.format.layout import SIDE_ARRAYS
 from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.bench_job import fill_store, open_benchmark, prepare
+from scripts.bench.published_shapes import write_shapes
 
 BUILD = Path("build/bench-host")
 TOKENIZER = composing.PACKAGE / "assets/tiny-qwen2"
@@ -61,54 +58,32 @@ class Stage:
     num_bytes: int = 0
     floor: str | None = None
     cpu_s: list[float] = field(default_factory=list)
-    thread_s: list[float] = field(default_factory=list)  # of the calling thread
 
     def measure(self) -> None:
-        began = time.process_time(), time.thread_time()
+        began = time.process_time()
         self.run()
-        self.cpu_s.append(time.process_time() - began[0])
-        self.thread_s.append(time.thread_time() - began[1])
+        self.cpu_s.append(time.process_time() - began)
 
-    def result(self, floors: dict[str, "Stage"]) -> dict[str, object]:
-        seconds = statistics.median(self.cpu_s)
-        share_of_floor = None
+    def cells(self, stages: dict[str, "Stage"]) -> tuple[str, ...]:
+        """The stage's line of the table."""
+        seconds, share = statistics.median(self.cpu_s), ""
         if self.floor:
-            pairs = zip(floors[self.floor].cpu_s, self.cpu_s, strict=True)
-            scale = self.num_tokens / floors[self.floor].num_tokens
-            share_of_floor = round(statistics.median(theirs / ours for theirs, ours in pairs) * scale, 3)
-        return {
-            "tokens_per_core_s": round(self.num_tokens / seconds),
-            "gb_per_core_s": round(self.num_bytes / seconds / 1e9, 3) or None,
-            "share_in_one_thread": round(statistics.median(self.thread_s) / seconds, 2),
-            "floor": self.floor,
-            "share_of_floor": share_of_floor,
-        }
+            floor = stages[self.floor]
+            ratios = (theirs / ours for theirs, ours in zip(floor.cpu_s, self.cpu_s, strict=True))
+            share = f"{statistics.median(ratios) * self.num_tokens / floor.num_tokens:.2f} of {self.floor}"
+        gb = f"{self.num_bytes / seconds / 1e9:.2f}" if self.num_bytes else ""
+        return self.name, f"{self.num_tokens / seconds:,.0f}", gb, share
 
 
-def open_broadcast_job(max_tokens: int | None, *overrides: str) -> Job:
+def open_broadcast_job(max_tokens: int | None) -> Job:
     """Opens the job. Its model has no weights; only its shape is used."""
-    return open_job(
-        composing.compose(
-            [
-                "data=fineweb",
-                f"data.path={BUILD / 'text'}",
-                f"model.path={BUILD / 'shapes/Qwen2.5-0.5B'}",
-                "model.init=random",
-                f"model.tokenizer={TOKENIZER}",
-                f"capture.layers={list(LAYERS)}",
-                f"batch.rows={ROWS}",
-                f"batch.length={LENGTH}",
-                "store.shard_mib=32",
-                f"store.path={BUILD / 'store'}",
-                f"run.max_tokens={'null' if max_tokens is None else max_tokens}",
-                "run.progress=false",
-                *overrides,
-            ]
-        )
-    )
+    overrides = [f"model.path={BUILD / 'shapes/Qwen2.5-0.5B'}", f"capture.layers={list(LAYERS)}", "store.shard_mib=32"]
+    overrides += [f"batch.rows={ROWS}", f"batch.length={LENGTH}", f"run.max_tokens={max_tokens or 'null'}"]
+    overrides.append("data.num_streams=1")  # the stages below read the first
+    return open_benchmark(BUILD, "store", *overrides)
 
 
-def broadcast_step(job: Job) -> CompiledStep:
+def broadcast_step(job: Job) -> LoadedStep:
     """A step with the job's shapes that sets all activations of a token to its id."""
     plan = job.plan
     mesh = sharding.make_mesh()
@@ -127,24 +102,15 @@ def broadcast_step(job: Job) -> CompiledStep:
         return StepOutputs(activations, RowStatistics(**sums) if sums else None, counts)
 
     batch = jax.ShapeDtypeStruct((plan.step.rows, plan.step.length), jnp.int32, sharding=by_rows)
-    return CompiledStep(mesh, plan.step, XLA, 0, jax.jit(step).lower(None, batch, batch, batch).compile())
-
-
-def run_job(job: Job, step: CompiledStep) -> None:
-    """Runs the job with all its threads, into a new store."""
-    store = new_store(job)
-    with preemption.stop_on_signals() as stop:
-        fill(job, store, stop, LoadedStep(step, lambda _block, _rows: None, job.plan.mesh.process_rows))
-
-
-def new_store(job: Job) -> StoreWriter:
-    shutil.rmtree(BUILD / "store", ignore_errors=True)
-    return StoreWriter.open(job.config.store.path, job.metadata, job.layout)
+    executable = jax.jit(step).lower(None, batch, batch, batch).compile()
+    compiled = CompiledStep(mesh, plan.step, XLA, 0, executable)
+    return LoadedStep(compiled, lambda _block, _rows: None, plan.mesh.process_rows)
 
 
 def write_blocks(job: Job, blocks: Sequence[TokenBlock], buffers: Sequence[np.ndarray]) -> None:
     """Writes and commits blocks, each with the activations in `buffers`."""
-    store = new_store(job)
+    shutil.rmtree(job.config.store.path, ignore_errors=True)
+    store = StoreWriter.open(job.config.store.path, job.metadata, job.layout)
     for block in blocks:
         arrays = {spec.name: getattr(block, spec.name) for spec in SIDE_ARRAYS}
         arrays |= {spec.name: values for spec, values in zip(job.layout.arrays, buffers, strict=True)}
@@ -176,8 +142,8 @@ def stages(job: Job) -> list[Stage]:
     num_steps = len(blocks) * plan.rows_per_block // ROWS
 
     step = broadcast_step(job)
-    batch = sharding.put_rows(step.mesh, step_inputs(blocks[0], slice(0, ROWS), plan.step))
-    activations = step(None, batch["tokens"], batch["segments"], batch["positions"]).arrays
+    batch = sharding.put_rows(step.compiled.mesh, step_inputs(blocks[0], slice(0, ROWS), plan.step))
+    activations = step.compiled(None, batch["tokens"], batch["segments"], batch["positions"]).arrays
     source = [np.array(values) for values in activations]
     buffers = [np.zeros(job.layout.block_shape(spec), ml_dtypes.bfloat16) for spec in job.layout.arrays]
     num_bytes = len(blocks) * plan.memory.block_bytes
@@ -192,16 +158,10 @@ def stages(job: Job) -> list[Stage]:
             for target, values in zip(buffers, source, strict=True):
                 np.copyto(target[:ROWS].view(np.uint8), values.view(np.uint8))
 
-    def compute() -> None:
-        for _ in range(num_steps):
-            jax.block_until_ready(step(None, batch["tokens"], batch["segments"], batch["positions"]))
-
     return [
         Stage("tokenizers alone", lambda: library.encode_batch_fast(texts), num_tokens),
         Stage("memcpy", copy_memory, stored_tokens, num_bytes),
         Stage("TensorStore alone", lambda: write_arrays(job, len(blocks), buffers), stored_tokens, num_bytes),
-        Stage("read documents", lambda: [list(job.source.read(shard, 0)) for shard in shards], num_tokens),
-        Stage("tokenise", lambda: job.tokenizer.encode(texts), num_tokens, 0, "tokenizers alone"),
         Stage("feed", lambda: list(whole_text.work()[0].blocks(lambda: False)), num_tokens, 0, "tokenizers alone"),
         Stage("device to buffers", copy_steps, stored_tokens, num_bytes, "memcpy"),
         Stage(
@@ -211,15 +171,8 @@ def stages(job: Job) -> list[Stage]:
             num_bytes,
             "TensorStore alone",
         ),
-        Stage("broadcast step", compute, stored_tokens, num_bytes),
-        Stage("whole job", lambda: run_job(job, step), stored_tokens, num_bytes),
+        Stage("whole job", lambda: fill_store(job, step, job.config.store.path), stored_tokens, num_bytes),
     ]
-
-
-def prepare() -> None:
-    shutil.rmtree(BUILD, ignore_errors=True)
-    write_shapes(BUILD / "shapes")
-    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
 
 
 def main() -> None:
@@ -227,7 +180,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=300_000, help="to copy and store; the feed reads the whole text")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
-    prepare()
+    prepare(BUILD)
+    write_shapes(BUILD / "shapes")
     measured = stages(open_broadcast_job(options.tokens))
     for stage in measured:
         stage.run()  # warms up: memory, threads, the page cache
@@ -235,13 +189,10 @@ def main() -> None:
         for stage in measured:
             stage.measure()
     by_name = {stage.name: stage for stage in measured}
-    results = {stage.name: stage.result(by_name) for stage in measured}
-    print("| stage | tokens per core and s | GB per core and s | in one thread | of its floor |\n|---|---|---|---|---|")
-    for name, measured in results.items():
-        share_of_floor = f"{measured['share_of_floor']:.2f} of {measured['floor']}" if measured["floor"] else ""
-        shares = f"{measured['share_in_one_thread']:.0%} | {share_of_floor}"
-        print(f"| {name} | {measured['tokens_per_core_s']:,} | {measured['gb_per_core_s'] or ''} | {shares} |")
-    result = {"stages": results, "cores": os.cpu_count(), "jax": jax.__version__}
+    rows = [stage.cells(by_name) for stage in measured]
+    print("| stage | tokens per core and s | GB per core and s | of its floor |\n|---|---|---|---|")
+    print("\n".join(f"| {' | '.join(row)} |" for row in rows))
+    result = {"stages": rows, "cores": os.cpu_count(), "jax": jax.__version__}
     Path("build/bench-host.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

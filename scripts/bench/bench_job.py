@@ -1,4 +1,6 @@
-"""Compares the job with its forward pass alone, on this machine. Writes build/bench.json.
+"""Compares the job with its forward pass alone, on this machine: `make bench` writes build/bench.json.
+
+    python -m scripts.bench.bench_job [--tokens 40000] [--repeats 3]
 
 The model is Qwen2-shaped with 12 layers, d=768 and random weights in float32; it runs 8 rows of 256 tokens of the
 demo's text. The forward pass, without statistics, and the whole job (text to durable store, without start-up) alternate
@@ -19,31 +21,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
-from published_shapes import SHAPES
 
 from pipeline.cluster import preemption, sharding
 from pipeline.config import composing
 from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep, load_step, step_inputs
 from pipeline.job.loop import fill
-from pipeline.job.metrics import peak_rss_mib
+from pipeline.job.metrics import Metrics, peak_rss_mib
 from pipeline.job.opening import open_job
 from pipeline.step.compiled_step import CompiledStep, compile_step, make_partition
 from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.published_shapes import SHAPES
+from scripts.demo.make_demo_text import documents, write_shards
 
 BUILD = Path("build/bench")
 MODEL = SHAPES["Qwen2.5-0.5B"] | {
     **{"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 50304},
     **{"num_attention_heads": 12, "num_key_value_heads": 12},
 }
-ROWS, LENGTH, EARLY_LAYER, LAST_LAYER = 8, 256, 5, 11
+LAYERS = {"one": "[5]", "last": "[11]", "all": "all"}
 
 
 @dataclass
 class Case:
-    """A set of captured layers, with a compiled step and the tokens/s of its forward pass and of its job, in pairs."""
+    """A job with its compiled step, and the tokens/s of its forward pass and of the whole job, in pairs."""
 
-    name: str
     job: Job
     step: LoadedStep
     bare_step: CompiledStep  # without statistics
@@ -54,40 +56,49 @@ class Case:
     def ratio(self) -> float:
         return statistics.median(whole / bare for whole, bare in zip(self.whole, self.forward, strict=True))
 
-
-def overrides(layers: str, max_tokens: int, *more: str) -> list[str]:
-    return [
-        "data=fineweb",
-        f"data.path={BUILD / 'text'}",
-        f"model.path={BUILD / 'model'}",
-        "model.init=random",
-        "model.dtype=float32",
-        f"model.tokenizer={composing.PACKAGE / 'assets/tiny-qwen2'}",
-        f"capture.layers={layers}",
-        "capture.dtype=float32",
-        f"batch.rows={ROWS}",
-        f"batch.length={LENGTH}",
-        f"run.max_tokens={max_tokens}",
-        "run.progress=false",
-        *more,
-    ]
+    def measure(self, name: str, repeats: int) -> None:
+        """Measures pairs, after one run of each that is slower."""
+        bare_forward(self)
+        whole_job(self)
+        for _ in range(repeats):
+            self.forward.append(bare_forward(self))
+            self.whole.append(whole_job(self))
+            rates = f"forward {self.forward[-1]:9.1f} tokens/s, job {self.whole[-1]:9.1f} tokens/s"
+            print(f"{name:5} {rates}", flush=True)
 
 
-def open_case(name: str, layers: str, max_tokens: int, *more: str) -> Case:
-    store = f"store.path={BUILD / 'stores' / name}"
-    job = open_job(composing.compose(overrides(layers, max_tokens, store, *more)))
-    return case_of(name, job, load_step(job))
+def prepare(build: Path) -> None:
+    """Writes the model and the text to a new folder."""
+    shutil.rmtree(build, ignore_errors=True)
+    (build / "model").mkdir(parents=True)
+    (build / "model" / "config.json").write_text(json.dumps(MODEL))
+    write_shards(documents(), build / "text")
 
 
-def case_of(name: str, job: Job, step: LoadedStep) -> Case:
-    mesh, weights = job.plan.mesh, job.plan.weights
+def open_benchmark(build: Path, name: str, *overrides: str) -> Job:
+    """Opens a job on the text in `build`, with random weights."""
+    common = ["data=fineweb", f"data.path={build / 'text'}", "model.init=random", "run.progress=false"]
+    common += [f"model.tokenizer={composing.PACKAGE / 'assets/tiny-qwen2'}", f"store.path={build / 'stores' / name}"]
+    return open_job(composing.compose([*common, *overrides]))
+
+
+def open_case(build: Path, name: str, *overrides: str) -> Case:
+    """Opens a job, and compiles its step and the step without statistics."""
+    job = open_benchmark(build, name, *overrides)
+    step, mesh, weights = load_step(job), job.plan.mesh, job.plan.weights
     bare = compile_step(
         job.model,
         replace(job.plan.step, statistics=False),
         step.operands(None, slice(0)),
         make_partition(mesh.tensor, weights.sharding, None, weights.expert_group, mesh.context),
     )
-    return Case(name, job, step, bare)
+    return Case(job, step, bare)
+
+
+def small_case(name: str, layers: str, max_tokens: int) -> Case:
+    overrides = [f"model.path={BUILD / 'model'}", "model.dtype=float32", "capture.dtype=float32", "batch.rows=8"]
+    overrides += ["batch.length=256", f"capture.layers={layers}", f"run.max_tokens={max_tokens}"]
+    return open_case(BUILD, name, *overrides)
 
 
 def bare_forward(case: Case) -> float:
@@ -109,32 +120,24 @@ def bare_forward(case: Case) -> float:
 
 def whole_job(case: Case) -> float:
     """Valid tokens per second from text to a durable store, from the first document read to the last commit."""
-    path = case.job.config.store.path
-    shutil.rmtree(path, ignore_errors=True)
-    store = StoreWriter.open(path, case.job.metadata, case.job.layout)
-    with preemption.stop_on_signals() as stop:
-        metrics = fill(case.job, store, stop, case.step)
-    store.finish()
+    metrics = fill_store(case.job, case.step, case.job.config.store.path)
     return metrics.tokens / metrics.elapsed_s
+
+
+def fill_store(job: Job, step: LoadedStep, path: str) -> Metrics:
+    """Runs a job with all its threads, into a new store."""
+    shutil.rmtree(path, ignore_errors=True)
+    store = StoreWriter.open(path, job.metadata, job.layout)
+    with preemption.stop_on_signals() as stop:
+        metrics = fill(job, store, stop, step)
+    store.finish()
+    return metrics
 
 
 def peak_memory_mib(max_tokens: int) -> int:
     """Peak resident memory of a separate process that captures layer 0 of `max_tokens` tokens."""
-    command = [sys.executable, __file__, "--memory-of", str(max_tokens)]
+    command = [sys.executable, "-m", "scripts.bench.bench_job", "--memory-of", str(max_tokens)]
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-
-
-def print_peak_memory(max_tokens: int) -> None:
-    case = open_case(f"memory-{max_tokens}", "[0]", max_tokens)
-    whole_job(case)
-    print(peak_rss_mib())
-
-
-def prepare() -> None:
-    shutil.rmtree(BUILD, ignore_errors=True)
-    (BUILD / "model").mkdir(parents=True)
-    (BUILD / "model" / "config.json").write_text(json.dumps(MODEL, indent=1))
-    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(BUILD / "text")], check=True)
 
 
 def main() -> None:
@@ -144,38 +147,21 @@ def main() -> None:
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:
-        return print_peak_memory(options.memory_of)
+        whole_job(small_case(f"memory-{options.memory_of}", "[0]", options.memory_of))
+        return print(peak_rss_mib())
 
-    prepare()
-    cases = {
-        "one": open_case("one", f"[{EARLY_LAYER}]", options.tokens),
-        "last": open_case("last", f"[{LAST_LAYER}]", options.tokens // 2),
-        "all": open_case("all", "all", options.tokens),
-    }
-    for case in cases.values():
-        bare_forward(case)  # the first one is slower
-        for _ in range(options.repeats):
-            case.forward.append(bare_forward(case))
-            case.whole.append(whole_job(case))
-            print(
-                f"{case.name:5} forward {case.forward[-1]:7.1f} tokens/s, job {case.whole[-1]:7.1f} tokens/s",
-                flush=True,
-            )
-    early = statistics.median(cases["one"].whole) / statistics.median(cases["last"].whole)
-    short, long = peak_memory_mib(options.tokens), peak_memory_mib(4 * options.tokens)
+    prepare(BUILD)
+    cases = {name: small_case(name, layers, options.tokens) for name, layers in LAYERS.items()}
+    for name, case in cases.items():
+        case.measure(name, options.repeats)
     result = {
-        "forward_tokens_per_s": round(statistics.median(cases["all"].forward), 1),
-        "job_tokens_per_s": round(statistics.median(cases["all"].whole), 1),
-        "ratio_one_layer": round(cases["one"].ratio, 4),
-        "ratio_all_layers": round(cases["all"].ratio, 4),
-        "early_exit_speedup": round(early, 3),
-        "peak_rss_mib": long,
-        "peak_rss_mib_quarter_run": short,
-        "runs": {case.name: {"forward": case.forward, "job": case.whole} for case in cases.values()},
+        "job / forward": {name: round(case.ratio, 3) for name, case in cases.items()},
+        "peak_rss_mib": {tokens: peak_memory_mib(tokens) for tokens in (options.tokens, 4 * options.tokens)},
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, jax {jax.__version__}",
     }
-    Path("build/bench.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in result.items() if key != "runs"}, indent=1))
+    print(json.dumps(result, indent=1))
+    runs = {name: {"forward": case.forward, "job": case.whole} for name, case in cases.items()}
+    Path("build/bench.json").write_text(json.dumps(result | {"runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

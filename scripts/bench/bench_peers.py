@@ -1,7 +1,7 @@
 """Compares this project with other ways to get the same activations from the same checkpoint, text, rows and layers.
 
     make bench-peers                     # everything; about 30 minutes on two free cores
-    python scripts/bench/bench_peers.py --workloads W1 --peers ours,hf_hook --repetitions 3
+    python -m scripts.bench.bench_peers --workloads W1 --peers ours,hf_hook --repetitions 3
 
 W1: GPT-2's shape, long documents, rows of 256, block 5. W2: the same, all 12 blocks. W3: documents of 20 to 250 tokens,
 block 5. W4: Qwen2.5-0.5B's shape, rows of 1024, layer 15 of 24. All float32. Each tool has a separate process, which
@@ -19,53 +19,39 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "peers"))
-from workload import BUILD, WORKLOADS, Workload  # noqa: E402
+from scripts.bench.peers.workload import BUILD, WORKLOADS, Workload
+from scripts.demo.make_demo_text import documents, write_shards
 
 PEERS_PYTHON = Path(".venv-peers/bin/python")
 REFERENCE = "hf_hook"
 PEERS = {  # module -> name
     "ours": "this project",
-    REFERENCE: "HF hook, stops",
+    REFERENCE: "HF hook, stops after the layer",
     "transformer_lens_cache": "TransformerLens",
     "saelens_cache": "SAELens",
     "nnsight_trace": "nnsight",
 }
-RESULT = Path("build/bench-peers.json")
 
 
-def takes_part(peer: str, workload: Workload) -> bool:
-    """SAELens captures one layer per run."""
-    return peer != "saelens_cache" or len(workload.layers) == 1
-
-
-@dataclass
 class Worker:
     """A process of peers/worker.py, ready for measured runs."""
 
-    peer: str
-    workload: Workload
-    facts: dict = field(init=False)
-    runs: list[dict] = field(init=False, default_factory=list)
-
-    def __post_init__(self) -> None:
-        python = sys.executable if self.peer == "ours" else str(PEERS_PYTHON)
+    def __init__(self, peer: str, workload: Workload) -> None:
+        self.peer, self.workload, self.runs = peer, workload, []
+        python = sys.executable if peer == "ours" else str(PEERS_PYTHON)
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "."}
-        self._log = BUILD / f"{self.workload.name}-{self.peer}.log"
-        command = [python, str(HERE / "peers" / "worker.py"), self.peer, self.workload.name]
+        self._log = BUILD / f"{workload.name}-{peer}.log"
+        command = [python, "-m", "scripts.bench.peers.worker", peer, workload.name]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        self.facts = self._answer()
+            self._process = subprocess.Popen(command, env=environment, stderr=log, **pipes)
+        self._answer()
 
     def run(self) -> None:
         """Measures a run."""
@@ -74,6 +60,7 @@ class Worker:
         self._process.stdin.write(f"{BUILD / 'out'}\n")
         self._process.stdin.flush()
         self.runs.append(self._answer())
+        print(f"{self.workload.name} {self.peer:22} {self.runs[-1]['tokens_per_s']:8.1f} tokens/s", flush=True)
 
     def close(self) -> None:
         """Waits until the process has written its files for comparison."""
@@ -86,25 +73,15 @@ class Worker:
 
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
-        if not line:
-            self._fail()
-        return json.loads(line)
+        return json.loads(line) if line else self._fail()
 
     def _fail(self) -> NoReturn:
         sys.exit(f"{self.peer} on {self.workload.name} has failed; see {self._log}")
 
     def summary(self) -> dict:
-        rates = [run["tokens"] / run["seconds"] for run in self.runs]
-        return {
-            "tokens_per_s": statistics.median(rates),
-            "tokens_per_s_all": rates,
-            "cpu_s_per_1000_tokens": statistics.median(run["cpu_s"] / run["tokens"] * 1000 for run in self.runs),
-            "tokens": self.runs[-1]["tokens"],
-            "peak_mib": self.runs[-1]["peak_mib"],
-            "bytes_per_token": self.runs[-1]["bytes"] / self.runs[-1]["tokens"],
-            "isolates": self.facts["isolates"],
-            "difference": difference(self.workload, self.peer),
-        }
+        median = statistics.median(run["tokens_per_s"] for run in self.runs)
+        result = {"tokens_per_s": median, "peak_mib": self.runs[-1]["peak_mib"], "runs": self.runs}
+        return result | {"difference": difference(self.workload, self.peer)}
 
 
 def difference(workload: Workload, peer: str) -> float | None:
@@ -122,14 +99,13 @@ def difference(workload: Workload, peer: str) -> float | None:
 
 
 def measure(workload: Workload, peers: Sequence[str], repetitions: int) -> dict[str, dict]:
-    """Results by peer. The order of the runs is reversed in every second repetition."""
-    workers = [Worker(peer, workload) for peer in peers if takes_part(peer, workload)]
+    """Results by peer. The order of the runs is reversed in every second repetition. SAELens captures one layer."""
+    taking_part = [peer for peer in peers if peer != "saelens_cache" or len(workload.layers) == 1]
+    workers = [Worker(peer, workload) for peer in taking_part]
     try:
         for repetition in range(repetitions):
             for worker in workers if repetition % 2 == 0 else reversed(workers):
                 worker.run()
-                rate = worker.runs[-1]["tokens"] / worker.runs[-1]["seconds"]
-                print(f"{workload.name} {worker.peer:22} {rate:8.1f} tokens/s", flush=True)
         for worker in workers:
             worker.close()
     finally:
@@ -141,44 +117,40 @@ def measure(workload: Workload, peers: Sequence[str], repetitions: int) -> dict[
 def prepare(workloads: Sequence[str]) -> None:
     """Checkpoints and texts."""
     shutil.rmtree(BUILD / "text", ignore_errors=True)
-    text = BUILD / "demo-text"
-    subprocess.run([sys.executable, "scripts/demo/make_demo_text.py", "--out", str(text)], check=True)
-    command = [str(PEERS_PYTHON), str(HERE / "peers" / "prepare.py"), str(text), "pipeline/assets/tiny-qwen2"]
-    subprocess.run([*command, *workloads], check=True)
+    write_shards(documents(), BUILD / "demo-text")
+    command = [str(PEERS_PYTHON), "-m", "scripts.bench.peers.prepare", str(BUILD / "demo-text")]
+    subprocess.run([*command, "pipeline/assets/tiny-qwen2", *workloads], check=True)
 
 
-def machine() -> dict[str, object]:
+def machine() -> str:
     """The machine and the versions used."""
     command = [str(PEERS_PYTHON), "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
     theirs = {item["name"].lower(): item["version"] for item in json.loads(subprocess.check_output(command))}
     names = ("torch", "transformers", "transformer-lens", "sae-lens", "nnsight")
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpus = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "processor": cpus[0] if cpus else platform.machine(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "versions": {"jax": metadata.version("jax")} | {name: theirs[name] for name in names},
-    }
+    versions = [f"Python {platform.python_version()}", f"jax {metadata.version('jax')}"]
+    versions += [f"{name} {theirs[name]}" for name in names if name in theirs]
+    processor = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0]
+    return f"{time.strftime('%Y-%m-%d')}, {os.cpu_count()} cores of {processor}, {', '.join(versions)}"
 
 
-def table(measured: dict[str, dict[str, dict]]) -> Iterator[str]:
-    """A line per workload and tool. The ratio is the median over the repetitions, whose runs are close in time."""
-    yield "| | tool | tokens/s | all runs | ours / theirs | CPU s per 1000 tokens | peak, MiB | isolated | difference |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for name, peers in measured.items():
-        for peer, result in peers.items():
-            rates, ratio = result["tokens_per_s_all"], ""
-            if "ours" in peers and peer != "ours":
-                pairs = zip(peers["ours"]["tokens_per_s_all"], rates, strict=True)
-                ratio = f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
-            runs = ", ".join(f"{rate:.0f}" for rate in sorted(rates))
-            columns = [name, PEERS[peer], f"{result['tokens_per_s']:.0f}", runs, ratio]
-            columns += [f"{result['cpu_s_per_1000_tokens']:.2f}", str(result["peak_mib"])]
-            columns.append("yes" if result["isolates"] else "no")
-            columns.append("other rows" if result["difference"] is None else f"{result['difference']:.1e}")
-            yield f"| {' | '.join(columns)} |"
+def table(measured: dict[str, dict[str, dict]], peers: Sequence[str]) -> Iterator[str]:
+    """A line per tool. The ratio is the median over the repetitions, whose runs are close in time."""
+    yield f"| tokens/s (peak, MiB; difference from the HF hook; ours / theirs) | {' | '.join(measured)} |"
+    yield "|---" * (1 + len(measured)) + "|"
+    for peer in peers:
+        yield f"| {' | '.join([PEERS[peer], *(cell(results, peer) for results in measured.values())])} |"
+
+
+def cell(results: dict[str, dict], peer: str) -> str:
+    if peer not in results:
+        return ""
+    result = results[peer]
+    difference = "other rows" if result["difference"] is None else f"{result['difference']:.1e}"
+    parts = [str(result["peak_mib"]), difference]
+    if "ours" in results and peer != "ours":
+        pairs = zip(results["ours"]["runs"], result["runs"], strict=True)
+        parts.append(f"{statistics.median(ours['tokens_per_s'] / run['tokens_per_s'] for ours, run in pairs):.2f}")
+    return f"{result['tokens_per_s']:.0f} ({'; '.join(parts)})"
 
 
 def main() -> None:
@@ -190,13 +162,11 @@ def main() -> None:
     workloads, peers = options.workloads.split(","), options.peers.split(",")
     if unknown := (set(workloads) - set(WORKLOADS)) | (set(peers) - set(PEERS)):
         parser.error(f"unknown: {', '.join(sorted(unknown))}. There are {', '.join((*WORKLOADS, *PEERS))}.")
-    if not PEERS_PYTHON.exists():
-        parser.error(".venv-peers is missing; `make bench-peers` creates it")
     prepare(workloads)
     measured = {name: measure(WORKLOADS[name], peers, options.repetitions) for name in workloads}
-    result = {"machine": machine(), "repetitions": options.repetitions, "workloads": measured}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(result["machine"], *table(measured), sep="\n")
+    result = {"machine": machine(), "workloads": measured}
+    BUILD.with_name("bench-peers.json").write_text(json.dumps(result, indent=1) + "\n")
+    print(result["machine"], *table(measured, peers), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Compares the reader with numpy on this machine: shuffled batches of 4096 tokens from a store in the page cache.
 
-    python scripts/bench/bench_reader.py [--tokens 300000] [--repeats 5] [--epochs 12]
+    python -m scripts.bench.bench_reader [--tokens 300000] [--repeats 5]
 
-First writes a store with three layers, d=768, bfloat16, and rows of 256 tokens. numpy reads the store's shards as whole
+First fills a store with three layers, d=768, bfloat16, and rows of 256 tokens. numpy reads the store's shards as whole
 files without checks (`np.fromfile`); the reader reads, checks crc32c, shuffles and gathers. They alternate in one
 process, because the speed of a shared machine drifts; the ratio is the median over neighbouring pairs. On a busy
 machine, the CPU seconds are more reliable than the speed. Writes build/bench-reader.json.
@@ -10,57 +10,31 @@ machine, the CPU seconds are more reliable than the speed. Writes build/bench-re
 
 import argparse
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 
-from pipeline.core.sites import ActivationKey, Site
-from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store import ActivationStore
-from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec
-from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.write.store_writer import StoreWriter
+from scripts.bench.bench_host import broadcast_step
+from scripts.bench.bench_job import fill_store, open_benchmark, prepare
 
-PATH = Path("build/bench-reader/store")
-LAYERS, WIDTH, LENGTH, ROWS = (2, 6, 10), 768, 256, 40
-BATCH_SIZE = 4096
+BUILD = Path("build/bench-reader")
+PATH = BUILD / "stores" / "store"
+LAYERS, BATCH_SIZE = (2, 6, 10), 4096
+EPOCHS = 12  # of one layer; of three layers, a third of it
 GIB = 1 << 30
 
 
 def write_store(num_tokens: int) -> None:
-    """Writes a store of random activations. A layer's blocks have 15 MiB each; 3 % of their slots are padding."""
-    shutil.rmtree(PATH, ignore_errors=True)
-    keys = [ActivationKey(layer, Site.resid_post) for layer in LAYERS]
-    arrays = tuple(activation_spec(key, key.hook_name(), WIDTH, "bfloat16", TOKENS.slots) for key in keys)
-    layout = StoreLayout(1, ROWS, LENGTH, arrays)
-    names, batch = [key.name for key in keys], {"length": LENGTH}
-    capture = {"arrays": names, "dtype": "bfloat16", "statistics": False}
-    config = {"run": {"max_tokens": 0}}
-    metadata = StoreMetadata({}, {}, {}, batch, capture, {}, num_streams=1, rows_per_block=ROWS, config=config)
-    writer = StoreWriter.open(str(PATH), metadata, layout)
-    rng = np.random.default_rng(0)
-    valid = np.arange(LENGTH) < LENGTH * 97 // 100
-    activations = rng.standard_normal((ROWS, LENGTH, WIDTH), np.float32).astype(ml_dtypes.bfloat16)
-    activations[:, ~valid] = 0
-    start = {"shard": 0, "document": 0, "token": 0, "ordinal": 0}
-    for block in range(max(1, num_tokens // (ROWS * valid.sum()))):
-        row = np.arange(ROWS)[:, None] + layout.first_row(0, block)
-        content = {
-            "tokens": np.where(valid, rng.integers(1, 50000, (ROWS, LENGTH)), 0).astype(np.int32),
-            "segments": np.broadcast_to(valid, (ROWS, LENGTH)).astype(np.int32),
-            "positions": np.where(valid, np.arange(LENGTH), np.zeros_like(row)).astype(np.int32),
-            "documents": np.where(valid, row, -1).astype(np.int64),
-            **{spec.name: activations for spec in arrays},
-        }
-        record = CommitRecord(0, block, ROWS, *[int(ROWS * valid.sum())] * 2, 0, 0, (), start, start, False)
-        writer.start_block(record, content, DOCUMENT_SCHEMA.empty_table()).result()
-    writer.finish()
+    """Fills a store by a step that only broadcasts its tokens. A layer's blocks have 15 MiB each."""
+    prepare(BUILD)
+    overrides = [f"model.path={BUILD / 'model'}", f"capture.layers={list(LAYERS)}", "batch.rows=8", "batch.length=256"]
+    overrides += ["data.num_streams=1", "store.rows_per_block=40", f"run.max_tokens={num_tokens}"]
+    job = open_benchmark(BUILD, "store", *overrides)
+    fill_store(job, broadcast_step(job), job.config.store.path)
 
 
 def numpy_bytes(layers: tuple[int, ...], epochs: int) -> int:
@@ -89,18 +63,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=300_000)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--epochs", type=int, default=12, help="epochs of one layer; with three layers, a third of it")
     options = parser.parse_args()
     write_store(options.tokens)
 
     store = ActivationStore.open(PATH)
-    few = max(1, options.epochs // 3)
     cases: dict[str, Callable[[], int]] = {
-        "numpy, one layer": lambda: numpy_bytes(LAYERS[:1], options.epochs),
-        "reader, one layer": lambda: reader_bytes(store, LAYERS[:1], options.epochs, stack=False),
-        "numpy, three layers": lambda: numpy_bytes(LAYERS, few),
-        "reader, three layers": lambda: reader_bytes(store, LAYERS, few, stack=False),
-        "reader, three layers stacked": lambda: reader_bytes(store, LAYERS, few, stack=True),
+        "numpy, one layer": lambda: numpy_bytes(LAYERS[:1], EPOCHS),
+        "reader, one layer": lambda: reader_bytes(store, LAYERS[:1], EPOCHS, stack=False),
+        "numpy, three layers": lambda: numpy_bytes(LAYERS, EPOCHS // 3),
+        "reader, three layers": lambda: reader_bytes(store, LAYERS, EPOCHS // 3, stack=False),
+        "reader, three layers stacked": lambda: reader_bytes(store, LAYERS, EPOCHS // 3, stack=True),
     }
     runs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     for _ in range(options.repeats):

@@ -1,22 +1,19 @@
-"""Measures how the cost of a store's bookkeeping grows with its blocks: requests, seconds, CPU and memory.
+"""Measures how the cost of a store's bookkeeping grows with its blocks: requests and seconds.
 
     python -m scripts.bench.bench_scale [--blocks 1000 10000] [--streams 100] [--latency-s 0.05]
 
 `StoreWriter` fills a store of tiny blocks in `gcs_standin`. Then each path of PATHS runs once, with 50 ms per request:
 what a job does at its start and end, and what readers do. They run in the order of a store's life, so each finds the
-store as the one before has left it. Exponents in B are of requests and seconds, relative to the next smaller size.
-Memory is the growth of the peak. Writes build/bench-scale.json.
+store as the one before has left it. Writes build/bench-scale.json.
 """
 
 import argparse
 import json
-import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -27,18 +24,14 @@ import pyarrow.parquet as pq
 
 from pipeline.config.composing import compose
 from pipeline.data.documents import DOCUMENT_SCHEMA
-from pipeline.job.leasing import LeasedStreams
-from pipeline.job.metrics import Metrics
 from pipeline.job.opening import Job, open_job
 from pipeline.job.running import complete, has_work, open_store
 from pipeline.store import ActivationStore
-from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.statistics import token_statistics
 from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.shard_reads import REMOTE_REQUESTS
-from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.gcs_standin import control, environment, server
 
@@ -47,22 +40,6 @@ ROWS, LENGTH, WIDTH = 4, 8, 128  # the bundled model's width; a row is a documen
 BLOCK_TOKENS = ROWS * LENGTH
 DOCUMENTS = 1024  # of a stream's file: those of 256 blocks
 PROCESSES = 64  # of a job; one of them is measured
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of one path for a store of `blocks` blocks."""
-
-    path: str
-    blocks: int
-    requests: dict[str, int]
-    seconds: float
-    cpu_s: float
-    peak_mib: float
-
-    @property
-    def num_requests(self) -> int:
-        return sum(self.requests.values())
 
 
 class Life:
@@ -116,13 +93,6 @@ class Life:
         job = self.share(self.job)
         assert has_work(job, open_store(job))
 
-    def lease(self) -> None:
-        """Until a process has its first block to compute."""
-        job = self.share(self.job)
-        metrics = Metrics(total_tokens=job.plan.streams.max_tokens, stored_tokens=0, progress=False, interval_s=1e9)
-        with closing(metrics), closing(Leases(job.storage, job.config.run.lease_s)) as leases:
-            assert next(LeasedStreams(job, open_store(job), leases, metrics).blocks(lambda: False), None) is not None
-
     def finish(self) -> None:
         complete(self.job, open_store(self.job))
 
@@ -143,9 +113,6 @@ class Life:
         with closing(self.store.batches(self.store.keys, 64, shuffle=True, seed=0, buffer_mib=1)) as batches:
             next(batches)
 
-    def verify(self) -> None:
-        assert verify_store(self.url) == []
-
     def extend(self) -> None:
         """Starts a job that wants twice as many blocks."""
         job = self.share(self.open_job(2 * self.blocks))
@@ -159,7 +126,6 @@ def _source(stream: int) -> str:
 # By title, in the order of a store's life. The last block of each stream is missing until `finish`.
 PATHS: dict[str, Callable[[Life], None]] = {
     "start of one process": Life.start,
-    "lease a stream": Life.lease,
     "reader: open, unfinished": Life.open,
     "finish": Life.finish,
     "reader: open": Life.open,
@@ -167,50 +133,29 @@ PATHS: dict[str, Callable[[Life], None]] = {
     "index the ids": Life.index,
     "reader: document(id)": Life.document_id,
     "reader: first batch": Life.first_batch,
-    "verify": Life.verify,
     "start of one process, to extend": Life.extend,
 }
 
 
-def measure(server_url: str, blocks: int, streams: int, latency_s: float) -> list[Cost]:
-    """The costs of all paths for a new store. TensorStore must use the server."""
+def measure(server_url: str, blocks: int, streams: int, latency_s: float) -> dict[str, dict[str, float]]:
+    """The requests by kind, and seconds, of all paths for a new store. TensorStore must use the server."""
     if blocks % streams:
         raise ValueError(f"{blocks} blocks do not divide into {streams} streams")
-    life, costs = Life(f"gs://bench-scale/{blocks}-{streams}", blocks, streams), []
+    life, costs = Life(f"gs://bench-scale/{blocks}-{streams}", blocks, streams), {}
     life.fill(0, blocks // streams - 1)
     for title, run in PATHS.items():
         if title == "finish":
             life.fill(blocks // streams - 1, blocks // streams)
         control(server_url, latency_s=latency_s)
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak of resident memory
-        resident, began, cpu = _status_mib("VmRSS"), time.perf_counter(), time.process_time()
+        began = time.perf_counter()
         run(life)
-        seconds, cpu_s, peak = time.perf_counter() - began, time.process_time() - cpu, _status_mib("VmHWM") - resident
-        requests = control(server_url, latency_s=0)
-        costs.append(Cost(title, blocks, requests, round(seconds, 2), round(cpu_s, 2), round(peak, 1)))
+        seconds = time.perf_counter() - began
+        costs[title] = {"seconds": round(seconds, 2), **control(server_url, latency_s=0)}
     return costs
 
 
-def _status_mib(name: str) -> float:
-    return int(Path("/proc/self/status").read_text().partition(f"{name}:")[2].split()[0]) / 1024
-
-
-def markdown(costs: Sequence[Cost]) -> str:
-    """The table, with a line per path and size, and exponents relative to the next smaller size."""
-    kinds = ("list", "get", "put", "delete")
-    lines = [f"| path | B | seconds | {' | '.join(kinds)} | CPU s | MiB | requests ~ B^ | seconds ~ B^ |"]
-    lines.append("|---" * (lines[0].count("|") - 1) + "|")
-    ordered = sorted(costs, key=lambda cost: (list(PATHS).index(cost.path), cost.blocks))
-    for smaller, cost in pairwise([None, *ordered]):
-        exponents = ["", ""]
-        if smaller is not None and smaller.path == cost.path:
-            growth = math.log(cost.blocks / smaller.blocks)
-            pairs = (cost.num_requests, smaller.num_requests), (cost.seconds, smaller.seconds)
-            exponents = [f"{math.log(a / b) / growth:.2f}" if a and b else "" for a, b in pairs]
-        requests = [f"{cost.requests.get(kind, 0):,}" for kind in kinds]
-        columns = [cost.path, f"{cost.blocks:,}", f"{cost.seconds:.1f}", *requests, f"{cost.cpu_s:.1f}"]
-        lines.append(f"| {' | '.join([*columns, f'{cost.peak_mib:.0f}', *exponents])} |")
-    return "\n".join(lines)
+def num_requests(cost: dict[str, float]) -> int:
+    return sum(number for kind, number in cost.items() if kind != "seconds")
 
 
 def main() -> None:
@@ -222,10 +167,13 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     with server() as url:
         os.environ |= environment(url)
-        costs = [cost for blocks in options.blocks for cost in measure(url, blocks, options.streams, options.latency_s)]
-    result = json.dumps([asdict(cost) for cost in costs], indent=1)
-    BUILD.with_name("bench-scale.json").write_text(f"{result}\n")
-    print(markdown(costs))
+        costs = {size: measure(url, size, options.streams, options.latency_s) for size in options.blocks}
+    BUILD.with_name("bench-scale.json").write_text(json.dumps(costs, indent=1) + "\n")
+    print(f"| path | {' | '.join(f'B = {size:,}: requests, seconds' for size in costs)} |\n|---{'|---' * len(costs)}|")
+    for path in PATHS:
+        of_path = [by_path[path] for by_path in costs.values()]
+        cells = [f"{num_requests(cost):,}, {cost['seconds']:.1f}" for cost in of_path]
+        print(f"| {path} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

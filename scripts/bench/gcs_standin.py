@@ -6,7 +6,6 @@ that TensorStore's `gcs` driver uses.
 """
 
 import asyncio
-import base64
 import bisect
 import itertools
 import json
@@ -72,32 +71,32 @@ class StandIn:
         path, _, query_text = request.raw_path.partition("?")
         body = await request.content.read()
         if path == CONTROL:
-            return self._control(body)
+            counted = dict(self.counters)
+            if body:
+                self.set_costs(**json.loads(body))
+            return _json(counted)
         query = dict(parse_qsl(query_text, keep_blank_values=True))
         matched = _OBJECT.fullmatch(path)
         if matched is None:
             return _json({"error": {"code": 404, "message": f"no such path: {path}"}}, 404)
         bucket, name = matched[1], unquote(matched[2] or "")
-        kind = _kind(request.method, name)
+        kind = {"GET": "get" if name else "list", "DELETE": "delete"}.get(request.method, "put")
         self.counters[kind] += 1
         if self.latency_s:
             await asyncio.sleep(self.latency_s)
-        return self._answer(kind, bucket, name, query, request, body)
+        if kind == "list":
+            return _json(self._page(bucket, query))
+        return self._answer(kind, bucket, query["name"] if kind == "put" else name, query, request, body)
 
     def _answer(
         self, kind: str, bucket: str, name: str, query: Mapping[str, str], request: web.BaseRequest, body: bytes
     ) -> web.Response:
-        if kind == "list":
-            return _json(self._page(bucket, query))
-        if kind == "put":
-            name, content = _uploaded(query, request.headers.get("Content-Type", ""), body)
-            if failed := self._failed_condition(f"{bucket}/{name}", query):
-                return failed
-            return _json(_resource(bucket, name, len(content), self.objects.put(f"{bucket}/{name}", content)))
         key = f"{bucket}/{name}"
         stored = self.objects.get(key)
-        if failed := self._failed_condition(key, query):
-            return failed
+        if query.get("ifGenerationMatch") not in (None, str(0 if stored is None else stored[1])):
+            return _json({"error": {"code": 412, "message": f"{key} does not have this generation"}}, 412)
+        if kind == "put":
+            return _json(_resource(bucket, name, len(body), self.objects.put(key, body)))
         if stored is None:
             return _json({"error": {"code": 404, "message": f"no such object: {key}"}}, 404)
         content, generation = stored
@@ -110,21 +109,11 @@ class StandIn:
             return _json(_resource(bucket, name, len(content), generation))
         return _content(content, request.headers.get("Range"), generation)
 
-    def _failed_condition(self, key: str, query: Mapping[str, str]) -> web.Response | None:
-        wanted = query.get("ifGenerationMatch")
-        if wanted is None:
-            return None
-        stored = self.objects.get(key)
-        if wanted == str(0 if stored is None else stored[1]):
-            return None
-        return _json({"error": {"code": 412, "message": f"{key} does not have generation {wanted}"}}, 412)
-
     def _page(self, bucket: str, query: Mapping[str, str]) -> dict[str, Any]:
         """One page of a listing: at most PAGE_KEYS objects and common prefixes, and the start of the next page."""
         prefix, delimiter, end = query.get("prefix", ""), query.get("delimiter"), query.get("endOffset")
         limit = min(int(query.get("maxResults", PAGE_KEYS)), PAGE_KEYS)
-        token = query.get("pageToken")
-        start = max(prefix, query.get("startOffset", "") if token is None else _decode_token(token))
+        start = max(prefix, query.get("pageToken", query.get("startOffset", "")))
         items, prefixes = [], []
         root = f"{bucket}/"
         keys = self.objects.keys_from(root + start)
@@ -133,7 +122,7 @@ class StandIn:
             if not key.startswith(root + prefix) or (end and name >= end):
                 break
             if len(items) + len(prefixes) == limit:
-                return {**_listed(items, prefixes), "nextPageToken": _encode_token(name)}
+                return {"items": items, "prefixes": prefixes, "nextPageToken": name}
             rest, is_below, _ = name[len(prefix) :].partition(delimiter) if delimiter else ("", "", "")
             if is_below:
                 prefixes.append(prefix + rest + delimiter)
@@ -141,38 +130,7 @@ class StandIn:
             else:
                 content, generation = self.objects.get(key)
                 items.append(_resource(bucket, name, len(content), generation))
-        return _listed(items, prefixes)
-
-    def _control(self, body: bytes) -> web.Response:
-        counted = dict(self.counters)
-        if body:
-            self.set_costs(**json.loads(body))
-        return _json(counted)
-
-
-def _kind(method: str, name: str) -> str:
-    if method == "GET":
-        return "get" if name else "list"
-    return "delete" if method == "DELETE" else "put"
-
-
-def _uploaded(query: Mapping[str, str], content_type: str, body: bytes) -> tuple[str, bytes]:
-    """Name and content of an uploaded object. Raises ValueError for a kind of upload that is not implemented."""
-    if query.get("uploadType") == "media":
-        return query["name"], body
-    if query.get("uploadType") != "multipart":
-        raise ValueError(f"uploadType={query.get('uploadType')}: expected media or multipart")
-    boundary = content_type.partition("boundary=")[2].strip("\"'").encode()
-    _, described, content = body.split(b"--" + boundary)[:3]
-    name = json.loads(_part(described))["name"]
-    return name, _part(content)
-
-
-def _part(part: bytes) -> bytes:
-    """The content of one part of a multipart body."""
-    newline = b"\r\n" if part.startswith(b"\r\n") else b"\n"
-    content = part.partition(newline * 2)[2]
-    return content[: -len(newline)]
+        return {"items": items, "prefixes": prefixes}
 
 
 def _content(content: bytes, wanted: str | None, generation: int) -> web.Response:
@@ -193,18 +151,6 @@ def _resource(bucket: str, name: str, size: int, generation: int) -> dict[str, A
     """An object's metadata."""
     metadata = {"kind": "storage#object", "bucket": bucket, "name": name, "contentType": "application/octet-stream"}
     return metadata | {"size": str(size), "generation": str(generation), "metageneration": "1"}
-
-
-def _listed(items: list[dict[str, Any]], prefixes: list[str]) -> dict[str, Any]:
-    return {"kind": "storage#objects", "items": items, "prefixes": prefixes}
-
-
-def _encode_token(name: str) -> str:
-    return base64.urlsafe_b64encode(name.encode()).decode()
-
-
-def _decode_token(token: str) -> str:
-    return base64.urlsafe_b64decode(token).decode()
 
 
 def _json(content: Any, status: int = 200) -> web.Response:

@@ -55,28 +55,27 @@ _DEEPSEEK_V2 = {
     **{"topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0},
 }
 _ORDER = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-SHAPES = {
-    "Qwen2.5-0.5B": _QWEN2
-    | {"vocab_size": 151936, "num_key_value_heads": 2}
-    | dict(zip(_ORDER, (896, 4864, 14, 24), strict=True)),
-    "Qwen2.5-7B": _QWEN2
-    | {"vocab_size": 152064, "num_key_value_heads": 4}
-    | dict(zip(_ORDER, (3584, 18944, 28, 28), strict=True)),
-    "Llama-3-8B": _LLAMA3 | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
-    "Llama-3-8B-1048k": _LLAMA3  # fine-tuned for long contexts by Gradient
-    | {"max_position_embeddings": 1048576, "rope_theta": 3580165449}
-    | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
-    "Llama-3-70B": _LLAMA3 | dict(zip(_ORDER, (8192, 28672, 64, 80), strict=True)),
-    "Gemma-2-2B": _GEMMA2 | {"num_key_value_heads": 4} | dict(zip(_ORDER, (2304, 9216, 8, 26), strict=True)),
-    "Gemma-2-9B": _GEMMA2 | {"num_key_value_heads": 8} | dict(zip(_ORDER, (3584, 14336, 16, 42), strict=True)),
-    "Qwen3-30B-A3B": _QWEN3_MOE | dict(zip(_ORDER, (2048, 6144, 32, 48), strict=True)),
-    "gpt-oss-20b": _GPT_OSS | dict(zip(_ORDER, (2880, 2880, 64, 24), strict=True)),
-    "gpt-oss-120b": _GPT_OSS | {"num_local_experts": 128} | dict(zip(_ORDER, (2880, 2880, 64, 36), strict=True)),
-    "DeepSeek-V3": _DEEPSEEK_V3 | dict(zip(_ORDER, (7168, 18432, 128, 61), strict=True)),
-    "Gemma-3-1B": _GEMMA3 | {"num_key_value_heads": 1} | dict(zip(_ORDER, (1152, 6912, 4, 26), strict=True)),
-    "DeepSeek-V2-Lite": _DEEPSEEK_V2 | dict(zip(_ORDER, (2048, 10944, 16, 27), strict=True)),
-    "Mixtral-8x7B": _MIXTRAL | dict(zip(_ORDER, (4096, 14336, 32, 32), strict=True)),
+_MODELS = {
+    "Qwen2.5-0.5B": (_QWEN2 | {"vocab_size": 151936, "num_key_value_heads": 2}, (896, 4864, 14, 24)),
+    "Qwen2.5-7B": (_QWEN2 | {"vocab_size": 152064, "num_key_value_heads": 4}, (3584, 18944, 28, 28)),
+    "Llama-3-8B": (_LLAMA3, (4096, 14336, 32, 32)),
+    # Fine-tuned for long contexts by Gradient.
+    "Llama-3-8B-1048k": (
+        _LLAMA3 | {"max_position_embeddings": 1048576, "rope_theta": 3580165449},
+        (4096, 14336, 32, 32),
+    ),
+    "Llama-3-70B": (_LLAMA3, (8192, 28672, 64, 80)),
+    "Gemma-2-2B": (_GEMMA2 | {"num_key_value_heads": 4}, (2304, 9216, 8, 26)),
+    "Gemma-2-9B": (_GEMMA2 | {"num_key_value_heads": 8}, (3584, 14336, 16, 42)),
+    "Qwen3-30B-A3B": (_QWEN3_MOE, (2048, 6144, 32, 48)),
+    "gpt-oss-20b": (_GPT_OSS, (2880, 2880, 64, 24)),
+    "gpt-oss-120b": (_GPT_OSS | {"num_local_experts": 128}, (2880, 2880, 64, 36)),
+    "DeepSeek-V3": (_DEEPSEEK_V3, (7168, 18432, 128, 61)),
+    "Gemma-3-1B": (_GEMMA3 | {"num_key_value_heads": 1}, (1152, 6912, 4, 26)),
+    "DeepSeek-V2-Lite": (_DEEPSEEK_V2, (2048, 10944, 16, 27)),
+    "Mixtral-8x7B": (_MIXTRAL, (4096, 14336, 32, 32)),
 }
+SHAPES = {name: config | dict(zip(_ORDER, sizes, strict=True)) for name, (config, sizes) in _MODELS.items()}
 
 
 def write_shapes(directory: Path) -> None:

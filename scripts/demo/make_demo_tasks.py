@@ -1,6 +1,6 @@
 """Writes grid puzzles in ARC-AGI's task format, one JSON file per task.
 
-    python scripts/demo/make_demo_tasks.py --out DIR [--tasks 120] [--seed 0]
+    python scripts/demo/make_demo_tasks.py --out DIR [--tasks 120]
 
     {"train": [{"input": grid, "output": grid}, ...], "test": [...]}      grid: rows of colours 0..9
 
@@ -117,19 +117,19 @@ def make_task(kind: Callable[[Rng], Rule], rng: Rng) -> dict[str, list[dict[str,
     return {"train": pairs[:num_train], "test": pairs[num_train:]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder for the task files")
-    parser.add_argument("--tasks", type=int, default=120, help="number of tasks, divided among the kinds")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    for number in range(args.tasks):
+def write_tasks(out: Path, num_tasks: int) -> None:
+    """Writes tasks to a folder, divided among the kinds; always the same ones."""
+    out.mkdir(parents=True, exist_ok=True)
+    for number in range(num_tasks):
         kind = KINDS[number % len(KINDS)]
-        task = make_task(kind, np.random.default_rng([args.seed, number]))
-        (args.out / f"{kind.__name__}-{number // len(KINDS):03}.json").write_text(json.dumps(task))
-    print(f"{args.tasks} tasks of {min(args.tasks, len(KINDS))} kinds in {args.out}")
+        task = make_task(kind, np.random.default_rng([0, number]))
+        (out / f"{kind.__name__}-{number // len(KINDS):03}.json").write_text(json.dumps(task))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the task files")
+    parser.add_argument("--tasks", type=int, default=120, help="number of tasks, divided among the kinds")
+    args = parser.parse_args()
+    write_tasks(args.out, args.tasks)
+    print(f"{args.tasks} tasks in {args.out}")

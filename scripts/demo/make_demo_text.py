@@ -1,6 +1,6 @@
 """Writes the English text that comes with every CPython as parquet shards in FineWeb's schema.
 
-    python scripts/demo/make_demo_text.py --out DIR [--shards 6]
+    python scripts/demo/make_demo_text.py --out DIR
 
 Three megabytes without a download: the language reference's help topics, the docstrings of the standard library (read
 with `ast`; nothing is imported or run), and its text files. The same Python version gives
@@ -19,19 +19,6 @@ from pydoc_data.topics import topics
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-SCHEMA = pa.schema(
-    {
-        "text": pa.string(),
-        "id": pa.string(),
-        "dump": pa.string(),
-        "url": pa.string(),
-        "date": pa.string(),
-        "file_path": pa.string(),
-        "language": pa.string(),
-        "language_score": pa.float64(),
-        "token_count": pa.int64(),
-    }
-)
 MIN_CHARACTERS = 120  # skips a heading with a single line below it
 ROWS_PER_GROUP = 100
 # Tests, generated tables, and additions to the standard library by a distribution or the user.
@@ -49,7 +36,7 @@ class Text:
     text: str
 
     def row(self) -> dict[str, str | int | float]:
-        """The document as a row of `SCHEMA`."""
+        """The document as a row in FineWeb's schema."""
         return {
             "text": self.text,
             "id": f"<python:{self.name}>",
@@ -102,23 +89,22 @@ def definitions(node: ast.AST, prefix: str) -> Iterator[str]:
             yield from definitions(child, prefix)
 
 
-def write_shards(texts: list[Text], out: Path, num_shards: int) -> None:
+def write_shards(texts: list[Text], out: Path, num_shards: int = 6) -> None:
     """Writes text i to shard i mod `num_shards`, so that all shards have similar sizes and contents."""
     out.mkdir(parents=True, exist_ok=True)
     for shard in range(num_shards):
-        table = pa.Table.from_pylist([text.row() for text in texts[shard::num_shards]], schema=SCHEMA)
+        table = pa.Table.from_pylist([text.row() for text in texts[shard::num_shards]])
         pq.write_table(table, out / f"{shard:03}_00000.parquet", compression="zstd", row_group_size=ROWS_PER_GROUP)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
-    parser.add_argument("--shards", type=int, default=6, help="number of parquet files")
     args = parser.parse_args()
     texts = documents()
-    write_shards(texts, args.out, args.shards)
+    write_shards(texts, args.out)
     num_bytes = sum(len(text.text.encode()) for text in texts)
-    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB of text, {args.shards} files in {args.out}")
+    print(f"{len(texts)} documents, {num_bytes / 1e6:.1f} MB of text in {args.out}")
 
 
 if __name__ == "__main__":

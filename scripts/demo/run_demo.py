@@ -9,7 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
+import numpy as np
+
+from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.store import ActivationStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +23,6 @@ JOBS = {
 }
 
 SAE = "blocks.4.resid_post"  # the array that the bundled SAE encodes
-SHOWN_FREQUENCIES = (0.004, 0.006, 0.01, 0.02)  # approximate frequencies of the features shown
-SHOWN_FIRINGS = 3  # per feature
-TOKENS_BEFORE, TOKENS_AFTER = 8, 4
 
 
 def python(*arguments: str) -> None:
@@ -73,22 +72,16 @@ def show_features(path: Path) -> None:
     print(f"\n{path}: {len(frequency)} features of {SAE}, {statistics.l0:.0f} per token, {explained}")
     print(f'  store.feature_statistics("{SAE}")  # how often each feature fires, mean, maximum')
     print(f'  store.feature("{SAE}", 12, top=2)  # the strongest firings of feature 12')
-    for share in SHOWN_FREQUENCIES:
+    for share in (0.004, 0.006, 0.01, 0.02):
         feature = int(abs(frequency - share).argmin())
-        firings = store.feature(SAE, feature, top=SHOWN_FIRINGS)
+        firings = store.feature(SAE, feature, top=3)
         print(f"  feature {feature} fires in {frequency[feature]:.2%} of tokens:")
-        for row, slot, value in zip(firings.rows, firings.slots, firings.values, strict=True):
-            print(f"    {value:5.1f}  {marked(store, tokenizer, int(row), int(slot))}")
-
-
-def marked(store: ActivationStore, tokenizer: TextTokenizer, row: int, slot: int) -> str:
-    """The text around a token in a row, with the token in brackets."""
-    rows = store.read_tokens(row)
-    near = range(max(0, slot - TOKENS_BEFORE), min(slot + TOKENS_AFTER + 1, store.length))
-    window = [t for t in near if rows.segments[t] == rows.segments[slot]]
-    parts = [tokenizer.decode(rows.tokens[[t]]) for t in window]
-    parts[window.index(slot)] = f"[{parts[window.index(slot)]}]"
-    return " ".join("".join(parts).split())
+        for row, slot, value in zip(firings.rows.tolist(), firings.slots.tolist(), firings.values, strict=True):
+            rows = store.read_tokens(row)
+            document = np.flatnonzero(rows.segments == rows.segments[slot])
+            places = document[document < slot][-8:], [slot], document[document > slot][:4]
+            parts = [tokenizer.decode(rows.tokens[at]) for at in places]
+            print(f"    {value:5.1f}  {' '.join('{}[{}]{}'.format(*parts).split())}")
 
 
 if __name__ == "__main__":

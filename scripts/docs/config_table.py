@@ -1,10 +1,5 @@
-"""Writes docs/configuration.md, the table of configuration keys, from pipeline/config/schema.py: `make config-table`.
+"""Writes docs/configuration.md, the table of configuration keys: `make config-table`."""
 
-`--check` writes nothing, and exits with 1 if the file does not match the schema.
-"""
-
-import argparse
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
@@ -33,12 +28,12 @@ SOURCES = {  # by choices of `data`; the table has the defaults of the first cho
 }
 
 
-def table() -> str:
-    """The table as Markdown: each key, its meaning, and its default in `python -m pipeline.run`."""
+def document() -> str:
+    """The file's text: each key, its meaning, and its default in `python -m pipeline.run`."""
     composing.prepare()
     with hydra.initialize_config_dir(str(composing.CONFIGS), version_base="1.3"):
         lines = ["| key | meaning | default |", "|---|---|---|", *_rows(RunConfig, "", _composed())]
-    return "".join(f"{line}\n" for line in lines)
+    return HEAD + "".join(f"{line}\n" for line in lines)
 
 
 def _composed(*overrides: str) -> dict[str, Any]:
@@ -87,18 +82,5 @@ def _summary(cls: type) -> str:
     return " ".join((cls.__doc__ or "").split()).rstrip(".")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
-    text = HEAD + table()
-    if not args.check:
-        FILE.write_text(text)
-    elif text != FILE.read_text():
-        print(f"{FILE} does not match pipeline/config/schema.py. Run make config-table.", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    FILE.write_text(document())

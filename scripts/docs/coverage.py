@@ -5,7 +5,6 @@ Published SAEs are those in SAELens's registry, as it is installed; model types 
 transformers. `--check` writes nothing, and exits with 1 if the file is out of date.
 """
 
-import argparse
 import pkgutil
 import re
 import sys
@@ -138,17 +137,9 @@ def _sums(numbers: Mapping[tuple[str, str], int], place: int) -> dict[str, int]:
     return dict(sums.most_common())
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true")
+if __name__ == "__main__":
     text = "".join(f"{line}\n" for line in table())
-    if not parser.parse_args().check:
+    if "--check" not in sys.argv:
         FILE.write_text(text)
     elif text != FILE.read_text():
-        print(f"{FILE} is out of date. Run make coverage.", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        sys.exit(f"{FILE} is out of date. Run make coverage.")

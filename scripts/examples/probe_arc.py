@@ -1,6 +1,6 @@
 """Does the model know how large the next grid will be? A linear probe on ARC-AGI tasks, for every layer.
 
-    python scripts/examples/probe_arc.py [--tasks DIR] [--model Qwen/Qwen2.5-0.5B] [--plot probe.png]
+    python scripts/examples/probe_arc.py [--tasks DIR] [--model Qwen/Qwen2.5-0.5B]
 
 A prompt contains a task's examples and its test input, each grid after the label `input:` or `output:`. The job stores
 activations of the labels' colons only (`capture.positions=regex`). From these, ridge regression predicts the numbers of
@@ -20,7 +20,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from pipeline.store import ActivationStore
 
@@ -65,18 +64,7 @@ def explained(x: np.ndarray, y: np.ndarray, fold: np.ndarray) -> float:
     return 1 - errors[0] / errors[1]
 
 
-def draw(path: Path, arrays: list[str], shares: np.ndarray) -> None:
-    """Draws the shares, [arrays, 2]."""
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(arrays, shares, marker="o", label=["inputs", "outputs"])
-    axes.set(title="Size of the next grid, unseen tasks", ylabel="variance explained", ylim=(-0.1, 1.0))
-    axes.tick_params(axis="x", rotation=45)
-    axes.legend()
-    figure.savefig(path)
-
-
-def main(tasks: Path | None, model: str, length: int, plot: Path | None) -> float:
+def main(tasks: Path | None, model: str, length: int) -> float:
     """The share of the variance of the outputs' sizes that the best layer explains."""
     with tempfile.TemporaryDirectory() as name:
         if tasks is None:
@@ -100,8 +88,6 @@ def main(tasks: Path | None, model: str, length: int, plot: Path | None) -> floa
     for array, x in labels.activations.items():
         shares[array] = [explained(x[chosen], size[chosen], task[chosen] % FOLDS) for chosen in (inputs, outputs)]
         print(f"{array:20} inputs {shares[array][0]:6.3f}   outputs {shares[array][1]:6.3f}")
-    if plot is not None:
-        draw(plot, list(shares), np.array(list(shares.values())))
     best = max(shares, key=lambda array: shares[array][1])
     print(f"{best} explains {shares[best][1]:.2f} of the variance of the outputs' sizes")
     return shares[best][1]
@@ -112,6 +98,5 @@ if __name__ == "__main__":
     parser.add_argument("--tasks", type=Path, help="folder with a file per task")
     parser.add_argument("--model", default=TINY)
     parser.add_argument("--length", type=int, default=1024, help="length of rows; longer prompts are cut")
-    parser.add_argument("--plot", type=Path, help="file for the figure")
     options = parser.parse_args()
-    main(options.tasks, options.model, options.length, options.plot)
+    main(options.tasks, options.model, options.length)

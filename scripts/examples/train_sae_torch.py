@@ -40,15 +40,8 @@ def train(
     """Also the mean squared error of each step. Activations are normalised so that predicting the mean has an error
     of 1."""
     torch.manual_seed(0)
-    batches = store.batches(
-        key,
-        batch_size,
-        shuffle=True,
-        seed=0,
-        epochs=None,
-        normalisation=store.normalisation(key),
-        framework="torch",
-    )
+    options = {"shuffle": True, "seed": 0, "epochs": None, "framework": "torch"}
+    batches = store.batches(key, batch_size, normalisation=store.normalisation(key), **options)
     width = store.arrays[key].shape[2]
     autoencoder = SparseAutoencoder(width, EXPANSION * width)
     optimiser = torch.optim.Adam(autoencoder.parameters(), lr=1e-3)

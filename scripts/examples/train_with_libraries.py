@@ -1,9 +1,9 @@
 """SAELens, dictionary_learning and sparsify each train a top-k SAE on activations that are computed at the same time.
 
     make test-saes      # the libraries and this package, in .venv-saes
-    .venv-saes/bin/python scripts/examples/train_with_libraries.py [--steps 300] [--data stream store cached]
+    .venv-saes/bin/python scripts/examples/train_with_libraries.py [--steps 300]
 
-Each library's trainer gets an iterator of tensors [n, D]. `--data` selects its source:
+Each library's trainer gets an iterator of tensors [n, D], from several sources:
 
 * stream: a `Stream`
 * store: `batches` of the store that the stream has filled
@@ -132,7 +132,7 @@ def cached(store: ActivationStore, folder: Path, steps: int) -> ActivationsStore
 TRAINERS: tuple[Callable[[Data, int, Path], list[float]], ...] = (sae_lens, dictionary_learning, sparsify)
 
 
-def main(steps: int, sources: list[str]) -> None:
+def main(steps: int) -> None:
     torch.set_num_threads(1)  # steps are small, so more threads would mostly wait for each other
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -150,7 +150,7 @@ def main(steps: int, sources: list[str]) -> None:
             "store": lambda: (batch.activations for batch in store.batches(KEY, BATCH, shuffle=True, **options)),
             "cached": lambda: iter(cached(store, folder / "cached", steps)),
         }
-        for trainer, source in itertools.product(TRAINERS, sources):
+        for trainer, source in itertools.product(TRAINERS, data):
             if source == "cached" and trainer is not sae_lens:
                 continue
             torch.manual_seed(0)
@@ -164,7 +164,4 @@ def main(steps: int, sources: list[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    sources = ["stream", "store", "cached"]
-    parser.add_argument("--data", nargs="+", choices=sources, default=sources)
-    options = parser.parse_args()
-    main(options.steps, options.data)
+    main(parser.parse_args().steps)

@@ -103,7 +103,7 @@ def write_corpus(work: Path) -> list[str]:
     (work / "tasks").mkdir()
     for number in range(TASKS_PER_KIND * len(KINDS)):
         kind = KINDS[number % len(KINDS)]
-        task = make_task(kind, np.random.default_rng([SEED, number, 1]))  # the demo's tasks use [seed, number]
+        task = make_task(kind, np.random.default_rng([SEED, number, 1]))  # the demo's tasks use [0, number]
         (work / "tasks" / f"{number:03}.json").write_text(json.dumps(task))
     return [text.text for text in learned]
 

@@ -14,7 +14,7 @@ from tests.store.example_store import DOCUMENT_LENGTHS, WIDTHS, stored_tokens, w
 
 
 class Page(HTMLParser):
-    """Collects text and tags, and fails if a tag is not closed."""
+    """Collects text and tags, and fails if a tag is not closed, or if the page loads anything."""
 
     VOID = ("meta", "br")
 
@@ -25,6 +25,7 @@ class Page(HTMLParser):
         self.text = ""
         self.feed(text)
         assert not self.open
+        assert not re.search(r"https?://|src=|@import|url\((?!#)|href=\"(?!#|data:image/png;)", text)
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
@@ -76,7 +77,6 @@ def test_the_page_is_complete_and_loads_nothing(real_store, tmp_path, capsys):
     text = file.read_text()
     page = Page(text)
     assert page.tags.count("svg") >= 4
-    assert not re.search(r"https?://|src=|@import|url\((?!#)|href=\"(?!#|data:image/png;)", text)
     ids = set(re.findall(r'id="([^"]+)"', text))
     assert all((clip or shape) in ids for clip, shape in re.findall(r'url\(#([^)]+)\)|href="#([^"]+)"', text))
     for caption in ("Norm by layer", "Mean norm by position", "blocks.4.resid_post", "Document lengths"):

@@ -1,21 +1,18 @@
 """Stores of a model with experts: routers and experts."""
 
-import json
-
 import numpy as np
 import pytest
 
-from pipeline.config.composing import PACKAGE
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from tests.jobs import run_here, write_text
+from tests.jobs import run_here, write_random_model, write_text
 
 pytestmark = pytest.mark.heavy
 SHAPE = {
     **{"model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4},
-    **{"num_hidden_layers": 3, "num_key_value_heads": 2, "vocab_size": 2048, "mlp_only_layers": [1]},
+    **{"num_hidden_layers": 3, "num_key_value_heads": 2, "mlp_only_layers": [1]},
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
 }
 SITES = "router_logits,router_weights,router_indices,expert_out,mlp_out,mlp_post"
@@ -24,11 +21,8 @@ SITES = "router_logits,router_weights,router_indices,expert_out,mlp_out,mlp_post
 @pytest.fixture(scope="module")
 def overrides(tmp_path_factory, compilation_cache) -> list[str]:
     path = tmp_path_factory.mktemp("experts")
-    (path / "model").mkdir()
-    vocab = json.loads((PACKAGE / "assets/tiny-qwen2/config.json").read_text())["vocab_size"]
-    (path / "model/config.json").write_text(json.dumps(SHAPE | {"vocab_size": vocab}))
     text = write_text(path / "text", files=2, documents=20)
-    model = [f"model.path={path}/model", "model.init=random", f"model.tokenizer={PACKAGE}/assets/tiny-qwen2"]
+    model = write_random_model(path / "model", **SHAPE)
     sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.25", "run.max_tokens=4000"]
     return [f"data.path={text}", *model, *sizes, "capture.layers=all", f"capture.sites=[{SITES}]", compilation_cache]
 

@@ -1,6 +1,5 @@
 """Stores of jobs that encode activations with SAEs, compared with the published definitions in numpy."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from pipeline.store.format.metadata import change_root
 from pipeline.store.inspection.features import view_features
 from pipeline.store.io.storage import Storage
 from tests.job.test_processes import chaos
-from tests.jobs import assert_same_store, committed, run_here, run_processes, write_text
+from tests.jobs import assert_same_store, committed, run_here, run_processes, write_random_model, write_text
 from tests.models import sae_files
 from tests.models.sae_files import D_IN, WIDTH, decode_dense, encode_dense
 from tests.token_batches import tokens_of
@@ -50,11 +49,8 @@ ARRAY = "blocks.1.attn_in"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model with random weights, texts, and an SAE in each format."""
+    """Texts, and an SAE in each format."""
     folder = tmp_path_factory.mktemp("features")
-    (folder / "model").mkdir()
-    vocab = json.loads((composing.PACKAGE / "assets/tiny-qwen2/config.json").read_text())["vocab_size"]
-    (folder / "model/config.json").write_text(json.dumps(SHAPE | {"vocab_size": vocab}))
     write_text(folder / "text", files=2, documents=20)
     for number, (name, write) in enumerate(FORMATS.items()):
         write(folder / name, np.random.default_rng(number))
@@ -63,8 +59,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def overrides(folder, compilation_cache) -> list[str]:
-    assets = composing.PACKAGE / "assets/tiny-qwen2"
-    model = [f"model.path={folder}/model", "model.init=random", f"model.tokenizer={assets}", "model.dtype=float32"]
+    model = [*write_random_model(folder / "model", **SHAPE), "model.dtype=float32"]
     sizes = ["batch.rows=4", "batch.length=64", "store.shard_mib=0.02", "data.num_streams=2"]
     return [
         f"data.path={folder}/text",
@@ -153,16 +148,11 @@ def test_a_stream_computes_the_features_of_the_store(alone, tmp_path) -> None:
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_chaos_leaves_the_same_features(folder, overrides, tmp_path, tensor) -> None:
     """Runs of one, two and four processes, four devices in all, are killed or get SIGTERM."""
-    config = json.loads((folder / "model/config.json").read_text()) | {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-    }
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    model = write_random_model(tmp_path / "model", **SHAPE | {"num_attention_heads": 2, "num_key_value_heads": 2})
     text = [f"data.path={write_text(tmp_path / 'text', files=4, documents=60)}", "data.num_streams=4"]
     several = {name: str(folder / name) for name in ("jumprelu", "topk")}
     job = [*overrides, *text, encode(several), "capture.encode_error=true", "batch.rows=8"]
-    job += [f"model.path={tmp_path}/model", f"mesh.tensor={tensor}"]
+    job += [*model, f"mesh.tensor={tensor}"]
     assert run_processes(1, 4, *job, f"store.path={tmp_path}/reference").returncode == 0
     for number in range(3):
         store = tmp_path / str(number)

@@ -12,7 +12,7 @@ import pytest
 from pipeline import Stream
 from pipeline.library import StreamReader
 from pipeline.store import Batch
-from tests.jobs import ROOT, assert_same_store, free_port, read_until, run_here, write_text
+from tests.jobs import ROOT, assert_same_store, free_port, read_until, run_here, run_together, write_text
 from tests.token_batches import arrays, tokens_of
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
@@ -118,8 +118,7 @@ said = [batches.state()["of"]["rank"], batches.state()["of"]["world"], tokens]
 def test_joined_processes_compute_their_shares(overrides, whole, tmp_path):
     run_here(*overrides, f"store.path={tmp_path / 'reference'}")
     command = [sys.executable, "-c", JOINED, str(free_port())]
-    processes = [subprocess.Popen([*command, str(n), str(tmp_path), *overrides], cwd=ROOT) for n in range(2)]
-    assert [process.wait(timeout=300) for process in processes] == [0, 0]
+    run_together([[*command, str(n), str(tmp_path), *overrides] for n in range(2)])
     said = [json.loads((tmp_path / f"{n}.json").read_text()) for n in range(2)]
     assert [share[:2] for share in said] == [[0, 2], [1, 2]]
     assert sorted(bytes.fromhex(token) for share in said for token in share[2]) == tokens_of(whole)

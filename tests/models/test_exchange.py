@@ -1,14 +1,12 @@
 """What each process reads of weights that fsdp divides, and what the devices hold after the exchange."""
 
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import ROOT, free_port, run_program
+from tests.jobs import free_port, run_program, run_together
 from tests.models.hf_reference import save_random
 
 pytestmark = pytest.mark.heavy
@@ -117,17 +115,7 @@ def test_devices_hold_their_parts_after_an_exchange(tmp_path: Path) -> None:
     for family in FAMILIES:
         save_random(family, tmp_path / family)
     paths = [str(tmp_path / family) for family in FAMILIES]
-    port = str(free_port())
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOAD, port, str(process), *paths],
-            **{"cwd": ROOT, "env": environment, "text": True},
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT},
-        )
-        for process in range(2)
-    ]
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    common = ["env", "JAX_NUM_CPU_DEVICES=4", sys.executable, "-c", LOAD, str(free_port())]
+    outputs = run_together([[*common, str(process), *paths] for process in range(2)])
     assert all(f"('{family}', 'None')" in outputs[0] for family in FAMILIES), outputs[0]
     assert "('llama', 'int4')" in outputs[0], outputs[0]

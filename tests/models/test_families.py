@@ -48,8 +48,7 @@ LACKING = {
 @pytest.mark.parametrize("case", LACKING)
 def test_the_refusal_of_a_missing_site_lists_the_familys_sites(case: str, tmp_path) -> None:
     overrides, lacking = LACKING[case]
-    save_random(case.split()[-1], tmp_path, **overrides)
-    model = open_model(str(tmp_path))
+    model = opened(tmp_path, config_of(case.split()[-1], **overrides))
     assert set(Site) - set(model.sites) == lacking
     for site in lacking:
         with pytest.raises(ConfigError, match=rf"{site}.*the model has embed, resid_pre, attn_in, q, .*, resid_post"):
@@ -92,8 +91,7 @@ KINDS = {  # of layers: overrides, the sites that no layer has, the layers that 
 @pytest.mark.parametrize("family", KINDS)
 def test_a_layer_has_the_sites_of_its_kind(family: str, tmp_path) -> None:
     overrides, lacking, layers_of, reasons = KINDS[family]
-    save_random(family, tmp_path, **overrides)
-    model = open_model(str(tmp_path))
+    model = opened(tmp_path, config_of(family, **overrides))
     assert set(Site) - set(model.sites) == lacking
     for site, layers in layers_of.items():
         for asked in ("all", layers):
@@ -122,8 +120,7 @@ HOOKS = [
 
 @pytest.mark.parametrize(("family", "name", "hook_name"), HOOKS)
 def test_sites_have_their_transformer_lens_names(family: str, name: str, hook_name: str, tmp_path) -> None:
-    save_random(family, tmp_path)
-    assert open_model(str(tmp_path)).hook_name(ActivationKey.parse(name)) == hook_name
+    assert opened(tmp_path, config_of(family)).hook_name(ActivationKey.parse(name)) == hook_name
 
 
 def flat_rope(config: dict, theta: str = "rope_theta", fraction: str = "partial_rotary_factor") -> None:

@@ -100,12 +100,9 @@ def test_unusual_configurations_are_accepted(case: str, tmp_path) -> None:
     assert (model.num_layers, model.vocab_size, model.max_positions) == (4, 199, 512)
 
 
-ALTERNATING = ["sliding_attention", "full_attention"] * 2
 WINDOWS = {
     "Qwen2's last layers": (QWEN2 | SLIDING, "GGLL", 64),
-    "layer types": (QWEN2 | SLIDING | {"layer_types": ALTERNATING}, "LGLG", 64),
     "Mistral's default": (MISTRAL | {"max_position_embeddings": 8192}, "LLLL", 4096),
-    "Mistral": (MISTRAL | {"sliding_window": 100}, "LLLL", 100),
 }
 
 

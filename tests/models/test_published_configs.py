@@ -8,8 +8,10 @@ import pytest
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import open_model
+from scripts.bench.published_shapes import SHAPES
 
-CONFIGS = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_text())
+CONFIGS = PUBLISHED | {f"{name}'s shape": config for name, config in SHAPES.items()}  # of the benchmarks
 NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied, and without BERT's heads
     "gpt2": 124_439_808,
     "bert-base-uncased": 108_891_648,
@@ -40,6 +42,15 @@ NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied
     "Kimi-K2.5": 1_026_408_232_448,  # this and the following without vision
     "Llama-4-Scout": 107_769_861_120,
     "Qwen2.5-VL-7B saved by transformers 4.54": 7_615_616_512,
+    "Qwen2.5-0.5B's shape": 630_167_424,
+    "Qwen2.5-7B's shape": 7_615_616_512,
+    "Llama-3-8B's shape": 8_030_261_248,
+    "Llama-3-70B's shape": 70_553_706_496,
+    "Gemma-2-2B's shape": 2_614_341_888,
+    "Gemma-2-9B's shape": 9_241_705_984,
+    "Qwen3-30B-A3B's shape": 30_532_122_624,
+    "gpt-oss-20b's shape": 20_914_757_184,
+    "Mixtral-8x7B's shape": 46_702_792_704,
 }
 
 
@@ -55,7 +66,7 @@ def test_every_parameter_is_in_the_key_table(name: str, tmp_path) -> None:
 
 def test_windows_are_read_as_published(tmp_path) -> None:
     patterns = {}
-    for name, config in CONFIGS.items():
+    for name, config in PUBLISHED.items():
         (tmp_path / "config.json").write_text(json.dumps(config))
         local = open_model(str(tmp_path), init="random").arch.local
         if local is not None:

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pipeline.models.architecture import Rope, RopeKind, RotaryPairs
+from pipeline.models.architecture import RotaryPairs
 from pipeline.models.families.hf_attention import parse_rope
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.rope import (
@@ -18,28 +18,19 @@ from tests.models.hf_reference import torch, transformers
 llama = pytest.importorskip("transformers.models.llama.modeling_llama")
 HEAD_DIM = 64
 MAX_POSITIONS = 131072
-CASES = {
-    "default": (Rope(1e6), {"rope_type": "default", "rope_theta": 1e6}),
-    "linear": (
-        Rope(1e4, RopeKind.linear, factor=4.0),
-        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    ),
-    "llama3": (
-        Rope(5e5, RopeKind.llama3, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0),
-        {
-            "rope_type": "llama3",
-            "rope_theta": 5e5,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-}
-
-
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
-YARNS = {
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": MAX_POSITIONS}
+LONG |= {"short_factor": [1 + pair / 7 for pair in range(32)], "long_factor": [2.0] * 32}
+PARAMETERS = {
+    "default": {"rope_type": "default", "rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    "llama3": LLAMA3,
+    "llama3 of equal factors": LLAMA3 | {"factor": 16.0, "high_freq_factor": 1.0},
+    "longrope": LONG,
+    "longrope factor": LONG | {"factor": 32.0},
+    "longrope attention_factor": LONG | {"factor": 32, "attention_factor": 1.19, "rope_theta": 1e6},
     "yarn": YARN,
     "yarn attention_factor": YARN | {"attention_factor": 1.25, "mscale": 3.0, "mscale_all_dim": 2.0},
     "yarn mscale": YARN | {"factor": 40.0, "mscale": 1.707, "mscale_all_dim": 0.8},
@@ -50,15 +41,7 @@ YARNS = {
     "yarn all pairs": YARN | {"original_max_position_embeddings": 20, "beta_fast": 64},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 4.0},
 }
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": MAX_POSITIONS}
-LONG |= {"short_factor": [1 + pair / 7 for pair in range(32)], "long_factor": [2.0] * 32}
-YARNS |= {
-    "llama3 of equal factors": CASES["llama3"][1] | {"factor": 16.0, "high_freq_factor": 1.0},
-    "longrope": LONG,
-    "longrope factor": LONG | {"factor": 32.0},
-    "longrope attention_factor": LONG | {"factor": 32, "attention_factor": 1.19, "rope_theta": 1e6},
-}
-CASES |= {name: (parse_rope(HfConfig(values, name), 1e4, MAX_POSITIONS), values) for name, values in YARNS.items()}
+CASES = {name: (parse_rope(HfConfig(values, name), 1e4, MAX_POSITIONS), values) for name, values in PARAMETERS.items()}
 
 
 def reference(parameters: dict) -> llama.LlamaRotaryEmbedding:

@@ -12,7 +12,7 @@ from tests.jobs import ROOT
 @pytest.mark.slow
 def test_first_day_writes_a_correct_report_on_cpus() -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    command = [sys.executable, "scripts/first_day.py", "--smoke"]
+    command = [sys.executable, "-m", "scripts.first_day", "--smoke"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     report = (ROOT / "build" / "first-day" / "report.md").read_text()

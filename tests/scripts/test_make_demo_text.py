@@ -1,6 +1,4 @@
 import shutil
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -16,10 +14,8 @@ FINEWEB = ["text", "id", "dump", "url", "date", "file_path", "language", "langua
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> list[Path]:
-    """Made in another process."""
     out = tmp_path_factory.mktemp("text")
-    command = [sys.executable, make_demo_text.__file__, "--out", out]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    make_demo_text.write_shards(make_demo_text.documents(), out)
     return sorted(out.iterdir())
 
 
@@ -45,7 +41,7 @@ def test_the_documents_are_real_and_unique(shards):
 
 
 def test_the_same_python_writes_the_same_bytes(shards, tmp_path, monkeypatch):
-    """Extracts some modules' documents again, and writes all documents again, both in this process."""
+    """Extracts some modules' documents again, and writes all documents again."""
     rows = [row for path in shards for row in pq.read_table(path).to_pylist()]
     texts = [Text(row["id"][len("<python:") : -1], row["file_path"], row["text"]) for row in rows]
     make_demo_text.write_shards(sorted(texts), tmp_path / "again", 6)

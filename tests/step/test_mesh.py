@@ -183,7 +183,7 @@ token_outputs.CHUNK = 24  # of 96 tokens per device, or 48: several chunks
 x, *head_arrays = (jnp.asarray(rng.integers(-2, 3, shape), "float32") for shape in ((8, 24, 8), (96, 8), (96,)))
 head_params = dict(zip(("head", "head_bias"), head_arrays))  # many values are equal
 heads = {}
-for tensor, fsdp in ((0, False), (2, False), (4, False), (2, True)):
+for tensor, fsdp in ((0, False), (4, False), (2, True)):
     partition = Partition(make_mesh(tensor) if tensor else None, fsdp)
     head = Head("lm_head.weight", softcap=None, bias="lm_head.bias")
     compute = jax.jit(lambda x, n, params: token_outputs.token_outputs(head, params, x, n, 8, partition))
@@ -201,7 +201,7 @@ for name in ("jumprelu", "topk", "gated", "layer_norm"):
     sae = CASES[name]
     arrays = sae_arrays(sae, rng)
     x = jnp.asarray(3 * rng.normal(size=(8, 3, sae.d_in)), "float32")
-    alone = encoding.encode(sae, arrays, x, 3, decodes=True)
+    alone = jax.jit(lambda x, arrays: encoding.encode(sae, arrays, x, 3, decodes=True))(x, arrays)
     mesh = make_mesh(2)
     params = load_params(sae, arrays, arrays.__getitem__, "float32", mesh)
     divided = jax.jit(lambda x, params: encoding.encode(sae, params, x, 3, mesh=mesh, decodes=True))(x, params)
@@ -254,7 +254,7 @@ def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(
     assert share <= found["share"] < share + 0.2  # norms, biases, routers and scales are whole
 
 
-@pytest.mark.parametrize(("tensor", "fsdp"), [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize(("tensor", "fsdp"), [(4, False), (2, True)])
 def test_a_divided_vocabulary_gives_the_same_outputs(report, tensor, fsdp):
     """Without fsdp, devices exchange only a few numbers per token."""
     found = report[f"head {tensor} {fsdp}"]

@@ -1,7 +1,5 @@
 """The error caused by quantised weights, as recorded in a store."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +16,7 @@ from pipeline.step.rounding_errors import Rounding, RoundingError, rounding_erro
 from pipeline.store import ActivationStore
 from pipeline.store.inspection.summary import store_facts
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import write_text
+from tests.jobs import write_random_model, write_text
 
 pytestmark = pytest.mark.heavy
 DEVICE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -81,13 +79,7 @@ def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) 
     shape = {"model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 12}
     shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
-    vocab_size = json.loads((composing.PACKAGE / "assets/tiny-qwen2/config.json").read_text())["vocab_size"]
-    shape |= {
-        "hidden_size_per_layer_input": 6,
-        **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), vocab_size),
-    }
-    (tmp_path / "config.json").write_text(json.dumps(shape))
-    model = [f"model.path={tmp_path}", "model.init=random", f"model.tokenizer={composing.PACKAGE}/assets/tiny-qwen2"]
+    model = write_random_model(tmp_path, **shape, hidden_size_per_layer_input=6, vocab_size_per_layer_input=2048)
     job = open_job(job_config(text, tmp_path / "store", *model, "capture.layers=all", "capture.sites=[q,resid_post]"))
     rows = job.first_rows(1024)
     got = rounding_errors(job.model, job.plan.step.keys, rows, "float32", Rounding(job.config.model.quantised))

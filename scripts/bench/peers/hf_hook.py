@@ -4,9 +4,10 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-from torch_batches import TorchExtractor
 from transformers import AutoModel, AutoTokenizer
-from workload import Workload
+
+from scripts.bench.peers.torch_batches import TorchExtractor
+from scripts.bench.peers.workload import Workload
 
 
 class _Stop(Exception):

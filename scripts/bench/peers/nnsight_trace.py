@@ -2,8 +2,9 @@
 
 import nnsight
 import torch
-from torch_batches import TorchExtractor
-from workload import Workload
+
+from scripts.bench.peers.torch_batches import TorchExtractor
+from scripts.bench.peers.workload import Workload
 
 
 class Extractor(TorchExtractor):

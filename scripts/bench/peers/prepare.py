@@ -1,6 +1,6 @@
 """Writes the inputs of all extractors: checkpoints with published shapes and random weights, and the texts.
 
-    python scripts/bench/peers/prepare.py DEMO_TEXT TOKENIZER WORKLOAD...
+    python -m scripts.bench.peers.prepare DEMO_TEXT TOKENIZER WORKLOAD...
 
 Long documents are cut to whole rows, so that joining them and keeping them apart gives the same rows.
 """
@@ -15,23 +15,15 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GPT2Config, PretrainedConfig, Qwen2Config
-from workload import WORKLOADS, Workload
+
+from scripts.bench.peers.workload import WORKLOADS, Workload
+from scripts.bench.published_shapes import SHAPES
 
 SHORTEST, LONGEST = 20, 250
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(n_ctx=1024),  # as published; transformers itself no longer writes it
-    "Qwen/Qwen2.5-0.5B": Qwen2Config(
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-        vocab_size=151936,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-    ),
+    "Qwen/Qwen2.5-0.5B": Qwen2Config(**SHAPES["Qwen2.5-0.5B"], tie_word_embeddings=True),
 }
 
 

@@ -1,4 +1,7 @@
-"""SAELens' CacheActivationsRunner, with its transformers wrapper, which is its fastest. One layer per run."""
+"""SAELens' CacheActivationsRunner, with its transformers wrapper, which is its fastest. One layer per run.
+
+Documents are joined, and attend to each other.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +11,11 @@ import numpy as np
 from sae_lens import CacheActivationsRunner, CacheActivationsRunnerConfig
 from sae_lens.cache_activations_runner import _mk_activations_store
 from transformers import AutoConfig
-from workload import Workload
+
+from scripts.bench.peers.workload import Workload
 
 
 class Extractor:
-    isolates = False  # documents are joined, and attend to each other
-
     def __init__(self, workload: Workload) -> None:
         (layer,) = workload.layers
         self._hook = f"transformer.h.{layer}" if "gpt2" in workload.model else f"model.layers.{layer}"

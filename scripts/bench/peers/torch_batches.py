@@ -9,13 +9,12 @@ import torch
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
-from workload import Workload
+
+from scripts.bench.peers.workload import Workload
 
 
 class TorchExtractor:
     """An `Extractor`; subclasses load a model and compute `activations`."""
-
-    isolates = True
 
     def __init__(self, workload: Workload, tokenizer: PreTrainedTokenizerBase) -> None:
         self._workload = workload

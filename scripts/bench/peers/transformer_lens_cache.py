@@ -7,10 +7,11 @@ only by their names on the Hub, and uses a directory with that name if there is 
 import contextlib
 
 import torch
-from torch_batches import TorchExtractor
 from transformer_lens import HookedTransformer
 from transformers import AutoTokenizer
-from workload import MODELS, Workload
+
+from scripts.bench.peers.torch_batches import TorchExtractor
+from scripts.bench.peers.workload import MODELS, Workload
 
 
 class Extractor(TorchExtractor):

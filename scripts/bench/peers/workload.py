@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -44,8 +44,6 @@ WORKLOADS = {
 
 class Extractor(Protocol):
     """A tool in the comparison, with the model loaded and nothing computed."""
-
-    isolates: ClassVar[bool]  # whether documents cannot attend to each other
 
     def run(self, out: Path) -> int:
         """Writes activations of the text to files in the empty folder `out`. Returns the number of valid tokens."""

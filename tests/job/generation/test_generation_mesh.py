@@ -1,15 +1,13 @@
 """Generation on several devices and in several processes. Each case starts processes with its number of devices."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.jobs import ROOT, free_port
+from tests.jobs import free_port, run_together
 
 pytestmark = pytest.mark.heavy
 CONFIG = {  # a layer with a DeltaNet, one with attention
@@ -71,18 +69,11 @@ for kind in kinds:
 """
 
 
-def start(path: Path, processes: int, devices: int, *kinds: str) -> list[subprocess.Popen]:
-    """Starts the program. A kind is three digits: the devices along `tensor`, 1 for fsdp, and the expert group's. 101
-    is one device."""
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
-    common = [sys.executable, "-c", PROGRAM, str(path), str(free_port()), str(processes)]
-    pipes = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return [subprocess.Popen([*common, str(process), *kinds], **pipes) for process in range(processes)]
-
-
-def finish(started: list[subprocess.Popen]) -> None:
-    outputs = [process.communicate(timeout=300)[0] for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), outputs
+def commands(path: Path, processes: int, devices: int, *kinds: str) -> list[list[str]]:
+    """The program, for each process. A kind is three digits: the devices along `tensor`, 1 for fsdp, and the expert
+    group's. 101 is one device."""
+    common = ["env", f"JAX_NUM_CPU_DEVICES={devices}", sys.executable, "-c", PROGRAM, str(path), str(free_port())]
+    return [[*common, str(processes), str(process), *kinds] for process in range(processes)]
 
 
 def completions(path: Path, processes: int, kind: str) -> dict[str, np.ndarray]:
@@ -101,8 +92,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     paths = {name: tmp_path_factory.mktemp(name) for name in ("delta", "latent")}
     for path, config in zip(paths.values(), (CONFIG, LATENT_CONFIG), strict=True):
         (path / "config.json").write_text(json.dumps(config))
-    finish([*start(paths["delta"], 1, 4, "101", "211"), *start(paths["delta"], 2, 2, "111")])
-    finish(start(paths["latent"], 1, 4, "101", "212"))
+    run_together([*commands(paths["delta"], 1, 4, "101", "211"), *commands(paths["delta"], 2, 2, "111")])
+    run_together(commands(paths["latent"], 1, 4, "101", "212"))
     return paths
 
 
