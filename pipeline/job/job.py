@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int32
 
-from pipeline.config.choices import Windows
 from pipeline.config.schema import ArcData, GenerateData, RunConfig
 from pipeline.data.arc.prompts import GRADES
 from pipeline.data.demand import shortfall
@@ -122,25 +121,20 @@ class Job:
 
     def _batch_identity(self) -> dict[str, object]:
         batch = self.config.batch
-        identity: dict[str, object] = {
+        return {
             "length": self.plan.step.length,
             "packing": str(batch.packing),
             "long_documents": str(batch.long_documents),
+            "windows": str(batch.windows),
+            "overlap": batch.overlap,
+            "separator": batch.separator,
         }
-        if batch.windows is Windows.restart:
-            identity["windows"] = str(batch.windows)
-        if batch.overlap:
-            identity["overlap"] = batch.overlap
-        if batch.separator is not None:
-            identity["separator"] = batch.separator
-        return identity
 
     def _model_identity(self, reads_weights: bool) -> dict[str, object]:
         config, identity = self.config.model, self.model.identity(reads_weights)
         if not reads_weights and "weights" in self.stored.model:
             identity["weights"] = self.stored.model["weights"]
         dtypes = {name: str(getattr(config, name)) for name in ("dtype", "weights_dtype")}
-        dtypes["activations_dtype"] = "same"  # a key of earlier stores, which can be resumed
         return {**identity, **dtypes, "vocab_size": self.model.vocab_size}
 
     def _capture_identity(self, reads_weights: bool) -> dict[str, object]:
