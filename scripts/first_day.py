@@ -67,11 +67,9 @@ def run_job(name: str, *overrides: str, platforms: str | None = None) -> Path:
     common = ["data=fineweb", f"data.path={BUILD / 'text'}", "data.num_streams=1", f"store.path={store}"]
     command = [sys.executable, "-m", "pipeline.run", *common, "run.progress=false", *overrides]
     print(f"{name} ...", flush=True)
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if done.returncode:
-        print(f"{done.stdout}\n{' '.join(command)}")
+        print(f"{done.stdout}{done.stderr}\n{' '.join(command)}")
         sys.exit(f"{name} ended with exit code {done.returncode}")
     return store
 

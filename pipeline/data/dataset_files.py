@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import datasets
 import pyarrow as pa
 import yaml
-from datasets.data_files import resolve_pattern
+from datasets.data_files import has_magic, resolve_pattern
 from datasets.exceptions import DatasetsError
 from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -57,7 +57,7 @@ def open_builder(
     repeat_requests()
     with dataset_errors(path):
         if path in LOADERS or os.path.isdir(path):
-            for pattern in data_files or ():  # `datasets` leaves out globs without files
+            for pattern in filter(has_magic, data_files or ()):  # `datasets` leaves out globs without files
                 resolve_pattern(pattern, os.getcwd() if path in LOADERS else path)
         try:
             builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)

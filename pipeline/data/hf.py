@@ -270,11 +270,10 @@ def _as_text(column: str, value: Any) -> str | None:
 
 def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
     """The dataset's builder, and its split's files, named relative to their common directory."""
-    data_files = config.data_files
+    path, data_files = os.path.expanduser(config.path), config.data_files
     if data_files is not None:
         data_files = [data_files] if isinstance(data_files, str) else data_files
-        data_files = [_as_glob(os.path.expanduser(file)) for file in data_files]
-    path = os.path.expanduser(config.path)
+        data_files = [_as_glob(os.path.expanduser(file), path) for file in data_files]
     builder = open_builder(path, config.subset, split=config.split, data_files=data_files, revision=config.revision)
     addresses = [str(file) for file in builder.config.data_files[config.split]]
     if len({posixpath.isabs(address) for address in addresses}) > 1:
@@ -291,9 +290,10 @@ def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
     return builder, in_parallel(listed, addresses)
 
 
-def _as_glob(file: str) -> str:
-    """A pattern of one existing file, even if its path has brackets; other patterns and URLs as they are."""
-    return glob.escape(file) if os.path.isfile(file) else file
+def _as_glob(file: str, folder: str) -> str:
+    """A pattern of one existing file, even if its path has brackets; other patterns and URLs as they are. folder:
+    `data.path`, which may be one with the file."""
+    return glob.escape(file) if os.path.isfile(file) or os.path.isfile(os.path.join(folder, file)) else file
 
 
 def _is_read_here(builder: DatasetBuilder, files: Sequence[InputFile]) -> bool:

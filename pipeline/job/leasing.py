@@ -118,15 +118,16 @@ class LeasedStreams:
 
     def blocks(self, should_stop: Callable[[], bool]) -> Iterator[TokenBlock]:
         """The blocks for the feed. Ends when no stream has work left, or after `should_stop()`."""
-        poll_s, longest_s = _FIRST_POLL_S, self._leases.lease_s / _POLLS_PER_LEASE
+        poll_s, longest_s, has_said = _FIRST_POLL_S, self._leases.lease_s / _POLLS_PER_LEASE, False
         while not should_stop():
             self._has_released.clear()
             work = self._take_next(should_stop)
             if work is not None:
-                poll_s = _FIRST_POLL_S
+                poll_s, has_said = _FIRST_POLL_S, False
                 yield from self._read(work, should_stop)
             elif self._streams:
-                if poll_s < longest_s <= 2 * poll_s and self._is_idle():
+                if not has_said and 2 * poll_s >= longest_s and self._is_idle():
+                    has_said = True
                     log.info(
                         "other processes hold all streams that have work left: waiting until they release them, or "
                         "have been silent for %g s (run.lease_s)",

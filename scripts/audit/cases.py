@@ -140,8 +140,6 @@ DECODE_CASES: Mapping[str, Case] = {
     for proposals in (0, 4)
 }
 CASES = {"tpu": TPU_CASES, "gpu": GPU_CASES, "decode": DECODE_CASES}
-
-
 Facts = dict[str, Any]  # about a compiled program, in addition to its text. Bytes are per device
 
 

@@ -57,13 +57,9 @@ def _is_carried(operand: Instruction, body: Computation) -> bool:
     while operand.opcode == "bitcast":
         operand = body.instructions[operand.operands[0]]
     index = operand.attribute(r"\bindex=(\d+)")
-    if (
-        operand.opcode != "get-tuple-element"
-        or body.root.opcode != "tuple"
-        or body.parameters[0].name not in operand.operands
-    ):
+    if operand.opcode != "get-tuple-element" or body.root.opcode != "tuple":
         return False
-    return body.root.operands[int(index)] == operand.name
+    return body.parameters[0].name in operand.operands and body.root.operands[int(index)] == operand.name
 
 
 def _read(module: Module, fused: Computation, parameter: Instruction, whole: int) -> int:

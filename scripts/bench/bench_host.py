@@ -146,7 +146,7 @@ def stages(job: Job) -> list[Stage]:
     activations = step.compiled(None, batch["tokens"], batch["segments"], batch["positions"]).arrays
     source = [np.array(values) for values in activations]
     buffers = [np.zeros(job.layout.block_shape(spec), ml_dtypes.bfloat16) for spec in job.layout.arrays]
-    num_bytes = len(blocks) * plan.memory.block_bytes
+    sizes = stored_tokens, len(blocks) * plan.memory.block_bytes
 
     def copy_steps() -> None:
         for _ in range(num_steps):
@@ -160,18 +160,12 @@ def stages(job: Job) -> list[Stage]:
 
     return [
         Stage("tokenizers alone", lambda: library.encode_batch_fast(texts), num_tokens),
-        Stage("memcpy", copy_memory, stored_tokens, num_bytes),
-        Stage("TensorStore alone", lambda: write_arrays(job, len(blocks), buffers), stored_tokens, num_bytes),
+        Stage("memcpy", copy_memory, *sizes),
+        Stage("TensorStore alone", lambda: write_arrays(job, len(blocks), buffers), *sizes),
         Stage("feed", lambda: list(whole_text.work()[0].blocks(lambda: False)), num_tokens, 0, "tokenizers alone"),
-        Stage("device to buffers", copy_steps, stored_tokens, num_bytes, "memcpy"),
-        Stage(
-            "write and commit",
-            lambda: write_blocks(job, blocks, buffers),
-            stored_tokens,
-            num_bytes,
-            "TensorStore alone",
-        ),
-        Stage("whole job", lambda: fill_store(job, step, job.config.store.path), stored_tokens, num_bytes),
+        Stage("device to buffers", copy_steps, *sizes, "memcpy"),
+        Stage("write and commit", lambda: write_blocks(job, blocks, buffers), *sizes, "TensorStore alone"),
+        Stage("whole job", lambda: fill_store(job, step, job.config.store.path), *sizes),
     ]
 
 

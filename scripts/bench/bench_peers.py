@@ -50,29 +50,26 @@ class Worker:
         command = [python, "-m", "scripts.bench.peers.worker", peer, workload.name]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, env=environment, stderr=log, **pipes)
+            self.process = subprocess.Popen(command, env=environment, stderr=log, **pipes)
         self._answer()
 
     def run(self) -> None:
         """Measures a run."""
         os.sync()  # otherwise, a run that syncs its files would also wait for those of others
         time.sleep(1)  # OpenMP's threads spin for a while after a run, also of another process
-        self._process.stdin.write(f"{BUILD / 'out'}\n")
-        self._process.stdin.flush()
+        self.process.stdin.write(f"{BUILD / 'out'}\n")
+        self.process.stdin.flush()
         self.runs.append(self._answer())
         print(f"{self.workload.name} {self.peer:22} {self.runs[-1]['tokens_per_s']:8.1f} tokens/s", flush=True)
 
     def close(self) -> None:
         """Waits until the process has written its files for comparison."""
-        self._process.stdin.close()
-        if self._process.wait():
+        self.process.stdin.close()
+        if self.process.wait():
             self._fail()
 
-    def kill(self) -> None:
-        self._process.kill()
-
     def _answer(self) -> dict:
-        line = self._process.stdout.readline()
+        line = self.process.stdout.readline()
         return json.loads(line) if line else self._fail()
 
     def _fail(self) -> NoReturn:
@@ -110,7 +107,7 @@ def measure(workload: Workload, peers: Sequence[str], repetitions: int) -> dict[
             worker.close()
     finally:
         for worker in workers:
-            worker.kill()
+            worker.process.kill()
     return {worker.peer: worker.summary() for worker in workers}
 
 

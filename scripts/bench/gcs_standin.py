@@ -17,7 +17,7 @@ from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import parse_qsl, unquote
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 from aiohttp import web
 
@@ -28,26 +28,22 @@ _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 
 
 class Objects:
-    """The objects by key, `bucket/name`, with their generations."""
+    """The objects by key, `bucket/name`: content and generation."""
 
     def __init__(self) -> None:
-        self._objects: dict[str, tuple[bytes, int]] = {}
+        self.stored: dict[str, tuple[bytes, int]] = {}
         self._sorted: list[str] = []
         self._generations = itertools.count(1)
 
-    def get(self, key: str) -> tuple[bytes, int] | None:
-        """The object's content and generation; None if it does not exist."""
-        return self._objects.get(key)
-
     def put(self, key: str, content: bytes) -> int:
         """Writes an object. Returns the new generation."""
-        if key not in self._objects:
+        if key not in self.stored:
             bisect.insort(self._sorted, key)
-        self._objects[key] = content, next(self._generations)
-        return self._objects[key][1]
+        self.stored[key] = content, next(self._generations)
+        return self.stored[key][1]
 
     def delete(self, key: str) -> None:
-        if self._objects.pop(key, None) is not None:
+        if self.stored.pop(key, None) is not None:
             del self._sorted[bisect.bisect_left(self._sorted, key)]
 
     def keys_from(self, start: str) -> Iterator[str]:
@@ -56,24 +52,17 @@ class Objects:
 
 
 class StandIn:
-    """The server's state: objects, costs, and counters of requests since the costs were last set."""
+    """The server's state: objects, latency, and the requests by kind since the latency was last set."""
 
     def __init__(self) -> None:
-        self.objects = Objects()
-        self.set_costs(0)
-
-    def set_costs(self, latency_s: float) -> None:
-        """Sets the latency of every request, and resets the counters."""
-        self.latency_s = latency_s
+        self.objects, self.latency_s = Objects(), 0.0
         self.counters: Counter[str] = Counter()
 
     async def handle(self, request: web.BaseRequest) -> web.Response:
         path, _, query_text = request.raw_path.partition("?")
         body = await request.content.read()
         if path == CONTROL:
-            counted = dict(self.counters)
-            if body:
-                self.set_costs(**json.loads(body))
+            counted, self.counters, self.latency_s = self.counters, Counter(), float(body)
             return _json(counted)
         query = dict(parse_qsl(query_text, keep_blank_values=True))
         matched = _OBJECT.fullmatch(path)
@@ -92,7 +81,7 @@ class StandIn:
         self, kind: str, bucket: str, name: str, query: Mapping[str, str], request: web.BaseRequest, body: bytes
     ) -> web.Response:
         key = f"{bucket}/{name}"
-        stored = self.objects.get(key)
+        stored = self.objects.stored.get(key)
         if query.get("ifGenerationMatch") not in (None, str(0 if stored is None else stored[1])):
             return _json({"error": {"code": 412, "message": f"{key} does not have this generation"}}, 412)
         if kind == "put":
@@ -128,7 +117,7 @@ class StandIn:
                 prefixes.append(prefix + rest + delimiter)
                 keys = self.objects.keys_from(root + prefix + rest + chr(ord(delimiter) + 1))
             else:
-                content, generation = self.objects.get(key)
+                content, generation = self.objects.stored[key]
                 items.append(_resource(bucket, name, len(content), generation))
         return {"items": items, "prefixes": prefixes}
 
@@ -186,10 +175,9 @@ def _serve_process(ready: Connection) -> None:
     asyncio.run(serve())
 
 
-def control(url: str, **costs: float) -> dict[str, int]:
-    """The requests by kind since the costs were last set. Sets them if given: `StandIn.set_costs`."""
-    body = json.dumps(costs).encode() if costs else None
-    with urlopen(Request(url + CONTROL, body, method="POST" if body else "GET"), timeout=60) as answer:
+def control(url: str, latency_s: float) -> dict[str, int]:
+    """Sets the latency of every request. Returns the requests by kind since it was last set."""
+    with urlopen(url + CONTROL, str(latency_s).encode(), timeout=60) as answer:
         return json.load(answer)
 
 

@@ -13,6 +13,7 @@ _LLAMA3 = {
     **{"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
     **{"rope_theta": 5e5, "head_dim": 128, "num_key_value_heads": 8},
 }
+_LONG = {"max_position_embeddings": 1048576, "rope_theta": 3580165449}  # fine-tuned for long contexts by Gradient
 _GEMMA2 = {
     **{"model_type": "gemma2", "vocab_size": 256000, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6},
     **{"rope_theta": 1e4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096},
@@ -59,11 +60,7 @@ _MODELS = {
     "Qwen2.5-0.5B": (_QWEN2 | {"vocab_size": 151936, "num_key_value_heads": 2}, (896, 4864, 14, 24)),
     "Qwen2.5-7B": (_QWEN2 | {"vocab_size": 152064, "num_key_value_heads": 4}, (3584, 18944, 28, 28)),
     "Llama-3-8B": (_LLAMA3, (4096, 14336, 32, 32)),
-    # Fine-tuned for long contexts by Gradient.
-    "Llama-3-8B-1048k": (
-        _LLAMA3 | {"max_position_embeddings": 1048576, "rope_theta": 3580165449},
-        (4096, 14336, 32, 32),
-    ),
+    "Llama-3-8B-1048k": (_LLAMA3 | _LONG, (4096, 14336, 32, 32)),
     "Llama-3-70B": (_LLAMA3, (8192, 28672, 64, 80)),
     "Gemma-2-2B": (_GEMMA2 | {"num_key_value_heads": 4}, (2304, 9216, 8, 26)),
     "Gemma-2-9B": (_GEMMA2 | {"num_key_value_heads": 8}, (3584, 14336, 16, 42)),

@@ -3,8 +3,8 @@
     python scripts/demo/make_demo_text.py --out DIR
 
 Three megabytes without a download: the language reference's help topics, the docstrings of the standard library (read
-with `ast`; nothing is imported or run), and its text files. The same Python version gives
-the same documents with the same ids. `token_count` is the number of words separated by white space.
+with `ast`; nothing is imported or run), and its text files. The same Python version gives the same documents with the
+same ids. `token_count` is the number of words.
 """
 
 import argparse

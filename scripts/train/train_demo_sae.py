@@ -202,8 +202,7 @@ def main() -> None:
     write_config(args.out, width, measured)
     result = (
         f"It explains {measured['explained_variance']:.1%} of the variance of {measured['held_out_tokens']:,} held-out "
-        f"tokens with {measured['l0']:g} of {WIDTH} features per token; {measured['features_that_fire']} of them fire "
-        f"there"
+        f"tokens with {measured['l0']:g} of {WIDTH} features per token; {measured['features_that_fire']} fire there"
     )
     effort = (
         f"{args.steps} steps of {BATCH_TOKENS} tokens ({args.steps * BATCH_TOKENS / store.num_tokens:.1f} epochs) in "

@@ -311,6 +311,8 @@ def test_a_home_directory_is_expanded_and_brackets_are_part_of_names(tmp_path, m
     (tmp_path / "folder").mkdir()
     write_json_lines(tmp_path / "folder" / "rows.jsonl", ROWS)
     assert source(path="~/folder").shards == ("rows.jsonl",)
+    write_json_lines(tmp_path / "folder" / "rows[1].jsonl", ROWS)
+    assert source(path="~/folder", data_files="rows[1].jsonl").shards == ("rows[1].jsonl",)
 
 
 MEANINGLESS = [

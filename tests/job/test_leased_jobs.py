@@ -55,13 +55,6 @@ def wait_for_owners(store: Path, count: int, *launched: subprocess.Popen) -> Non
         assert process.poll() is None
 
 
-def hold_all_streams(store: Path) -> Leases:
-    """Leases all streams. The jobs wait until the result is closed."""
-    holder = Leases(str(store), lease_s=60)
-    assert all(map(holder.take, holder.vacant(range(3))))
-    return holder
-
-
 def finish(job: subprocess.Popen) -> str:
     output, _ = job.communicate(timeout=120)
     assert job.returncode == 0, output
@@ -111,19 +104,21 @@ def test_a_job_that_slept_while_its_stream_was_taken_over_drops_its_blocks(small
     assert_same_store(store, small_store)
 
 
-def test_sigterm_ends_a_job_of_one_process_that_waits_for_a_stream(small_job, tmp_path):
-    """As on a single TPU host. JAX's handler would act on SIGTERM at the next step, which never comes."""
+def test_sigterm_ends_a_job_of_one_process_that_waits_for_a_stream(small_job, small_store, tmp_path):
+    """As on a single TPU host. JAX's handler would act on SIGTERM at the next step, which never comes. Before, the job
+    waits for its own last block, so long that it would have said that it waits for others."""
     store = tmp_path / "store"
-    alone = [
-        f"distributed.coordinator=localhost:{free_port()}",
-        "distributed.num_processes=1",
-        "distributed.process_id=0",
-    ]
-    with closing(hold_all_streams(store)), jobs(1, *small_job, f"store.path={store}", *alone) as [job]:
-        with killed_after(120, job):
-            read_until("compiled the step", job)
-        time.sleep(1)  # it now waits for a stream
-        job.send_signal(signal.SIGTERM)
-        output, _ = job.communicate(timeout=60)
+    num_blocks = len(list(small_store.glob("_commits/stream-00000/*")))
+    alone = ["distributed.num_processes=1", "distributed.process_id=0", "run.lease_s=12", f"store.path={store}"]
+    alone.append(f"distributed.coordinator=localhost:{free_port()}")
+    with commits_held(store, [(0, num_blocks - 1)], *small_job) as release, closing(Leases(store, lease_s=12)) as other:
+        assert all(map(other.take, other.vacant((1, 2))))
+        with jobs(1, *small_job, *alone) as [job], killed_after(120, job):
+            wait_for_blocks(job, store, num_blocks - 1)
+            time.sleep(3)
+            release()
+            read_until("other processes hold all streams", job)
+            assert committed(store) == num_blocks
+            job.send_signal(signal.SIGTERM)
+            output, _ = job.communicate(timeout=60)
     assert job.returncode == 42, output
-    assert committed(store) == 0

@@ -202,7 +202,7 @@ def test_a_hanging_process_is_reported_and_the_job_gives_up(small_job, tmp_path)
     assert re.search(r"no step has finished for [345] s", output), output  # it looks every 0.75 s
     assert "writer: results" in output
     assert "Exiting; run the same command again to resume." in output
-    left = [json.loads(file.read_text())["pid"] for file in store.glob("_leases/*.json")]
+    left = [json.loads(file.read_text())["pid"] for file in store.glob("_jobs/lease-*.json")]
     assert first.pid not in left
 
 
