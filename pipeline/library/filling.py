@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeline.core.errors import ArgumentError
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn
 from pipeline.job.loaded_step import LoadedStep
@@ -142,6 +143,8 @@ class Filler:
         try:
             with self._tee or nullcontext():
                 self._fill_memories(begin, first_index)
+            if self._closed.is_set():  # another thread may be waiting
+                self._filled.put(ArgumentError("the stream was closed by another thread than the one that reads it."))
         except BaseException as error:  # re-raised on the training thread
             if self._closed.is_set():  # nobody may be waiting any more
                 log.error("a closed stream failed: %s", error)

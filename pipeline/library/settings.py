@@ -5,8 +5,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
-import numpy as np
-
 from pipeline.config.composing import from_values
 from pipeline.config.schema import BatchConfig, CaptureConfig, ModelConfig, ParquetData, RunConfig, all_fields
 from pipeline.core.errors import ConfigError
@@ -77,9 +75,10 @@ def configuration(values: Mapping[str, object], job: Mapping[str, object] | None
 
 
 def plain(value: object) -> object:
-    """Converts ranges, tuples and arrays to lists, and numpy's numbers to Python's, for the configuration."""
-    if isinstance(value, np.generic):
-        return value.item()
+    """Converts ranges, tuples and arrays to lists, and numbers of numpy, JAX and torch to Python's, for the
+    configuration."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if isinstance(value, str | bool | int | float | None):
         return value
     if isinstance(value, os.PathLike):

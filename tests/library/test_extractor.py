@@ -329,7 +329,7 @@ def test_a_saved_store_is_resumed_extended_or_refused(extractor, texts, tmp_path
     part = extractor.save(path, texts, max_tokens=1000)
     assert 1000 <= part.num_tokens < 1000 + part.metadata.rows_per_block * LENGTH
     before = {file: file.stat().st_mtime_ns for file in path.glob("_commits/*/*.json")}
-    assert extractor.save(path, texts, max_tokens=np.int64(1000)).num_tokens == part.num_tokens
+    assert extractor.save(path, texts, max_tokens=np.array(1000)).num_tokens == part.num_tokens
     assert before == {file: file.stat().st_mtime_ns for file in path.glob("_commits/*/*.json")}
     with pytest.raises(StoreMismatch, match="data"):
         extractor.save(path, [*texts[1:], texts[0]], max_tokens=1500)

@@ -61,7 +61,7 @@ def withdraw(store: Path, stream: int, blocks: int) -> None:
 
 
 READS_ONE_BATCH = """
-import json, sys
+import json, sys, threading
 from pipeline import Stream
 
 stream = Stream.from_config(sys.argv[2:])
@@ -69,12 +69,15 @@ batches = stream.batches(100, "blocks.2.resid_post", shuffle_buffer_tokens=3072,
 json.batches = batches  # in a module that is cleared late
 next(batches)
 """
+GOES_ON_IN_A_THREAD = "threading.Thread(target=list, args=[batches]).start()"
 
 
-def test_a_program_that_ends_without_closing_commits_complete_blocks(overrides, tmp_path):
-    command = [sys.executable, "-c", READS_ONE_BATCH, tmp_path / "store", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "Error" not in done.stderr
+@pytest.mark.parametrize("end", ["", GOES_ON_IN_A_THREAD])
+def test_a_program_that_ends_without_closing_commits_complete_blocks(overrides, end, tmp_path):
+    command = [sys.executable, "-c", READS_ONE_BATCH + end, tmp_path / "store", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert ("ArgumentError" if end else "") in done.stderr
+    assert ("Error" in done.stderr) == bool(end)
     assert committed(tmp_path / "store") > 0
 
 

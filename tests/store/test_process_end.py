@@ -40,6 +40,22 @@ def test_a_half_read_reader_ends_without_a_message(tmp_path):
     assert "Exception ignored" not in result.stderr
 
 
+READS_IN_A_THREAD = """
+import sys, threading, time
+from pipeline.store import ActivationStore
+
+reader = ActivationStore.open(sys.argv[1]).batches("embed", 3)
+next(reader)
+threading.Thread(target=lambda: [time.sleep(0.1) for _ in reader]).start()
+"""
+
+
+def test_a_pass_that_the_end_of_the_main_thread_cuts_raises_in_its_thread(tmp_path):
+    copy_store(str(tmp_path))
+    result = subprocess.run([sys.executable, "-c", READS_IN_A_THREAD, tmp_path], capture_output=True, text=True)
+    assert "Join the thread that uses this reader first" in result.stderr
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="lists threads as Linux does")
 def test_decoding_a_table_starts_no_pyarrow_threads():
     """Such a thread could release the file's bytes, a Python object, while Python exits."""

@@ -20,7 +20,7 @@ from pipeline.store.io.storage import Storage
 COMMITS_PREFIX = "_commits/"
 _KEYS_IN_ORDER = 900_000  # from this block on, all keys are listed: those with seven digits sort before those with six
 NUM_COUNTS = 8  # of a block in `recent`
-BLOCKS_PER_GROUP = 256  # a record repeats the counts of earlier blocks of its group: 12 kB at most
+BLOCKS_PER_GROUP = 256  # a record repeats the counts of earlier blocks of its group: about 12 kB
 _MAX_COUNT = 1 << 63
 
 

@@ -74,6 +74,10 @@ class Reader(Iterator[B], Generic[B]):
 
     def __next__(self) -> B:
         require_not_forked(self.library)
+        if _main_has_ended.is_set():  # not the end of the pass, for a thread that goes on
+            raise ArgumentError(
+                "the main thread has ended, which closes all readers. Join the thread that uses this reader first."
+            )
         if self._is_complete or self._is_closed:
             raise StopIteration
         # A signal may raise an exception after any call. Then this iterator is not used again, and the next one begins
@@ -107,10 +111,12 @@ class Reader(Iterator[B], Generic[B]):
 
 
 _readers: weakref.WeakSet[Reader[Any]] = weakref.WeakSet()
+_main_has_ended = threading.Event()
 
 
 def _end_readers() -> None:
     """Closes the readers that are still referred to when the program ends."""
+    _main_has_ended.set()
     for reader in list(_readers):
         try:
             reader.close()
