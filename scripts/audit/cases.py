@@ -141,8 +141,8 @@ DECODE_CASES: Mapping[str, Case] = {
 }
 CASES = {"tpu": TPU_CASES, "gpu": GPU_CASES, "decode": DECODE_CASES}
 
-
-Facts = dict[str, Any]  # about a compiled program, in addition to its text. Bytes are per device
+Facts = dict[str, Any]
+"""About a compiled program, in addition to its text. Bytes are per device."""
 
 
 def compile_case(case: Case) -> Iterator[tuple[str, str, Facts]]:
@@ -197,12 +197,8 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     prefilled = generation.cache_bytes * spec.prefill_rows(data) // spec.rows
     yield "prefill", programs.prefill.as_text(), _facts(programs.prefill, weights + prefilled, described, of_all_caches)
     decoding = _facts(programs.segment, weights + generation.cache_bytes, described, of_all_caches)
-    # How often a decoding step's loops over blocks of full caches run.
-    yield (
-        "decode",
-        programs.segment.as_text(),
-        decoding | {"block_loops": max(1, spec.length // programs.spec.block - 1)},
-    )
+    loops = max(1, spec.length // programs.spec.block - 1)  # iterations over blocks of full caches, per step
+    yield "decode", programs.segment.as_text(), decoding | {"block_loops": loops}
 
 
 def _embedding_bytes(leaves: LeafTree, dtype: str, tensor: int) -> int:
