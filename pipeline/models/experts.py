@@ -55,7 +55,7 @@ class _Pairs(NamedTuple):
     """Pairs of a token and one of its experts. The results of those of no expert are undefined."""
 
     tokens: Float[Array, "S D"]
-    rows: Int32[Array, " R"]  # of the token of each pair, if they are sorted by expert
+    rows: Int32[Array, " R"]  # of the tokens of pairs, which are sorted by expert
     order: Order
 
 
@@ -234,9 +234,9 @@ def _in_one_kernel(
     (x, rows, order), weights = pairs, _ungrouped(weights, pairs.tokens.dtype)
     blocks = RowBlocks.of(order.sizes, len(rows))
 
-    def product(x: Array, *names: str, combine: Callable[..., Array] = lambda product: product, **rows: Array) -> Array:
+    def product(x: Array, *names: str, combine: Callable[..., Array] = lambda y: y, **places: Array) -> Array:
         matrices = [Matrices(weights[name], weights.get(f"{name}_bias")) for name in names]
-        return grouped_product(x, len(order.order), matrices, blocks, combine, interpret=interpret, **rows)
+        return grouped_product(x, len(order.order), matrices, blocks, combine, interpret=interpret, **places)
 
     if arch.activation is Activation.gelu:  # Triton's Pallas has no error function
         neurons = gated(product(x, "gate", read_rows=rows), product(x, "up", read_rows=rows), arch)

@@ -122,9 +122,7 @@ def _fp8(name: str, tensor: torch.Tensor, rng: np.random.Generator, dtype: torch
     scales = torch.from_numpy(rng.random(blocks) * 1e-3).to(dtype)
     spread = scales.float().repeat_interleave(BLOCK[0], 0).repeat_interleave(BLOCK[1], 1)
     values = numbers.float() * spread[: numbers.shape[0], : numbers.shape[1]]  # the formula of the model's own code
-    if all(
-        size % part == 0 for size, part in zip(numbers.shape, BLOCK, strict=True)
-    ):  # transformers needs whole blocks
+    if not any(size % part for size, part in zip(numbers.shape, BLOCK, strict=True)):  # as transformers needs
         np.testing.assert_array_equal(Fp8Dequantize(None)._dequantize_one(numbers, scales, torch.float32), values)
     return values, {name: numbers, f"{name}_scale_inv": scales}
 

@@ -90,6 +90,7 @@ ACCEPTED = {
     "dynamic": QWEN2 | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
     "both spellings": LLAMA | {"rope_scaling": {"type": "linear", "rope_type": "linear", "factor": 2.0}},
     "SmolLM2": LLAMA | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {}},
+    "heads of the family's size": LLAMA | {"model_type": "seed_oss", "architectures": None, "num_attention_heads": 6},
     "without architectures": {k: v for k, v in LLAMA.items() if k != "architectures"},
 }
 

@@ -122,10 +122,7 @@ ROUNDED = {"config_groups": {"group_0": {"weights": WEIGHTS, "input_activations"
 REFUSED = [  # a format, another quantisation, and the message
     ("fp8 qwen3", FP8 | {"weight_block_size": None}, "weight_block_size is None, expected two whole numbers"),
     ("fp8 qwen3", FP8 | {"activation_scheme": "static"}, "activation_scheme is 'static'"),
-    (
-        *("fp8 qwen3", FP8 | {"quant_method": "quanto"}),
-        "quantization_config: expected .* compressed-tensors weights, got 'quanto'",
-    ),
+    ("fp8 qwen3", FP8 | {"quant_method": "quanto"}, "quantization_config: expected .* weights, got 'quanto'"),
     ("kimi", KIMI | {"format": "float-quantized"}, "format is 'float-quantized'.*Use the checkpoint"),
     ("kimi", of_weights(num_bits=8), "num_bits is 8"),
     ("kimi", of_weights(symmetric=False), "weight is missing"),  # without zero points
@@ -181,8 +178,9 @@ DAMAGES = [  # a format, tensors in place of its own (None: missing), and the me
 
 @pytest.mark.parametrize(("name", "changes", "message"), DAMAGES)
 def test_tensors_that_do_not_fit_are_reported(name: str, changes: dict, message: str, copied) -> None:
+    """When the model is opened; only groups' numbers are read with the weights."""
     packed = copied(name)
     tensors = read_tensors(packed) | changes
     write_tensors(packed, {tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor is not None})
     with pytest.raises(CheckpointError, match=message):
-        loaded_leaves(open_model(str(packed)), (LAST,))
+        loaded_leaves(open_model(str(packed)), (LAST,) if "g_idx" in message else ())

@@ -24,7 +24,7 @@ Take = Callable[[Int32[Array, "..."]], Float[Array, "... D"]]
 
 
 class Order(NamedTuple):
-    """Where pairs are if they are sorted by expert. Pairs of no expert come last."""
+    """Where pairs are if they are sorted by expert. Arbitrary for places after theirs, and for pairs of no expert."""
 
     order: Int32[Array, " n"]  # the pair at each place
     inverse: Int32[Array, " n"]  # the place of each pair
@@ -66,7 +66,7 @@ def exchange_tokens(
 
         return first - capacity, jax.lax.fori_loop(0, group, keep, outputs, unroll=min(group, _UNROLLED))
 
-    # From the last round to the first, and in each by receiver: what empty slots overwrite is written later.
+    # From the last round to the first, each by receiver: empty slots overwrite what is written later, or the end.
     token = jax.eval_shape(take, jax.ShapeDtypeStruct((), jnp.int32))
     outputs = jax.lax.empty((num_pairs + capacity, *token.shape), token.dtype)
     return jax.lax.while_loop(lambda state: state[0] >= 0, exchange, (last, outputs))[1]
@@ -88,7 +88,7 @@ def _received_order(bounds: Int32[Array, "g e+1"], capacity: int) -> Order:
 
 
 def by_expert(experts: Int32[Array, " n"], num_experts: int) -> Order:
-    """The order of pairs by their expert. Those of expert `num_experts` are not counted."""
+    """The order of pairs by their expert. Those of expert `num_experts` come last and are not counted."""
     order = jnp.argsort(experts, stable=True)
     inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
     return Order(order, inverse, jnp.sum(experts[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32))

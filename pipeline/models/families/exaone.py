@@ -1,5 +1,5 @@
 """EXAONE 4 (transformers' `Exaone4Model`): OLMo 2's norms after the blocks, norms of each head's queries and keys, and
-windows. If layers have a window, only these rotate."""
+windows. Unless `sliding_window` is null, only layers with a window rotate."""
 
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.families import olmo

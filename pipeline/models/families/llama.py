@@ -85,8 +85,9 @@ def read_decoder(
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
     num_kv_heads = config.optional_int("num_key_value_heads", default.kv_heads) or num_heads
+    has_size = "head_dim" in config or default.head_dim is not None
     head_dim = config.positive_int("head_dim", default.head_dim or max(d_model // num_heads, 1))
-    if num_heads % num_kv_heads or head_dim % 2 or ("head_dim" not in config and d_model % num_heads):
+    if num_heads % num_kv_heads or head_dim % 2 or (head_dim * num_heads != d_model and not has_size):
         raise CheckpointError(
             f"{config.where}: expected num_key_value_heads to divide num_attention_heads, and an even head size that "
             f"divides hidden_size if head_dim is not set, got hidden_size {d_model}, num_attention_heads {num_heads}, "

@@ -12,14 +12,13 @@ _MLP: KeyTable = {"layers.*.mlp.c_fc.weight": "mlp.up", "layers.*.mlp.c_proj.wei
 _TABLE = table_without("mlp.gate", "mlp.up", "mlp.down") | _MLP
 _NORM_BIASES = biases(_TABLE, "attention.norm", "mlp.norm", "final_norm")
 _BIASES = ATTENTION_BIASES | biases(_MLP)
-_NOT_READ = (  # by transformers, but in published files
-    *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon", "scale_attention_softmax_in_fp32"),
-)
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("residual_dropout", "embedding_dropout")
-    config.ignore(*_NOT_READ)
+    # In published files, but not read by transformers:
+    config.ignore("activation_function", "attention_softmax_in_fp32")
+    config.ignore("layer_norm_epsilon", "scale_attention_softmax_in_fp32")
     config.require({"mlp_type": "default", "norm_type": "layer_norm"})
     activation = config.activation("hidden_act", "gelu_pytorch_tanh")
     arch = read_decoder(config, Defaults(4096, kv_heads=2, eps_key="norm_epsilon", eps=1e-5), activation=activation)
