@@ -7,7 +7,8 @@ keys later layers use. No layer after that of the last captured site is part of 
 compiler drops what no captured site needs.
 
 A run of one layer is not scanned, and its weights are not in a stack. On GPUs each layer is one (`single_layers`),
-since XLA would copy its weights, or a device's part of them, out of their stacks in every step.
+since XLA would copy its weights out of their stacks in every step. With fsdp only those of models with experts are:
+XLA would gather many layers early, and take 11 in place of 1.5 GiB for Llama-3-70B on 8 GPUs.
 """
 
 from collections.abc import Iterable, Iterator

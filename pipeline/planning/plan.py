@@ -226,7 +226,7 @@ def make_plan(
         num_pair_bytes,
         mesh.context,
     )
-    if topology.platform == "gpu":
+    if topology.platform == "gpu" and (weights.sharding is not Weights.fsdp or model.arch.experts):
         step = replace(step, single_layers=single_layers(step.forward_keys, model.arch))
     widths = {key: array.width for key, array in step.activations.items()}
     generation = plan_generation(config, model, widths, mesh.tensor, topology)
