@@ -20,8 +20,8 @@ HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: eight channels of DDR4-3200; not pub
 HOST_MEMORY_PASSES = 6  # DMA writes; block buffer: read, write; encoded shard: read, write; the socket reads
 # A TPU VM has enough cores for all threads (pipeline/job/writing/transfer.py).
 HOST_COPY_BYTES_PER_S = min(MAX_COPY_THREADS * THREAD_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / HOST_MEMORY_PASSES)
-# `make bench-host` (docs/performance.md): reading, tokenising and packing, and the share of that in the feed's own
-# thread, where the tokenizer's threads do not help.
+# Reading, tokenising and packing: the least that `make bench-host` has measured (docs/performance.md: 815,000 on a
+# faster host), and the share of that in the feed's own thread, where the tokenizer's threads do not help.
 FEED_TOKENS_PER_CORE_S, FEED_SERIAL_SHARE = 316_000, 0.16
 # Of a dense model's MFU. Few experts: Mixtral on v5p and v6e (maxtext.readthedocs.io, "Optimized models tiering").
 # Many: DeepSeek-V3, Qwen3 and Gemma 4 have 26 to 27 % on TPU7x, gpt-oss 16 and dense models 39 to 55
