@@ -70,14 +70,11 @@ class FaultProxy:
         seed: int = 0,
         kinds: Sequence[Fault] = NETWORK_FAULTS,
         hang_s: float = 0.3,
-        conditions: bool = True,
         missing: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Sets the faults and whether conditions on generations are checked, and resets the counters. `missing`: by
-        object, how many of its first reads get 404."""
+        """Sets the faults and resets the counters. `missing`: by object, how many of its first reads get 404."""
         with self._lock:
             self._missing = missing
-            self.conditions = conditions
             self.hang_s = hang_s
             self._rate, self._random, self._kinds = rate, random.Random(seed), kinds
             self.requests: Counter[tuple[str, str]] = Counter()
@@ -156,11 +153,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _condition_holds(self) -> bool:
         wanted = parse_qs(urlsplit(self.path).query).get("ifGenerationMatch")
-        return (
-            not self._proxy.conditions
-            or wanted is None
-            or wanted == [self._proxy.generations.get(_gcs_object(self.path), "0")]
-        )
+        return wanted is None or wanted == [self._proxy.generations.get(_gcs_object(self.path), "0")]
 
     def _note_generation(self, response: HTTPResponse, content: bytes, generation: str | None) -> list[tuple[str, str]]:
         """Records the generation that an upload gives an object. Returns the header of a download with its own."""
