@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from pipeline.core.errors import StoreError, StoreMismatch
+from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import read_root
@@ -191,6 +191,15 @@ def test_a_root_that_seems_missing_at_first_is_found(is_planned, times, s3):
     )
     assert found == expected
     assert s3.faults.total() == times
+
+
+def test_a_missing_root_is_requested_five_times(s3, monkeypatch):
+    monkeypatch.setattr("pipeline.store.io.storage._REREAD_DELAYS_S", (0.0,) * 4)
+    path = f"{new_bucket('s3', s3.backend)}/store"
+    s3.reset()
+    with pytest.raises(StoreInvalid, match="no activation store"):
+        ActivationStore.open(path)
+    assert s3.requests["GET", "store/zarr.json"] == 5
 
 
 @pytest.mark.slow
