@@ -27,7 +27,7 @@ from pipeline.job.loaded_step import LoadedStep, load_weights
 from pipeline.job.opening import open_job, open_model_and_tokenizer
 from pipeline.job.revisions import pinned
 from pipeline.job.running import run_job
-from pipeline.job.writing.block_warnings import SlotChecks, check_finite
+from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
 from pipeline.job.writing.transfer import in_flight
 from pipeline.library.inputs import DocumentInput, GivenDocuments, MemorySource, write_documents
 from pipeline.library.results import Collector, ExtractedDocument
@@ -273,11 +273,11 @@ class Extractor:
     def _dispatched(
         self, stream: TokenStream, step: LoadedStep, num_tokens: int
     ) -> Iterator[tuple[TokenBlock, int, StepOutputs]]:
-        checks, spec = SlotChecks(self.plan), step.compiled.spec
+        spec = step.compiled.spec
         is_shown = self.config.run.progress and num_tokens > spec.rows * spec.length
         with tqdm(desc="extract", total=num_tokens, unit="tok", unit_scale=True, disable=not is_shown) as bar:
             for block in stream.blocks():
-                checks.check(block)
+                warn_of_unselected(self.plan, block)
                 for first_row in range(0, block.num_rows, spec.rows):
                     outputs = step(block, first_row)
                     for values in (*outputs.arrays, outputs.counts):

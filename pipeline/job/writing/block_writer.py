@@ -24,7 +24,7 @@ from pipeline.job.leasing import LeasedStreams
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.writing.block_summaries import BlockSummary
-from pipeline.job.writing.block_warnings import SlotChecks, check_finite
+from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
 from pipeline.job.writing.transfer import CopyThreads, StepInFlight, start_transfer
 from pipeline.planning.host_memory import MAX_SORTING_THREADS
 from pipeline.planning.plan import Plan
@@ -77,7 +77,6 @@ class BlockWriter:
         self._leased = leased
         self._plan = plan
         self._metrics = metrics
-        self._checks = SlotChecks(plan)
         self._may_dispatch = threading.Semaphore(plan.memory.inflight_steps)
         self._steps: queue.SimpleQueue[StepInFlight | None] = queue.SimpleQueue()
         # The set that was freed last is used first, so that others are touched only if the store is the bottleneck.
@@ -203,7 +202,7 @@ class BlockWriter:
             return
         try:
             with self._metrics.stage(Stage.WRITER_COPY):
-                self._checks.check(block)
+                warn_of_unselected(self._plan, block)
                 arrays = buffers.padded(block.num_rows, self._plan)
                 arrays |= side_arrays(block, self._store.layout)
             with self._metrics.stage(Stage.WRITER_STORE):
