@@ -14,7 +14,6 @@ from pipeline.data.demand import shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, selection_identity
-from pipeline.data.sources import has_labels
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.contexts import Added, open_added
 from pipeline.data.text.tokenizer import TextTokenizer
@@ -43,7 +42,6 @@ class Job:
     """Everything that a run needs. storage: holds the store that the run fills. stored: the metadata of an existing
     store that the run resumes."""
 
-    config: RunConfig
     model: Model
     source: Source
     tokenizer: TextTokenizer | None  # None for token ids of a model without one
@@ -54,10 +52,14 @@ class Job:
     manifest: JobManifest
     encoders: tuple[Encoder, ...]
 
-    @cached_property
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.config
+
+    @property
     def layout(self) -> StoreLayout:
         """The geometry and the arrays of the store."""
-        return self.plan.layout(str(self.config.store.compression), has_labels(self.config.data))
+        return self.plan.layout
 
     @cached_property
     def added(self) -> Added:

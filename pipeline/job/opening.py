@@ -65,7 +65,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     if config.capture.positions is Positions.labels and not has_labels(config.data):
         raise ConfigError(NEEDS_LABELS)
     selection = open_selection(config.capture, config.batch, tokenizer)
-    job = Job(config, model, source, tokenizer, selection, plan, stored, storage, manifest, encoders)
+    job = Job(model, source, tokenizer, selection, plan, stored, storage, manifest, encoders)
     _ = job.data_identity, job.added  # checks the end tokens, and those of contexts
     return job
 

@@ -5,10 +5,11 @@ Pure arithmetic, so mistakes are reported before weights are read and anything i
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 from pipeline.cluster.topology import Topology, reserved_bytes
-from pipeline.config.choices import OnNotFinite, Packing, Positions, Weights
+from pipeline.config.choices import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
@@ -30,7 +31,7 @@ from pipeline.planning.mesh import (
 from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
-from pipeline.store.format.layout import ITEM_BYTES, LABELS_ARRAY, MIB, SIDE_BYTES, StoreLayout
+from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 
 _GIB = 1 << 30
 _UNDIVIDED = 1.06  # mesh.context does not divide gathered keys and values: compiled steps of 8B need 5 to 6 % more
@@ -60,6 +61,7 @@ class StoredGeometry(NamedTuple):
 class Plan:
     """Everything a run derives from its configuration."""
 
+    config: RunConfig
     step: StepSpec
     mesh: MeshPlan
     wider_contexts: tuple[int, ...]  # each larger mesh.context that is possible
@@ -69,13 +71,9 @@ class Plan:
     streams: StreamPlan
     memory: HostMemoryPlan
     generation: GenerationPlan | None  # for data=generate
-    reserved_bytes: int  # device memory for other uses, per device
-    fails_on_not_finite: bool  # otherwise, warns
-    is_packed: bool  # rows hold several documents
-    limits_selected: bool  # a row may have fewer slots than selected tokens (capture.per_row)
-    side_bytes: int  # of a position in the store, besides activations and outputs
 
-    def layout(self, compression: str = "none", has_labels: bool = False) -> StoreLayout:
+    @cached_property
+    def layout(self) -> StoreLayout:
         """The geometry and the arrays of the store."""
         stored = self.step.stored_arrays
         return StoreLayout(
@@ -83,13 +81,18 @@ class Plan:
             rows_per_block=self.rows_per_block,
             length=self.step.length,
             arrays=stored.activations,
-            compression=compression,
+            compression=str(self.config.store.compression),
             selected=self.step.selected,
             shard_bytes=self.shard_bytes,
             scales=stored.scales,
             outputs=stored.outputs,
-            has_labels=has_labels,
+            has_labels=has_labels(self.config.data),
         )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Device memory for other uses, per device."""
+        return reserved_bytes(self.config.run)
 
     @property
     def keeps_activations(self) -> bool:
@@ -137,7 +140,8 @@ class Plan:
         dtype = f" as {step.dtype}" if step.keys else ""
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         selected = "" if step.selected is None else f", for up to {step.selected} selected tokens per row"
-        token_bytes = step.row_bytes / step.length + step.index_bytes + self.side_bytes
+        row_bytes = sum(map(self.layout.row_bytes, self.layout.all_arrays))
+        token_bytes = row_bytes / step.length + step.index_bytes
         num_bytes = token_bytes * (streams.max_tokens or 1_000_000)
         size = f"{shown_bytes(num_bytes)} without padding or compression"
         wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
@@ -149,7 +153,7 @@ class Plan:
             f"step      {counted(step.rows, 'row')} of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the "
             f"host, {memory.inflight_steps} in flight",
             f"block     {counted(self.rows_per_block, 'row')}, {memory.block_bytes / MIB:.1f} MiB in "
-            f"{counted(sum(map(self.layout().num_parts, step.stored_arrays)), 'store shard')}",
+            f"{counted(sum(map(self.layout.num_parts, step.stored_arrays)), 'store shard')}",
             f"store     {wanted}",
             f"streams   {streams.count}, {local} for this process",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
@@ -239,6 +243,7 @@ def make_plan(
     if geometry.rows_per_block is None:
         shard_bytes = plan_shard_bytes(config.store, step, rows_per_block)
     return Plan(
+        config=config,
         step=step,
         mesh=mesh,
         wider_contexts=tuple(wider_contexts(config, mesh, model.arch)),
@@ -248,10 +253,4 @@ def make_plan(
         streams=streams,
         memory=plan_host_memory(config, step, mesh, rows_per_block, topology),
         generation=generation,
-        reserved_bytes=reserved_bytes(config.run),
-        fails_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
-        is_packed=config.batch.packing is Packing.pack,
-        limits_selected=config.capture.positions
-        in (Positions.last, Positions.token, Positions.regex, Positions.labels),
-        side_bytes=SIDE_BYTES + (LABELS_ARRAY.position_bytes if has_labels(config.data) else 0),
     )

@@ -370,7 +370,7 @@ def test_on_gpus_each_layer_is_a_run_unless_fsdp_divides_it(weights):
     runs = [*map(len, layer_runs(single.step.forward_keys, published(SMALL).arch))]
     assert (runs == [1] * 13) is (weights is Weights.replicated)
     assert single.step.keys == usual.step.keys
-    assert single.layout() == usual.layout()
+    assert single.layout == usual.layout
     assert single.weights == usual.weights
 
 
@@ -404,7 +404,7 @@ FITTED = {  # arguments, outputs, temporaries, peak and the device's memory in G
 
 @pytest.mark.parametrize(("parts", "device", "steps"), FITTED.values(), ids=FITTED.keys())
 def test_as_many_steps_are_in_flight_as_fit_into_a_device(parts, device, steps):
-    plan = replace(planned(), reserved_bytes=GIB // 2)
+    plan = planned(replace(BASE, run=RunOptions(reserved_mib=512)))
     program = DeviceMemory(*(part * GIB for part in parts))
     device_bytes = device and int(device * GIB)
     need = r"a step needs 7.00 GiB of each device \(arguments 4.00, outputs 1.00, temporaries 2.00; "

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+from pipeline.config.choices import OnNotFinite
 from pipeline.core.errors import NotFiniteError
 from pipeline.data.documents import TokenBlock
 from pipeline.planning.plan import Plan
@@ -23,7 +24,7 @@ def check_finite(plan: Plan, block: TokenBlock | None, counts: Sequence[int]) ->
         blocks.append("another process's block")
     dtype = f" as {plan.step.dtype}" if plan.step.keys else ""
     problem = f"{' or '.join(blocks)} has values that are not finite{dtype}: {', '.join(arrays)}."
-    if plan.fails_on_not_finite:
+    if plan.config.capture.on_not_finite is OnNotFinite.fail:
         raise NotFiniteError(
             f"{problem} The block is not stored. Start a new store with capture.dtype=bfloat16 or float32; if that "
             f"does not help, or the values are features, with model.dtype=float32."

@@ -103,7 +103,7 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
     binding = min(limits, key=limits.__getitem__)
     usd_per_hour = config.plan.usd_per_chip_hour
     usd_per_hour = tpu_slice.chip.usd_per_hour if usd_per_hour is None else usd_per_hour
-    layout, rows_per_device = job.layout(), step.rows // job.mesh.data
+    layout, rows_per_device = job.layout, step.rows // job.mesh.data
     shard_bytes = max(math.prod(layout.shard_shape(spec)[:2]) * spec.position_bytes for spec in step.stored_arrays)
     tokens_per_device = rows_per_device * step.length // job.mesh.context
     plan = {
@@ -268,7 +268,7 @@ def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
 
 
 def _objects_per_block(job: Plan) -> int:
-    layout = job.layout()
+    layout = job.layout
     shards = sum(map(layout.num_parts, layout.all_arrays))
     indexes = sum(encoder.indexed for encoder in job.step.encoders)
     return shards + indexes + job.step.statistics + _RECORDS_PER_BLOCK
