@@ -1,7 +1,7 @@
 """The mesh of the devices, each process's rows of a step, and how the weights are divided."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -96,14 +96,15 @@ def require_divisible_rows(config: RunConfig, arch: Architecture) -> None:
         )
 
 
-def wider_contexts(config: RunConfig, mesh: MeshPlan, arch: Architecture) -> Iterator[int]:
-    """Each larger `mesh.context` with which this run works, and its rows divide among fewer groups of devices."""
+def wider_context(config: RunConfig, mesh: MeshPlan, arch: Architecture) -> int | None:
+    """The next larger `mesh.context` with which this run works, and its rows divide among fewer groups of devices."""
     of_process = mesh.data * mesh.context // mesh.processes
     for context in range(2 * mesh.context, of_process + 1, mesh.context):
         if of_process % context == 0:
             with suppress(ConfigError):
                 require_divisible_rows(replace(config, mesh=replace(config.mesh, context=context)), arch)
-                yield context
+                return context
+    return None
 
 
 def largest_tensor(topology: Topology, tensor_dims: Mapping[str, int]) -> int:

@@ -26,7 +26,7 @@ from pipeline.planning.mesh import (
     plan_mesh,
     plan_weights,
     require_divisible_rows,
-    wider_contexts,
+    wider_context,
 )
 from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
 from pipeline.step.device_memory import DeviceMemory
@@ -34,7 +34,6 @@ from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 
 _GIB = 1 << 30
-_UNDIVIDED = 1.06  # mesh.context does not divide gathered keys and values: compiled steps of 8B need 5 to 6 % more
 NOTED_EXCESS = 1.03  # a store that may hold more than 3 % above run.max_tokens says so
 
 
@@ -64,7 +63,7 @@ class Plan:
     config: RunConfig
     step: StepSpec
     mesh: MeshPlan
-    wider_contexts: tuple[int, ...]  # each larger mesh.context that is possible
+    wider_context: int | None  # the next larger mesh.context that is possible
     weights: WeightsPlan  # the weights that the captured activations need
     rows_per_block: int
     shard_bytes: int | None  # of the store shards into which the blocks of large arrays are divided; None: of none
@@ -99,29 +98,20 @@ class Plan:
         """Whether activations are kept during generation instead of being computed from the finished documents."""
         return self.generation is not None and bool(self.generation.spec.keys)
 
-    def remedy(self, needed: float = 0, available: float = 0) -> str:
-        """What makes a step need less memory of a device, as a sentence that this run can follow. `needed` and
-        `available` are the bytes that a step of this plan needs of a device, and that it has; 0 if not known."""
-        mesh, ways, failing = self.mesh, [], ""
-        row = max(0, needed - self.weights.device_bytes)
-        fitting = (
-            context
-            for context in self.wider_contexts
-            if _UNDIVIDED * (self.weights.device_bytes + row * mesh.context / context) <= available or not needed
-        )
+    def remedy(self) -> str:
+        """What makes a step need less memory of a device, as a sentence that this run can follow."""
+        mesh, wider, ways = self.mesh, self.wider_context, []
         if self.step.rows > mesh.data:
             ways.append("lower batch.rows (by half, until it fits)")
-        elif (wider := next(fitting, None)) is not None:
+        elif wider is not None:
             rows = mesh.data * mesh.context // wider
             ways.append(f"set mesh.context={wider} and batch.rows={rows}, so that {wider} devices divide each row")
-        elif self.wider_contexts:
-            failing = f" No mesh.context up to {self.wider_contexts[-1]}, the largest here, makes a row fit."
         ways.append("lower batch.length")
         if self.weights.sharding is not Weights.fsdp and mesh.data * mesh.context > 1:
             ways.append("divide the weights (model.weights=fsdp)")
         ways.append("use larger devices" if self.step.rows == mesh.data else "use more or larger devices")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}."
-        return text[0].upper() + text[1:] + failing
+        return text[0].upper() + text[1:]
 
     def row_bytes(self, program: DeviceMemory) -> int:
         """What one row takes of each device that has a part of it, with its activations and without the weights."""
@@ -194,7 +184,7 @@ class Plan:
         if self.reserved_bytes:
             need += f" besides the {self.reserved_bytes / _GIB:.2f} of run.reserved_mib"
         if steps == 0:
-            raise ConfigError(f"{need}. {self.remedy(program.resident_bytes(1), device_bytes)}")
+            raise ConfigError(f"{need}. {self.remedy()}")
         note = f"{need}: {steps} instead of {planned} steps are in flight"
         return replace(self, memory=replace(self.memory, inflight_steps=steps, notes=(*self.memory.notes, note)))
 
@@ -246,7 +236,7 @@ def make_plan(
         config=config,
         step=step,
         mesh=mesh,
-        wider_contexts=tuple(wider_contexts(config, mesh, model.arch)),
+        wider_context=wider_context(config, mesh, model.arch),
         weights=weights,
         rows_per_block=rows_per_block,
         shard_bytes=shard_bytes,

@@ -33,9 +33,6 @@ _COLLECTIVE = re.compile(
     r"%(\S+) = .* (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)"
     r"(?:-start)?\((?:.*chain_id=\"(\d+)\")?"
 )
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
 
 _LIBTPU_OPTIONS = {
     # Otherwise libtpu asks a TPU VM's metadata server for these, and logs errors if there is none.
@@ -54,7 +51,6 @@ class Program(DeviceMemory):
     attention_note: str | None
     collectives: dict[str, int]  # by kind; a collective in the loop over layers counts once
     compile_s: float
-    computed_twice: int = 0  # rematerialised instructions, whose results do not fit in memory
 
 
 def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
@@ -102,26 +98,15 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise ConfigError(
             f"a step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
-            f"{plan.remedy(*_needed_and_available(reason))}"
+            f"{plan.remedy()}"
         ) from error
-    text = step.executable.as_text()
     return Program(
         **asdict(step.memory),
         attention=step.attention.name,
         attention_note=step.attention.note,
-        collectives=count_collectives(text),
+        collectives=count_collectives(step.executable.as_text()),
         compile_s=time.perf_counter() - began,
-        computed_twice=len(_REMATERIALISED.findall(text)),
     )
-
-
-def _needed_and_available(reason: str) -> tuple[float, float]:
-    """Bytes of a device, from libtpu's message; zeros if it does not name them."""
-    found = _USED.search(reason)
-    if found is None:
-        return 0, 0
-    needed, unit, available, other = found.groups()
-    return float(needed) * _UNITS[unit], float(available) * _UNITS[other]
 
 
 def count_collectives(program_text: str) -> dict[str, int]:

@@ -39,7 +39,16 @@ _FILL = 0.95  # of token slots with a valid token, as packing reaches
 _USD_PER_TB_MONTH = 20.0  # list price of object storage
 _RECORDS_PER_BLOCK = 2  # the commit record, and the table of documents
 _MIN_REMOTE_SHARD = 64 * MIB
-_MAX_READING = 1 / 8  # time to read the weights in a step, as a share of the time to compute
+_REMEDIES = {  # by what binds
+    "feed": "use fewer chips or, on GPUs, one process for each (distributed.num_processes)",
+    "hbm": "raise batch.rows, so that weights are read for more tokens",
+    "interconnect": "raise batch.rows if weights are gathered (fsdp), lower mesh.tensor or mesh.context if it is more "
+    "than 1, or use larger chips",
+}
+_LESS_TO_STORE = (
+    "capture fewer layers or sites, fewer tokens (capture.positions), or int8 (capture.dtype=int8 "
+    "capture.scale_group=64), or use fewer chips"
+)
 
 
 def print_slice_plan(config: RunConfig) -> None:
@@ -105,7 +114,6 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
     usd_per_hour = tpu_slice.chip.usd_per_hour if usd_per_hour is None else usd_per_hour
     layout, rows_per_device = job.layout, step.rows // job.mesh.data
     shard_bytes = max(math.prod(layout.shard_shape(spec)[:2]) * spec.position_bytes for spec in step.stored_arrays)
-    tokens_per_device = rows_per_device * step.length // job.mesh.context
     plan = {
         "family": model.family,
         "num_layers": model.num_layers,
@@ -142,8 +150,7 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
         "terabytes": num_tokens and num_tokens * cost.stored_bytes / 1e12,
         "decoding": _decoding(config, model, tpu_slice, job),  # for data=generate
     }
-    notes = [*_notes(job, program), *_advice(config, limits, binding, shard_bytes)]
-    return plan | {"notes": [*notes, *_note_on_reading(model, tpu_slice, mfu, tokens_per_device)]}
+    return plan | {"notes": [*_notes(job, program), *_advice(config, limits, binding, shard_bytes)]}
 
 
 def described(plan: Mapping[str, Any]) -> str:
@@ -281,10 +288,6 @@ def _notes(job: Plan, program: Program) -> Iterator[str]:
         yield "hours, USD and tokens/s do not include generation; see decoding"
     if program.attention_note:
         yield program.attention_note
-    if program.computed_twice:
-        yield (
-            f"the compiler recomputes {program.computed_twice} results to save memory, which takes time. {job.remedy()}"
-        )
 
 
 def _advice(config: RunConfig, limits: Mapping[str, float], binding: str, shard_bytes: int) -> Iterator[str]:
@@ -295,37 +298,7 @@ def _advice(config: RunConfig, limits: Mapping[str, float], binding: str, shard_
             f"store shards of {shard_bytes / MIB:.0f} MiB are small for object storage; raise store.shard_mib to "
             f"{_MIN_REMOTE_SHARD // MIB}-512"
         )
-    if binding == "interconnect":
-        yield (
-            f"exchanging weights or activations between chips takes {limits['compute'] / limits[binding]:.1f} times as "
-            "long as computing; raise batch.rows if weights are gathered (fsdp), lower mesh.tensor or mesh.context if "
-            "it is more than 1, or use larger chips"
-        )
-    elif binding == "feed":
-        yield (
-            f"reading, tokenising and packing limits this job to {limits[binding] / limits['compute']:.0%} of what the "
-            f"chips could compute: use fewer chips or, on GPUs, one process for each (distributed.num_processes)"
-        )
-    elif binding not in ("compute", "hbm"):
-        item_bytes = ITEM_BYTES[config.capture.dtype]
-        share = (1 + ITEM_BYTES["float32"] / 64) / item_bytes
-        int8 = f", or set capture.dtype=int8 capture.scale_group=64 for about {share:.0%} of the bytes"
-        yield (
-            f"{binding.replace('_', ' ')} limits this job to {limits[binding] / limits['compute']:.0%} of what the "
-            f"chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or use fewer chips"
-            f"{int8 if item_bytes > 1 and not config.capture.encode else ''}"
-        )
-
-
-def _note_on_reading(model: Model, tpu_slice: Slice, mfu: float, tokens_per_device: int) -> Iterator[str]:
-    """A sentence if a step has so few tokens that reading the weights takes a part of its time."""
-    critical_tokens, experts = tpu_slice.chip.critical_tokens, model.arch.experts
-    if experts is not None:  # an expert's weights are read for its own tokens only
-        critical_tokens *= experts.num_experts / experts.per_token
-    reading = critical_tokens / tokens_per_device * mfu  # as a share of the time to compute
-    if reading > _MAX_READING:
-        yield (
-            f"with {tokens_per_device} tokens per device and step, reading the weights takes {reading:.0%} of the time "
-            f"to compute at {mfu:.0%} of the peak (plan.mfu), which may therefore be too high; raise batch.rows to "
-            f"reach at least about {critical_tokens * mfu / _MAX_READING:.0f} tokens"
-        )
+    if binding != "compute":
+        remedy = _REMEDIES.get(binding, _LESS_TO_STORE)
+        share = limits[binding] / limits["compute"]
+        yield f"{binding.replace('_', ' ')} limits this job to {share:.0%} of what the chips could compute: {remedy}"
