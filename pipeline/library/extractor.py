@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -216,12 +215,6 @@ class Extractor:
                     )
                 run_job(job, stop, lambda _: self._loaded(self.shapes[-1]))
         return ActivationStore.open(config.store.path)
-
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "an Extractor cannot be copied or given to another process, since its model is on this process's devices. "
-            "Create one there."
-        )
 
     def _takes_any_length(self) -> bool:
         """Whether rows may be shorter. Kernels restrict the length; slots of selected tokens are per whole row."""
