@@ -10,7 +10,7 @@ from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import StreamWork
 from pipeline.job.generation.generate import generate
 from pipeline.job.job import Job
-from pipeline.job.loaded_step import LoadedStep, describe_devices, load_step
+from pipeline.job.loaded_step import LoadedStep, load_step
 from pipeline.job.loop import fill
 from pipeline.job.opening import open_job
 from pipeline.job.rounding_probe import measure_rounding
@@ -46,7 +46,7 @@ def run(config: RunConfig) -> None:
 
 def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
     """As `run`, for an open job. `load` returns its step, and is called only if there is work."""
-    log.info("%s\ndevices   %s", job.plan.describe(), describe_devices(job))
+    log.info("%s", job.plan.describe())
     stop.check()
     processes.require_same_config(job.config, str(job.plan.weights.sharding), str(job.plan.generation))
     store = open_store(job)
@@ -121,15 +121,8 @@ def complete(job: Job, store: StoreWriter) -> None:
     streams = [blocks.table for blocks in store.streams.all().values()]
     if skips := describe_skips(store.storage, BlockTable.join(streams)):
         log.warning("%s skipped %s", store.path, skips)
-    if job.is_done(streams):
-        if missing := job.shortfall(streams):
-            log.warning("%s: %s", store.path, missing)
-        if not is_complete:
-            log.info(
-                "%s is not complete: another run asked for more tokens than it holds. Run that command again, or run "
-                "pipeline.finalize with force=true to mark the store as complete as it is",
-                store.path,
-            )
+    if job.is_done(streams) and (missing := job.shortfall(streams)):
+        log.warning("%s: %s", store.path, missing)
     log.info(
         "%s holds %s tokens%s. To read it: from pipeline.store import ActivationStore; "
         "store = ActivationStore.open(%r)",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, Shaped
 
+from pipeline.cluster.devices import describe
 from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated, row_sharding
 from pipeline.config.choices import Weights
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
@@ -110,6 +111,7 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     """
     mesh, dtype = partition.mesh, params["embed"].dtype
     chosen = choose_attention(spec.attention, model.arch, mesh, spec.rows, spec.length, dtype.name)
+    log.info("%s; %s", describe(mesh), chosen.describe())
 
     def capture(
         params: Params, finish: Finish, tokens: Array, segments: Array, positions: Array, *selected: Array
