@@ -12,7 +12,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture
 from pipeline.models.checkpoints.loading import WeightBytes
-from pipeline.planning.expert_groups import choose_group, received_bytes
+from pipeline.planning.expert_groups import choose_group
 from pipeline.store.format.layout import MIB
 
 _MIN_CHUNK = 8  # tokens: more than the taps of a convolution
@@ -118,7 +118,7 @@ class WeightsPlan:
 
     sharding: Weights  # replicated, tensor or fsdp
     device_bytes: int  # of weights, on each device
-    notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp, and what fsdp does not divide
+    notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
     expert_group: int = 1  # neighbours that divide the experts of a layer and exchange tokens
 
 
@@ -158,24 +158,10 @@ def plan_weights(
                 f"{device_memory / MIB:.0f} MiB",
             )
     group = group if sharding is Weights.fsdp else 1
-    if group > 1:
-        gathered, received = (received_bytes(weights, data, tensor, num_pair_bytes, size) for size in (1, group))
-        notes += (
-            f"{group} neighbouring devices exchange tokens and divide the experts of a layer, which costs "
-            f"{received / gathered:.0%} of gathering all experts",
-        )
-    divided = weights.least_divided(tensor, data, group) if sharding is Weights.fsdp else None
-    if divided is not None and divided[1] < data:
-        leaf, num_parts = divided
-        notes += (
-            f"fsdp divides {leaf.key} {list(leaf.layer_shape)} among {num_parts} of the {data} devices along data, "
-            "which divide none of its axes",
-        )
     if device_memory is not None and sizes[sharding] > device_memory:
-        why = "".join(f"; {note}" for note in notes)
         raise ConfigError(
             f"the weights ({sharding}) take {sizes[sharding] / MIB:.0f} MiB on each device, which has "
-            f"{device_memory / MIB:.0f} MiB{why}. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
+            f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
             f"model.weights_dtype=int8 or int4."
         )
     return WeightsPlan(sharding, sizes[sharding], notes, group)

@@ -28,7 +28,7 @@ from pipeline.planning.mesh import (
     require_divisible_rows,
     wider_context,
 )
-from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
+from pipeline.planning.streams import StreamPlan, plan_streams
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
@@ -228,7 +228,6 @@ def make_plan(
     rows_per_block = plan_rows_per_block(
         config.store, step, mesh.process_rows, streams.budget(0), geometry.rows_per_block
     )
-    require_rows(streams, rows_per_block, step.length)
     shard_bytes = geometry.shard_bytes
     if geometry.rows_per_block is None:
         shard_bytes = plan_shard_bytes(config.store, step, rows_per_block)

@@ -83,15 +83,6 @@ def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, w
     assert any("weights are divided" in note for note in plan.notes) == noted
 
 
-@pytest.mark.parametrize(
-    ("data", "mib", "why"),
-    [
-        (4, 1065, "weights are divided over the 4 devices along data: .*"),
-        (6, 2050, r".*; fsdp divides mlp.gate \[4096, 1024\] among 2 of the 6 devices along data, which .* none of .*"),
-        (3, 4080, r".*; fsdp divides mlp.gate \[4096, 1024\] among 1 of the 3 devices along data, which .* none of .*"),
-    ],
-)
-def test_weights_that_do_not_fit_however_divided_are_refused(data: int, mib: int, why: str):
-    message = rf"fsdp\) take {mib} MiB on each device, which has 1000 MiB; {why}\. Use more devices"
-    with pytest.raises(ConfigError, match=message):
-        plan_weights(Weights.auto, WEIGHTS, data=data, tensor=1, device_memory=1000 * MIB)
+def test_weights_that_do_not_fit_even_divided_are_refused():
+    with pytest.raises(ConfigError, match=r"fsdp\) take 1065 MiB on each device, which has 1000 MiB\. Use more"):
+        plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, device_memory=1000 * MIB)
