@@ -75,7 +75,6 @@ class Metrics:
         self.stages: dict[str, str] = {}  # the current stage of each thread
         self.last_step = time.monotonic()
         self._lines: list[str] = []
-        self._retries_before, self._refused_before = num_retries(), num_refused()
         self._interval_s = interval_s
         self.name = f"{run_name()}.jsonl"
         self._started = self._emitted = time.monotonic()
@@ -120,16 +119,6 @@ class Metrics:
         return (self._ended or time.monotonic()) - self._started
 
     @property
-    def storage_retries(self) -> int:
-        """Requests to object storage that were sent again, since the run began."""
-        return num_retries() - self._retries_before
-
-    @property
-    def storage_refused(self) -> int:
-        """Answers 429 (too many requests) or 503 (unavailable) of object storage since the run began."""
-        return num_refused() - self._refused_before
-
-    @property
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
@@ -156,8 +145,8 @@ class Metrics:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "blocks": self.blocks,
             "stored_bytes": self.stored_bytes,
-            "storage_retries": self.storage_retries,
-            "storage_refused": self.storage_refused,
+            "storage_retries": num_retries(),
+            "storage_refused": num_refused(),
             "peak_rss_mib": peak_rss_mib(),
             "seconds": {
                 thread: {label: round(seconds, 3) for label, seconds in self.thread_seconds(thread).items()}
@@ -195,8 +184,8 @@ class Metrics:
             f"{counted(self.blocks, 'block')}, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
             f"The bottleneck was {label}: the others waited for it {share:.0%} of the time.",
         ]
-        if retries := self.storage_retries:
-            refused = self.storage_refused
+        if retries := num_retries():
+            refused = num_refused()
             lines.append(f"{retries} requests to storage failed and were retried. {refused} responses were 429 or 503.")
         for thread in ("feed", "loop", "writer"):
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.thread_seconds(thread).items())
