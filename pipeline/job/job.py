@@ -114,7 +114,7 @@ class Job:
     def _batch_identity(self) -> dict[str, object]:
         batch = self.config.batch
         return {
-            "length": self.plan.step.length,
+            "length": batch.length,
             "packing": str(batch.packing),
             "long_documents": str(batch.long_documents),
             "windows": str(batch.windows),

@@ -12,7 +12,7 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, Part
 from pipeline.models.registry import Model
 from pipeline.models.weight_specs import has_site
-from pipeline.planning.expert_groups import gathered_bytes, pair_bytes
+from pipeline.planning.expert_groups import pair_bytes
 from pipeline.planning.mesh import MAX_WEIGHTS_SHARE, WeightsPlan, largest_tensor, plan_weights
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
@@ -154,13 +154,6 @@ def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topo
     data, rows = topology.devices // tensor, config.data.rows
     num_pair_bytes = pair_bytes(model.arch, -(-rows // data), ITEM_BYTES[config.model.dtype])  # of a decoding step
     plan = plan_weights(config.model.weights, sizes, data, tensor, memory, num_pair_bytes)
-    if plan.sharding is Weights.fsdp:
-        remedy = "" if quantised == "int4" else ", or model.weights_dtype=" + ("int4" if quantised else "int8 or int4")
-        gathered = gathered_bytes(sizes, data, tensor, plan.expert_group)
-        notes += (
-            f"with fsdp, each decoding step gathers {gathered / MIB:.0f} MiB of weights on each device, which is slow: "
-            f"use devices with more memory, or more devices per process{remedy}",
-        )
     return tensor, replace(plan, notes=plan.notes + notes)
 
 

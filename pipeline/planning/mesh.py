@@ -37,13 +37,10 @@ def plan_mesh(mesh: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapp
     tensor, context = mesh.tensor, mesh.context
     process_devices = topology.devices // topology.processes
     if process_devices % (tensor * context):
-        name, given = "mesh.tensor", f"={tensor}"
-        if context > 1:
-            name, given = "mesh.context * mesh.tensor", f" = {context} * {tensor}"
         raise ConfigError(
-            f"{name}{given} does not divide the {process_devices} devices of a process "
-            f"({topology.devices} devices / {topology.processes} processes): rows must stay within their process. "
-            f"Set {name} to a divisor of {process_devices}."
+            f"mesh.context * mesh.tensor = {context} * {tensor} does not divide the {process_devices} devices of a "
+            f"process ({topology.devices} devices / {topology.processes} processes): rows must stay within their "
+            f"process. Set their product to a divisor of {process_devices}."
         )
     for name, size in tensor_dims.items():
         if size % tensor:
@@ -54,10 +51,10 @@ def plan_mesh(mesh: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapp
             )
     data = topology.devices // (context * tensor)
     if mesh.data not in (None, data):
-        others = f"mesh.tensor = {mesh.data} * {tensor}"
-        if context > 1:
-            others = f"mesh.context * mesh.tensor = {mesh.data} * {context} * {tensor}"
-        raise ConfigError(f"mesh.data * {others} is not the number of devices, {topology.devices}. Set mesh.data=null.")
+        raise ConfigError(
+            f"mesh.data * mesh.context * mesh.tensor = {mesh.data} * {context} * {tensor} is not the number of "
+            f"devices, {topology.devices}. Set mesh.data=null."
+        )
     if rows % data:
         raise ConfigError(
             f"batch.rows = {rows} is not a multiple of the {data} devices that share the rows. "

@@ -24,8 +24,12 @@ WEIGHTS = WeightBytes(  # 500 matrices of 8 MiB, an embedding of 180 MiB
 
 MESHES = {
     "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
-    "across processes": (2, 1, r"mesh.tensor=2 does not divide the 1 devices of a process \(8 devices / 8 processes\)"),
-    "not a divisor": (3, 8, r"mesh.tensor=3 does not divide the 8 devices of a process"),
+    "across processes": (
+        2,
+        1,
+        r"mesh.tensor = 1 \* 2 does not divide the 1 devices of a process \(8 devices",
+    ),
+    "not a divisor": (3, 8, r"mesh.tensor = 1 \* 3 does not divide the 8 devices of a process"),
 }
 
 
@@ -41,7 +45,7 @@ def test_each_process_has_consecutive_rows():
     for data in (None, 4):
         mesh = plan_mesh(MeshConfig(data, tensor=2), 16, topology, TENSOR_DIMS)
         assert mesh == MeshPlan(4, 2, 4, process_rows=4, first_row=12)
-    with pytest.raises(ConfigError, match=r"3 \* 2 is not the number of devices, 8. Set mesh.data=null"):
+    with pytest.raises(ConfigError, match=r"3 \* 1 \* 2 is not the number of devices, 8. Set mesh.data=null"):
         plan_mesh(MeshConfig(data=3, tensor=2), 16, topology, TENSOR_DIMS)
 
 

@@ -148,8 +148,8 @@ def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
             "the weights are large, so generation divides them over 4 devices along tensor",
         ),
         ("Qwen2.5-7B", {"weights_dtype": WeightsDtype.int8}, 1, "replicated", None),
-        ("Llama-3-70B", {}, 4, "fsdp", "each decoding step gathers 31539 MiB of weights .*weights_dtype=int8"),
-        ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 14298 MiB of weights"),
+        ("Llama-3-70B", {}, 4, "fsdp", "weights are divided over the 4 devices"),
+        ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", None),
     ],
 )
 def test_generation_prefers_dividing_weights_along_tensor_to_gathering_them(
