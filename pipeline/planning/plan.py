@@ -138,6 +138,8 @@ class Plan:
         if streams.max_tokens is not None:
             wanted = f"{counted(streams.max_tokens, 'token')}{self._most_tokens()}, {size}"
         local = "all" if len(streams.local) == streams.count else f"{len(streams.local)} of them"
+        group = self.weights.expert_group
+        experts = f"; {group} neighbouring devices exchange tokens for experts" if group > 1 else ""
         lines = [
             f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token{dtype}{selected}",
             f"step      {counted(step.rows, 'row')} of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the "
@@ -147,7 +149,7 @@ class Plan:
             f"store     {wanted}",
             f"streams   {streams.count}, {local} for this process",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
-            f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device",
+            f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device{experts}",
         ]
         if self.reserved_bytes:
             lines.append(f"reserved  {self.reserved_bytes / MIB:.0f} MiB on each device, for other uses")
