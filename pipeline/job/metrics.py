@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 from pipeline.core.messages import counted
 
+_INTERVAL_S = 10.0  # between lines of a run's log
+
 
 class Stage(Enum):
     """What a thread does or waits for: the thread's name and the stage's label."""
@@ -64,9 +66,8 @@ class Metrics:
         total_tokens: int | None = None,
         stored_tokens: int = 0,
         progress: bool = False,
-        interval_s: float = 10.0,
     ) -> None:
-        """total_tokens, stored_tokens: of the progress bar. interval_s: between lines of the run's log."""
+        """total_tokens, stored_tokens: of the progress bar."""
         self.tokens = 0
         self.steps = 0
         self.blocks = 0
@@ -75,7 +76,6 @@ class Metrics:
         self.stages: dict[str, str] = {}  # the current stage of each thread
         self.last_step = time.monotonic()
         self._lines: list[str] = []
-        self._interval_s = interval_s
         self.name = f"{run_name()}.jsonl"
         self._started = self._emitted = time.monotonic()
         self._ended: float | None = None
@@ -156,7 +156,7 @@ class Metrics:
 
     def is_due(self) -> bool:
         """Whether to log again: after the interval, or after 1 % of the elapsed time if that is longer."""
-        return time.monotonic() - self._emitted >= max(self._interval_s, self.elapsed_s / 100)
+        return time.monotonic() - self._emitted >= max(_INTERVAL_S, self.elapsed_s / 100)
 
     def emit(self) -> bytes:
         """Adds a line to the run's log and returns the whole log as JSONL, since an object store cannot append."""
