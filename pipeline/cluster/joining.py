@@ -20,25 +20,6 @@ log = logging.getLogger("pipeline")
 _SHUTDOWN_TIMEOUT_S = 8  # how long a finished process waits for the others
 _EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must be shorter
 _NOT_A_CLUSTER = "coordinator_address should be defined"  # in JAX's message if it detects no cluster
-# The variables with the number of processes, and of this one, in JAX's order; it ignores the last.
-_LAUNCHERS = (
-    ("an MPI job", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("a Slurm step", "SLURM_NTASKS", "SLURM_PROCID"),
-    ("an MPI job", "PMI_SIZE", "PMI_RANK"),
-)
-
-
-def _step() -> str:
-    """Describes the Slurm step or MPI job of several processes that this one belongs to. Empty if a launcher started it
-    alone, or in the shell of salloc or sbatch, which is in no step."""
-    for kind, size, process in _LAUNCHERS:
-        is_set = size != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in os.environ
-        if is_set and os.environ.get(size, "1") != "1":
-            return (
-                f"This is process {os.environ.get(process)} of {kind} of {os.environ[size]} processes ({size}). To run "
-                f"it without the others, set distributed.num_processes=1."
-            )
-    return ""
 
 
 @cache  # a sweep runs several jobs in one process, but JAX can only join before its first computation
@@ -58,15 +39,14 @@ def initialise(options: DistributedConfig) -> None:
         )
     if options.process_id == 0:
         _require_free_port(options.coordinator)
-    step = _step() if options.coordinator is None else ""
-    if step.startswith("This is process 0 "):
-        log.info("%s Joining the others, within %d s", step, options.join_timeout_s)
-        logging.getLogger("jax._src.distributed").setLevel(logging.INFO)  # says at which address
+    if options.coordinator is None:
+        logging.getLogger("jax._src.distributed").setLevel(logging.INFO)  # says whom it waits for, and where
     failure = (
         f"the {options.num_processes or 'other'} processes did not all join within {options.join_timeout_s} s "
         f"(distributed.join_timeout_s). Check that all were started and can reach "
-        f"{options.coordinator or 'process 0'}, and run the same command again. {step}"
-    ).rstrip()
+        f"{options.coordinator or 'process 0'}, and run the same command again. To run this process of a Slurm step or "
+        "MPI job without the others, set distributed.num_processes=1."
+    )
     joined = threading.Event()
     arguments = (options.join_timeout_s, failure, joined)
     threading.Thread(target=_give_up_joining, args=arguments, name="join", daemon=True).start()
@@ -81,11 +61,6 @@ def initialise(options: DistributedConfig) -> None:
     except ValueError as error:
         if options.coordinator is not None or _NOT_A_CLUSTER not in str(error):
             raise ConfigError(f"distributed.* is invalid: {str(error).rstrip('.')}. Correct these settings.") from error
-        if step:
-            raise ConfigError(
-                f"JAX does not detect this job of several processes. Set distributed.coordinator, num_processes and "
-                f"process_id for each. {step}"
-            ) from error
     except RuntimeError as error:
         raise PipelineError(f"{failure} JAX reports: {error}") from error
     finally:
