@@ -18,7 +18,7 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.planning.encoders import Encoder
 from pipeline.planning.plan import Plan
-from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, compile_storing, make_partition
+from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, compile_storing
 from pipeline.step.spec import StepSpec
 
 
@@ -47,8 +47,7 @@ def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedSt
     devices: the devices that the job is planned for; None for all devices of all processes.
     """
     config, plan = job.config, job.plan
-    mesh, weights = plan.mesh, plan.weights
-    partition = make_partition(mesh.tensor, weights.sharding, devices, weights.expert_group, mesh.context)
+    partition = plan.weights.partition(devices)
     if plan.keeps_activations:
         compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
         return LoadedStep(compiled, KeptRows(job, partition.mesh).for_rows, plan.mesh.process_rows)

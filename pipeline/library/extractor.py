@@ -35,7 +35,7 @@ from pipeline.library.shapes import Shape, ladder, smallest
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import make_plan
 from pipeline.planning.sae_contexts import compare_contexts, with_sae_contexts
-from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, make_partition
+from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step
 from pipeline.store.read.frameworks import Dtype, converter, parsed_dtype, parsed_framework
 from pipeline.store.read.reader import ActivationStore
 
@@ -118,7 +118,7 @@ class Extractor:
         self.shapes: tuple[Shape, ...] = ladder(step.rows, step.length, data, self._takes_any_length())
         self._selection = open_selection(self.config.capture, self.config.batch, self.tokenizer)
         self._added = open_added(self.config.batch, self.tokenizer)
-        self._partition = make_partition(plan.mesh.tensor, plan.weights.sharding, None, plan.weights.expert_group)
+        self._partition = plan.weights.partition()
         self._identity = weights_identity(self.model, self._encoders)
         self._params = load_weights(self.config, self.model, self.plan, self._partition, self._encoders)
         self._compiled: dict[Shape, CompiledStep] = {}

@@ -1,10 +1,13 @@
 """The mesh of the devices, each process's rows of a step, and how the weights are divided."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+import jax
+
+from pipeline.cluster.sharding import make_mesh
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights
 from pipeline.config.schema import GenerateData, MeshConfig, RunConfig
@@ -12,6 +15,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture
 from pipeline.models.checkpoints.loading import WeightBytes
+from pipeline.models.partition import Partition
 from pipeline.planning.expert_groups import choose_group
 from pipeline.store.format.layout import MIB
 
@@ -117,6 +121,13 @@ class WeightsPlan:
     device_bytes: int  # of weights, on each device
     notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
     expert_group: int = 1  # neighbours that divide the experts of a layer and exchange tokens
+    tensor: int = 1  # devices along this axis
+    context: int = 1
+
+    def partition(self, devices: Sequence[jax.Device] | None = None) -> Partition:
+        """Divides the weights over a mesh of `devices`; None: of all."""
+        mesh = make_mesh(self.tensor, devices, self.context)
+        return Partition(mesh, self.sharding is Weights.fsdp, self.expert_group)
 
 
 def plan_weights(
@@ -161,4 +172,4 @@ def plan_weights(
             f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
             f"model.weights_dtype=int8 or int4."
         )
-    return WeightsPlan(sharding, sizes[sharding], notes, group)
+    return WeightsPlan(sharding, sizes[sharding], notes, group, tensor, context)

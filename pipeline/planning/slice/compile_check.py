@@ -26,7 +26,7 @@ from pipeline.models.sae.params import abstract_params as abstract_sae
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import Slice
 from pipeline.planning.slice.gpu_targets import gpu_devices
-from pipeline.step.compiled_step import compile_step, make_partition
+from pipeline.step.compiled_step import compile_step
 from pipeline.step.device_memory import DeviceMemory
 
 _COLLECTIVE = re.compile(
@@ -80,8 +80,7 @@ def abstract_weights(config: RunConfig, leaves: LeafTree, partition: Partition) 
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
     """Compiles the step of a run with this plan. Raises ConfigError if it does not fit."""
-    mesh, weights = plan.mesh, plan.weights
-    partition = make_partition(mesh.tensor, weights.sharding, devices, weights.expert_group, mesh.context)
+    partition = plan.weights.partition(devices)
     leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.head_outputs))
     params = abstract_weights(config, leaves, partition)
     if plan.step.encoders:
