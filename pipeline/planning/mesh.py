@@ -117,6 +117,7 @@ def largest_tensor(topology: Topology, tensor_dims: Mapping[str, int]) -> int:
 class WeightsPlan:
     """How the weights that a program needs are divided, and the memory that they need."""
 
+    needed: WeightBytes
     sharding: Weights  # replicated, tensor or fsdp
     device_bytes: int  # of weights, on each device
     notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
@@ -172,4 +173,4 @@ def plan_weights(
             f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
             f"model.weights_dtype=int8 or int4."
         )
-    return WeightsPlan(sharding, sizes[sharding], notes, group, tensor, context)
+    return WeightsPlan(weights, sharding, sizes[sharding], notes, group, tensor, context)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from pipeline.config.choices import Weights
 from pipeline.models.architecture import Architecture
-from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.planning.expert_groups import exchanged_bytes, gathered_bytes
 from pipeline.planning.mesh import WeightsPlan
 from pipeline.planning.slice.chips import Chip, Slice
@@ -78,13 +77,11 @@ def decoding_step_s(hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> fl
     return max(hbm_bytes * tpu_slice.chip.devices_per_chip / tpu_slice.chip.hbm_bytes_per_s, receiving_s)
 
 
-def received_bytes(
-    weights: WeightBytes, plan: WeightsPlan, data: int, tensor: int, summed: int, num_pair_bytes: int
-) -> int:
+def received_bytes(plan: WeightsPlan, data: int, summed: int, num_pair_bytes: int) -> int:
     """Bytes that a device receives from others in a step: with fsdp, the parts of matrices that it does not hold,
     and the tokens of its experts; along `tensor`, all-reduces of `summed` bytes of activations."""
     received = 0
     if plan.sharding is Weights.fsdp:
-        received = gathered_bytes(weights, data, tensor, plan.expert_group)
-        received += round(exchanged_bytes(weights, tensor, num_pair_bytes, plan.expert_group))
-    return received + 2 * summed * (tensor - 1) // tensor
+        received = gathered_bytes(plan.needed, data, plan.tensor, plan.expert_group)
+        received += round(exchanged_bytes(plan.needed, plan.tensor, num_pair_bytes, plan.expert_group))
+    return received + 2 * summed * (plan.tensor - 1) // plan.tensor

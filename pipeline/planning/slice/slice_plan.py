@@ -101,7 +101,7 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
     flops = model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops
     mfu = _expected_mfu(model, tpu_slice, job, flops) if config.plan.mfu is None else config.plan.mfu
     received = _received_bytes(config, model, job) / (step.rows * step.length)
-    hbm = _hbm_bytes(config, model, job, tpu_slice) * tpu_slice.num_devices / (step.rows * step.length)
+    hbm = _hbm_bytes(job, tpu_slice) * tpu_slice.num_devices / (step.rows * step.length)
     fill = _FILL * (1 - config.batch.overlap / step.length)  # as of documents much longer than rows
     cost = Cost(flops, step.row_bytes / step.length, fill, received, step.index_bytes, hbm)
     objects_per_block = _objects_per_block(job)
@@ -218,24 +218,20 @@ def _expected_mfu(model: Model, tpu_slice: Slice, job: Plan, flops: int) -> floa
 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     """Bytes that each device receives from others in a step."""
-    step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
-    weights = model.weight_bytes(step.forward_keys, dtype, config.model.quantised, bool(step.head_outputs))
+    step, mesh, item_bytes = job.step, job.mesh, ITEM_BYTES[config.model.dtype]
     num_layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
     row_tokens = step.rows // mesh.data * step.length
     summed = _summed_bytes(config, model, num_layers, row_tokens // mesh.context)
-    num_pair_bytes = pair_bytes(model.arch, row_tokens, ITEM_BYTES[dtype])
-    devices = mesh.data * mesh.context
-    received = received_bytes(weights, job.weights, devices, mesh.tensor, summed, num_pair_bytes)
+    num_pair_bytes = pair_bytes(model.arch, row_tokens, item_bytes)
+    received = received_bytes(job.weights, mesh.data * mesh.context, summed, num_pair_bytes)
     keys = num_layers * model.arch.num_kv_heads // mesh.tensor * (model.arch.head_dim + model.arch.value_dim)
-    return received + ITEM_BYTES[dtype] * keys * row_tokens * (mesh.context - 1) // mesh.context
+    return received + item_bytes * keys * row_tokens * (mesh.context - 1) // mesh.context
 
 
-def _hbm_bytes(config: RunConfig, model: Model, job: Plan, tpu_slice: Slice) -> int:
+def _hbm_bytes(job: Plan, tpu_slice: Slice) -> int:
     """Bytes that a step reads and writes at least in the memory of each device: weights without the embedding, what is
     gathered of them, and the activations, which are written and copied."""
-    step, mesh, tensor, group = job.step, job.mesh, job.mesh.tensor, job.weights.expert_group
-    dtype, has_outputs = str(config.model.dtype), bool(step.head_outputs)
-    weights = model.weight_bytes(step.forward_keys, dtype, config.model.quantised, has_outputs)
+    mesh, tensor, weights, group = job.mesh, job.mesh.tensor, job.weights.needed, job.weights.expert_group
     read = used_bytes(weights, tensor, group) - replace(weights, leaves=weights.leaves["embed"]).on_device(tensor)
     if job.weights.sharding is Weights.fsdp:
         read += gathered_bytes(weights, mesh.data * mesh.context, tensor, group)
@@ -244,15 +240,15 @@ def _hbm_bytes(config: RunConfig, model: Model, job: Plan, tpu_slice: Slice) -> 
 
 def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> dict[str, float] | None:
     """What a decoding step reads and receives, and how long it takes at least."""
-    generation, dtype = job.generation, str(config.model.dtype)
+    generation = job.generation
     if generation is None:
         return None
-    weights = model.generation.weight_bytes(dtype, config.model.quantised)
+    weights = generation.weights.needed
     data = tpu_slice.num_devices // generation.tensor
     num_tokens = generation.spec.rows // data
     summed = _summed_bytes(config, model, model.num_layers, num_tokens)
-    num_pair_bytes = pair_bytes(model.arch, num_tokens, ITEM_BYTES[dtype])
-    received = received_bytes(weights, generation.weights, data, generation.tensor, summed, num_pair_bytes)
+    num_pair_bytes = pair_bytes(model.arch, num_tokens, ITEM_BYTES[config.model.dtype])
+    received = received_bytes(generation.weights, data, summed, num_pair_bytes)
     read = used_bytes(weights, generation.tensor, generation.weights.expert_group) + generation.cache_bytes
     if model.head.tensor is not None:  # a step reads only a few rows of the embedding
         read -= replace(weights, leaves=weights.leaves["embed"]).on_device(generation.tensor)
