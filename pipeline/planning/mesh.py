@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -117,7 +117,7 @@ def largest_tensor(topology: Topology, tensor_dims: Mapping[str, int]) -> int:
 class WeightsPlan:
     """How the weights that a program needs are divided, and the memory that they need."""
 
-    needed: WeightBytes
+    needed: WeightBytes = field(repr=False)  # processes compare the text of a plan
     sharding: Weights  # replicated, tensor or fsdp
     device_bytes: int  # of weights, on each device
     notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp

@@ -185,9 +185,9 @@ def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
     programs = compile_programs(model, abstract_weights(config, leaves, partition), partition, spec)
     sharding = str(generation.weights.sharding)
     described = _described(partition, config, model.num_layers, sharding, programs.attention.name)
-    weights = model.generation.weight_bytes(dtype, quantised).on_device(generation.tensor)
+    weights = model.generation.weight_bytes(dtype, quantised).on_device(generation.weights.tensor)
     if "head" in leaves:
-        weights -= _embedding_bytes(leaves, dtype, generation.tensor)
+        weights -= _embedding_bytes(leaves, dtype, generation.weights.tensor)
     data = partition.mesh.shape["data"]
     of_all_caches = generation.cache_bytes * data // spec.rows // spec.length  # for each token of a full row
     prefilled = generation.cache_bytes * spec.prefill_rows(data) // spec.rows

@@ -243,15 +243,15 @@ def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> d
     generation = job.generation
     if generation is None:
         return None
-    weights = generation.weights.needed
-    data = tpu_slice.num_devices // generation.tensor
+    weights, tensor = generation.weights.needed, generation.weights.tensor
+    data = tpu_slice.num_devices // tensor
     num_tokens = generation.spec.rows // data
     summed = _summed_bytes(config, model, model.num_layers, num_tokens)
     num_pair_bytes = pair_bytes(model.arch, num_tokens, ITEM_BYTES[config.model.dtype])
     received = received_bytes(generation.weights, data, summed, num_pair_bytes)
-    read = used_bytes(weights, generation.tensor, generation.weights.expert_group) + generation.cache_bytes
+    read = used_bytes(weights, tensor, generation.weights.expert_group) + generation.cache_bytes
     if model.head.tensor is not None:  # a step reads only a few rows of the embedding
-        read -= replace(weights, leaves=weights.leaves["embed"]).on_device(generation.tensor)
+        read -= replace(weights, leaves=weights.leaves["embed"]).on_device(tensor)
     step_s = decoding_step_s(read, received, tpu_slice)
     rate = generation.spec.rows / step_s
     return {"hbm_bytes": read, "received_bytes": received, "step_s": step_s, "tokens_per_s": rate}
