@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -150,28 +149,22 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
 def _addresses(pattern: str, addresses: object, layer: int) -> dict[str, str]:
     """The addresses of the SAEs for a layer's array, by name. The name is "" for a single SAE, and the folder's name
     for SAEs in a list."""
-    if isinstance(addresses, str):
-        addresses = {"": addresses}
-    elif isinstance(addresses, Sequence) and all(isinstance(address, str) for address in addresses):
-        folders = [_fill_layer(address, layer).rstrip("/").rpartition("/")[2] for address in addresses]
-        names = [re.sub("[^A-Za-z0-9_-]", "_", folder)[:MAX_ENCODER_NAME] for folder in folders]
-        names = names if len(names) > 1 else [""] * len(names)
-        if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise ConfigError(
-                f"capture.encode has two SAEs for {shown(pattern)} in folders named {shown(repeated[0])}. Name the "
-                f"SAEs: {{first: ..., second: ...}}."
-            )
-        addresses = dict(zip(names, addresses, strict=True))
-    is_valid = isinstance(addresses, Mapping) and all(
+    named = {"": addresses} if isinstance(addresses, str) else addresses
+    if isinstance(named, Sequence) and all(isinstance(address, str) for address in named):
+        folders = (_fill_layer(address, layer).rstrip("/").rpartition("/")[2] for address in named)
+        names = (re.sub("[^A-Za-z0-9_-]", "_", folder)[:MAX_ENCODER_NAME] for folder in folders)
+        named = dict(zip(names, named, strict=True))
+    is_valid = isinstance(named, Mapping) and all(
         isinstance(address, str) and address.strip() and (name == "" or re.fullmatch(ENCODER_NAME, str(name)))
-        for name, address in addresses.items()
+        for name, address in named.items()
     )
-    if not is_valid or not addresses:
+    if not is_valid or not named or (len(named) < len(addresses) and not isinstance(addresses, str)):
         raise ConfigError(
-            f"capture.encode has {shown(addresses)} for {shown(pattern)}. Set it to an address, a list of addresses, "
-            f"or a mapping from names (letters, digits, - and _) to addresses, e.g. {_EXAMPLE}."
+            f"capture.encode has {shown(addresses)} for {shown(pattern)}. Set it to an address, a list of addresses "
+            f"whose folders have different names, or a mapping from names (letters, digits, - and _) to addresses, "
+            f"e.g. {_EXAMPLE}."
         )
-    return {str(name): _fill_layer(address, layer) for name, address in addresses.items()}
+    return {str(name): _fill_layer(address, layer) for name, address in named.items()}
 
 
 def _fill_layer(address: str, layer: int) -> str:
