@@ -121,8 +121,11 @@ def complete(job: Job, store: StoreWriter) -> None:
     streams = [blocks.table for blocks in store.streams.all().values()]
     if skips := describe_skips(store.storage, BlockTable.join(streams)):
         log.warning("%s skipped %s", store.path, skips)
-    if job.is_done(streams) and (missing := job.shortfall(streams)):
-        log.warning("%s: %s", store.path, missing)
+    if job.is_done(streams):
+        if missing := job.shortfall(streams):
+            log.warning("%s: %s", store.path, missing)
+        if not is_complete:
+            log.info("%s is not complete: another run asked for more tokens than it holds", store.path)
     log.info(
         "%s holds %s tokens%s. To read it: from pipeline.store import ActivationStore; "
         "store = ActivationStore.open(%r)",
