@@ -6,39 +6,21 @@ import os
 import socket
 import sys
 import threading
+import time
 from functools import cache
 
 import jax
 
 from pipeline.cluster import processes
-from pipeline.cluster.startup import signals_handled_while_waiting
 from pipeline.config.schema import DistributedConfig
 from pipeline.core.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, ConfigError, PipelineError
 
 log = logging.getLogger("pipeline")
 
+_POLL_S = 0.1
 _SHUTDOWN_TIMEOUT_S = 8  # how long a finished process waits for the others
 _EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must be shorter
 _NOT_A_CLUSTER = "coordinator_address should be defined"  # in JAX's message if it detects no cluster
-# The variables with the number of processes, and of this one, in JAX's order; it ignores the last.
-_LAUNCHERS = (
-    ("an MPI job", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("a Slurm step", "SLURM_NTASKS", "SLURM_PROCID"),
-    ("an MPI job", "PMI_SIZE", "PMI_RANK"),
-)
-
-
-def _step() -> str:
-    """Describes the Slurm step or MPI job of several processes that this one belongs to. Empty if a launcher started it
-    alone, or in the shell of salloc or sbatch, which is in no step."""
-    for kind, size, process in _LAUNCHERS:
-        is_set = size != "SLURM_NTASKS" or "SLURM_STEP_NODELIST" in os.environ
-        if is_set and os.environ.get(size, "1") != "1":
-            return (
-                f"This is process {os.environ.get(process)} of {kind} of {os.environ[size]} processes ({size}). To run "
-                f"it without the others, set distributed.num_processes=1."
-            )
-    return ""
 
 
 @cache  # a sweep runs several jobs in one process, but JAX can only join before its first computation
@@ -58,38 +40,21 @@ def initialise(options: DistributedConfig) -> None:
         )
     if options.process_id == 0:
         _require_free_port(options.coordinator)
-    step = _step() if options.coordinator is None else ""
-    if step.startswith("This is process 0 "):
-        log.info("%s Joining the others, within %d s", step, options.join_timeout_s)
-        logging.getLogger("jax._src.distributed").setLevel(logging.INFO)  # says at which address
+    if options.coordinator is None:
+        logging.getLogger("jax._src.distributed").setLevel(logging.INFO)  # says whom it waits for, and where
     failure = (
         f"the {options.num_processes or 'other'} processes did not all join within {options.join_timeout_s} s "
         f"(distributed.join_timeout_s). Check that all were started and can reach "
-        f"{options.coordinator or 'process 0'}, and run the same command again. {step}"
-    ).rstrip()
-    joined = threading.Event()
-    arguments = (options.join_timeout_s, failure, joined)
-    threading.Thread(target=_give_up_joining, args=arguments, name="join", daemon=True).start()
+        f"{options.coordinator or 'process 0'}, and run the same command again. To run this process of a Slurm step or "
+        "MPI job without the others, set distributed.num_processes=1."
+    )
     try:
-        with signals_handled_while_waiting():
-            jax.distributed.initialize(
-                *settings,
-                initialization_timeout=options.join_timeout_s + _EXTRA_TIMEOUT_S,
-                heartbeat_timeout_seconds=options.heartbeat_timeout_s,
-                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
-            )
+        _join(options, failure)
     except ValueError as error:
         if options.coordinator is not None or _NOT_A_CLUSTER not in str(error):
             raise ConfigError(f"distributed.* is invalid: {str(error).rstrip('.')}. Correct these settings.") from error
-        if step:
-            raise ConfigError(
-                f"JAX does not detect this job of several processes. Set distributed.coordinator, num_processes and "
-                f"process_id for each. {step}"
-            ) from error
     except RuntimeError as error:
         raise PipelineError(f"{failure} JAX reports: {error}") from error
-    finally:
-        joined.set()
     if processes.count() > 1:
         _name_process_in_logs()
 
@@ -106,13 +71,33 @@ def _require_free_port(coordinator: str) -> None:
             ) from error
 
 
-def _give_up_joining(timeout_s: float, failure: str, joined: threading.Event) -> None:
-    """Ends the process with a message before JAX aborts it with a C++ stack trace."""
-    if joined.wait(timeout_s):
-        return
-    log.error("PipelineError: %s", failure)
-    logging.shutdown()
-    os._exit(EXIT_FAILED)
+def _join(options: DistributedConfig, failure: str) -> None:
+    """Calls JAX in another thread, since Python handles signals only while the main thread runs Python code. Ends the
+    process with a message before JAX aborts it with a C++ stack trace; raises the errors of JAX."""
+    errors: list[Exception] = []
+
+    def initialise() -> None:
+        try:
+            jax.distributed.initialize(
+                *(options.coordinator, options.num_processes, options.process_id),
+                initialization_timeout=options.join_timeout_s + _EXTRA_TIMEOUT_S,
+                heartbeat_timeout_seconds=options.heartbeat_timeout_s,
+                shutdown_timeout_seconds=_SHUTDOWN_TIMEOUT_S,
+            )
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=initialise, name="join", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + options.join_timeout_s
+    while thread.is_alive() and time.monotonic() < deadline:
+        thread.join(_POLL_S)
+    if thread.is_alive():
+        log.error("PipelineError: %s", failure)
+        logging.shutdown()
+        os._exit(EXIT_FAILED)
+    if errors:
+        raise errors[0]
 
 
 def _name_process_in_logs() -> None:

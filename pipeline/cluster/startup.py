@@ -8,9 +8,7 @@ import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TextIO
 
 from pipeline.core.errors import EXIT_INTERRUPTED
@@ -39,28 +37,6 @@ def _exit(number: int, _frame: object) -> None:
     with suppress(OSError):
         os.write(_STDERR, f"Interrupted: stopped by {name}. Run the same command again.\n".encode())
     os._exit(EXIT_INTERRUPTED)
-
-
-@contextmanager
-def signals_handled_while_waiting() -> Iterator[None]:
-    """Runs the handlers of `prepare_process` while the main thread waits in native code, where Python does not call
-    them. Main thread only."""
-    received, sent = os.pipe()
-    os.set_blocking(sent, False)
-    previous = signal.set_wakeup_fd(sent, warn_on_full_buffer=False)
-    threading.Thread(target=_exit_when_sent, args=(received,), name="signals", daemon=True).start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(previous)
-        os.close(sent)
-
-
-def _exit_when_sent(received: int) -> None:
-    while number := os.read(received, 1):
-        if signal.getsignal(number[0]) is _exit:
-            _exit(number[0], None)
-    os.close(received)
 
 
 def _open_closed_streams() -> None:

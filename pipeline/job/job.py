@@ -14,7 +14,6 @@ from pipeline.data.demand import shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Source
 from pipeline.data.feed import StreamWork
 from pipeline.data.selection import Selection, selection_identity
-from pipeline.data.sources import has_labels
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.contexts import Added, open_added
 from pipeline.data.text.tokenizer import TextTokenizer
@@ -26,7 +25,7 @@ from pipeline.planning.encoders import Encoder
 from pipeline.planning.plan import Plan
 from pipeline.store.format.block_table import NO_BLOCKS, BlockTable, StreamBlocks
 from pipeline.store.format.layout import OUTPUTS, StoreLayout
-from pipeline.store.format.metadata import Json, StoreMetadata
+from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.target import has_share
 from pipeline.store.generated.documents import (
     COMPLETION_SCHEMA,
@@ -43,7 +42,6 @@ class Job:
     """Everything that a run needs. storage: holds the store that the run fills. stored: the metadata of an existing
     store that the run resumes."""
 
-    config: RunConfig
     model: Model
     source: Source
     tokenizer: TextTokenizer | None  # None for token ids of a model without one
@@ -54,10 +52,14 @@ class Job:
     manifest: JobManifest
     encoders: tuple[Encoder, ...]
 
-    @cached_property
+    @property
+    def config(self) -> RunConfig:
+        return self.plan.config
+
+    @property
     def layout(self) -> StoreLayout:
         """The geometry and the arrays of the store."""
-        return self.plan.layout(str(self.config.store.compression), has_labels(self.config.data))
+        return self.plan.layout
 
     @cached_property
     def added(self) -> Added:
@@ -68,13 +70,21 @@ class Job:
     def metadata(self) -> StoreMetadata:
         """What the store records, and what must match for a run to resume it. Reads the model's weights; downloads
         those of a Hub model first. Raises CheckpointError for damaged weights."""
-        return self._metadata(reads_weights=True)
-
-    def require_stored_settings(self) -> None:
-        """Raises StoreMismatch if the existing store, which is required, was made with other settings, another
-        architecture or other data. Reads no weights, so those of another checkpoint are not noticed."""
-        self.stored.require_same(self._metadata(reads_weights=False), self.storage.path)
-        self.manifest.require_unchanged()
+        config, plan = self.config, self.plan
+        return StoreMetadata(
+            model=self._model_identity(),
+            tokenizer={} if self.tokenizer is None else self.tokenizer.identity(),
+            data=self.data_identity,
+            batch=self._batch_identity(),
+            capture=self._capture_identity(),
+            store={
+                "compression": str(config.store.compression),
+                **({} if plan.shard_bytes is None else {"shard_bytes": plan.shard_bytes}),
+            },
+            num_streams=plan.streams.count,
+            rows_per_block=plan.rows_per_block,
+            config=self._recorded_config(),
+        )
 
     @cached_property
     def data_identity(self) -> dict[str, object]:
@@ -101,28 +111,10 @@ class Job:
             **({"stop": list(data.stop)} if data.stop else {}),
         }
 
-    def _metadata(self, reads_weights: bool) -> StoreMetadata:
-        """reads_weights: if not, the weights of the model and of SAEs are taken to be those of `stored`."""
-        config, plan = self.config, self.plan
-        return StoreMetadata(
-            model=self._model_identity(reads_weights),
-            tokenizer={} if self.tokenizer is None else self.tokenizer.identity(),
-            data=self.data_identity,
-            batch=self._batch_identity(),
-            capture=self._capture_identity(reads_weights),
-            store={
-                "compression": str(config.store.compression),
-                **({} if plan.shard_bytes is None else {"shard_bytes": plan.shard_bytes}),
-            },
-            num_streams=plan.streams.count,
-            rows_per_block=plan.rows_per_block,
-            config=self._recorded_config(),
-        )
-
     def _batch_identity(self) -> dict[str, object]:
         batch = self.config.batch
         return {
-            "length": self.plan.step.length,
+            "length": batch.length,
             "packing": str(batch.packing),
             "long_documents": str(batch.long_documents),
             "windows": str(batch.windows),
@@ -130,14 +122,11 @@ class Job:
             "separator": batch.separator,
         }
 
-    def _model_identity(self, reads_weights: bool) -> dict[str, object]:
-        config, identity = self.config.model, self.model.identity(reads_weights)
-        if not reads_weights and "weights" in self.stored.model:
-            identity["weights"] = self.stored.model["weights"]
-        dtypes = {name: str(getattr(config, name)) for name in ("dtype", "weights_dtype")}
-        return {**identity, **dtypes, "vocab_size": self.model.vocab_size}
+    def _model_identity(self) -> dict[str, object]:
+        dtypes = {name: str(getattr(self.config.model, name)) for name in ("dtype", "weights_dtype")}
+        return {**self.model.identity(), **dtypes, "vocab_size": self.model.vocab_size}
 
-    def _capture_identity(self, reads_weights: bool) -> dict[str, object]:
+    def _capture_identity(self) -> dict[str, object]:
         step, capture = self.plan.step, self.config.capture
         identity: dict[str, object] = {
             "arrays": [key.name for key in step.keys],
@@ -153,14 +142,9 @@ class Job:
         if step.num_top:
             identity["top_logprobs"] = step.num_top
         if self.encoders:
-            identity |= {"encode": self._sae_identities(reads_weights), "encode_index": capture.encode_index}
+            saes = [encoder.identity() for encoder in self.encoders]
+            identity |= {"encode": saes, "encode_index": capture.encode_index}
         return identity | selection_identity(capture, self.config.batch)
-
-    def _sae_identities(self, reads_weights: bool) -> list[Json]:
-        if reads_weights:
-            return [encoder.identity() for encoder in self.encoders]
-        digests = {sae["features"]: sae.get("sha256", "") for sae in self.stored.encoders}
-        return [encoder.identity(digests.get(encoder.spec.name, "")) for encoder in self.encoders]
 
     def _recorded_config(self) -> dict[str, object]:
         """The configuration, with the commits of a Hub model and adapter. For information, not compared on resume."""

@@ -7,19 +7,18 @@ import jax
 import numpy as np
 from jaxtyping import Int32, PyTree
 
-from pipeline.cluster import devices, processes
-from pipeline.cluster.sharding import make_mesh, put_rows
+from pipeline.cluster import processes
+from pipeline.cluster.sharding import put_rows
 from pipeline.config.schema import RunConfig
 from pipeline.data.documents import TokenBlock
 from pipeline.job.generation.kept_rows import KeptRows
 from pipeline.job.job import Job
-from pipeline.models.attention.choosing import choose_attention
 from pipeline.models.decoder import Params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
 from pipeline.planning.encoders import Encoder
 from pipeline.planning.plan import Plan
-from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, compile_storing, make_partition
+from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, compile_storing
 from pipeline.step.spec import StepSpec
 
 
@@ -48,8 +47,7 @@ def load_step(job: Job, devices: Sequence[jax.Device] | None = None) -> LoadedSt
     devices: the devices that the job is planned for; None for all devices of all processes.
     """
     config, plan = job.config, job.plan
-    mesh, weights = plan.mesh, plan.weights
-    partition = make_partition(mesh.tensor, weights.sharding, devices, weights.expert_group, mesh.context)
+    partition = plan.weights.partition(devices)
     if plan.keeps_activations:
         compiled = compile_storing(plan.step, partition.mesh, str(config.model.dtype))
         return LoadedStep(compiled, KeptRows(job, partition.mesh).for_rows, plan.mesh.process_rows)
@@ -72,15 +70,6 @@ def load_weights(
     )
     saes = {encoder.spec.name: encoder.load(str(config.model.dtype), partition.mesh) for encoder in encoders}
     return params | {"encoders": saes} if saes else params
-
-
-def describe_devices(job: Job) -> str:
-    """What the job runs on, and its attention. Raises ConfigError for attention that these devices do not have."""
-    step, plan = job.plan.step, job.plan.mesh
-    mesh = make_mesh(plan.tensor, context=plan.context)
-    dtype = str(job.config.model.dtype)
-    attention = choose_attention(step.attention, job.model.arch, mesh, step.rows, step.length, dtype)
-    return f"{devices.describe(mesh)}; {attention.describe()}"
 
 
 def step_inputs(block: TokenBlock | None, rows: slice, spec: StepSpec) -> dict[str, Int32[np.ndarray, "rows _"]]:

@@ -22,6 +22,8 @@ from tqdm import tqdm
 
 from pipeline.core.messages import counted
 
+_INTERVAL_S = 10.0  # between lines of a run's log
+
 
 class Stage(Enum):
     """What a thread does or waits for: the thread's name and the stage's label."""
@@ -64,9 +66,8 @@ class Metrics:
         total_tokens: int | None = None,
         stored_tokens: int = 0,
         progress: bool = False,
-        interval_s: float = 10.0,
     ) -> None:
-        """total_tokens, stored_tokens: of the progress bar. interval_s: between lines of the run's log."""
+        """total_tokens, stored_tokens: of the progress bar."""
         self.tokens = 0
         self.steps = 0
         self.blocks = 0
@@ -75,8 +76,6 @@ class Metrics:
         self.stages: dict[str, str] = {}  # the current stage of each thread
         self.last_step = time.monotonic()
         self._lines: list[str] = []
-        self._retries_before, self._refused_before = num_retries(), num_refused()
-        self._interval_s = interval_s
         self.name = f"{run_name()}.jsonl"
         self._started = self._emitted = time.monotonic()
         self._ended: float | None = None
@@ -120,16 +119,6 @@ class Metrics:
         return (self._ended or time.monotonic()) - self._started
 
     @property
-    def storage_retries(self) -> int:
-        """Requests to object storage that were sent again, since the run began."""
-        return num_retries() - self._retries_before
-
-    @property
-    def storage_refused(self) -> int:
-        """Answers 429 (too many requests) or 503 (unavailable) of object storage since the run began."""
-        return num_refused() - self._refused_before
-
-    @property
     def tokens_per_s(self) -> float:
         return self.tokens / max(self.elapsed_s, 1e-9)
 
@@ -156,8 +145,8 @@ class Metrics:
             "tokens_per_s": round(self.tokens_per_s, 1),
             "blocks": self.blocks,
             "stored_bytes": self.stored_bytes,
-            "storage_retries": self.storage_retries,
-            "storage_refused": self.storage_refused,
+            "storage_retries": num_retries(),
+            "storage_refused": num_refused(),
             "peak_rss_mib": peak_rss_mib(),
             "seconds": {
                 thread: {label: round(seconds, 3) for label, seconds in self.thread_seconds(thread).items()}
@@ -167,7 +156,7 @@ class Metrics:
 
     def is_due(self) -> bool:
         """Whether to log again: after the interval, or after 1 % of the elapsed time if that is longer."""
-        return time.monotonic() - self._emitted >= max(self._interval_s, self.elapsed_s / 100)
+        return time.monotonic() - self._emitted >= max(_INTERVAL_S, self.elapsed_s / 100)
 
     def emit(self) -> bytes:
         """Adds a line to the run's log and returns the whole log as JSONL, since an object store cannot append."""
@@ -195,8 +184,8 @@ class Metrics:
             f"{counted(self.blocks, 'block')}, {self.stored_bytes / (1 << 20):,.1f} MiB stored",
             f"The bottleneck was {label}: the others waited for it {share:.0%} of the time.",
         ]
-        if retries := self.storage_retries:
-            refused = self.storage_refused
+        if retries := num_retries():
+            refused = num_refused()
             lines.append(f"{retries} requests to storage failed and were retried. {refused} responses were 429 or 503.")
         for thread in ("feed", "loop", "writer"):
             stages = ", ".join(f"{name} {value:.2f}" for name, value in self.thread_seconds(thread).items())

@@ -6,7 +6,7 @@ from pipeline.cluster.devices import topology
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Positions, Windows
 from pipeline.config.schema import RunConfig, StoreConfig
-from pipeline.core.errors import ConfigError, InputError, StoreMismatch
+from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.data.selection import NEEDS_LABELS, open_selection
@@ -39,17 +39,12 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     """
     storage = open_storage(config.store)
     stored = None if (root := read_root(storage)) is None else root.metadata
-    given_date = config.data.date
     config, revision = pinned(config, stored)
     tokens = getattr(config.data, "tokens", None)
     model, tokenizer = open_model_and_tokenizer(config, revision, is_optional=tokens is not None)
     if renders_chat(config.data):
         with time_limit(config.run.stall_timeout_s):
             tokenizer.require_chat()
-        if given_date is not None and "date" not in tokenizer.chat_identity():
-            raise ConfigError(
-                f"data.date is {given_date}, but the chat template writes no date (strftime_now). Set data.date=null."
-            )
     encoders = open_encoders(config.capture, model)
     config = with_sae_contexts(config, encoders, tokenizer)
     compare_contexts(config, encoders, tokenizer)
@@ -65,7 +60,7 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     if config.capture.positions is Positions.labels and not has_labels(config.data):
         raise ConfigError(NEEDS_LABELS)
     selection = open_selection(config.capture, config.batch, tokenizer)
-    job = Job(config, model, source, tokenizer, selection, plan, stored, storage, manifest, encoders)
+    job = Job(model, source, tokenizer, selection, plan, stored, storage, manifest, encoders)
     _ = job.data_identity, job.added  # checks the end tokens, and those of contexts
     return job
 
@@ -133,8 +128,3 @@ def print_plan(config: RunConfig) -> None:
     print(job.plan.describe())
     if job.plan.notes:
         print(job.plan.describe_notes())
-    if job.stored is not None:
-        try:
-            job.require_stored_settings()
-        except (StoreMismatch, InputError) as error:
-            print(f"note      a run would be refused: {error}")

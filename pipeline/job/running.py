@@ -4,12 +4,13 @@ import logging
 from collections.abc import Callable, Iterator
 
 from pipeline.cluster import joining, preemption, processes
+from pipeline.config.choices import OnNotFinite
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import StreamWork
 from pipeline.job.generation.generate import generate
 from pipeline.job.job import Job
-from pipeline.job.loaded_step import LoadedStep, describe_devices, load_step
+from pipeline.job.loaded_step import LoadedStep, load_step
 from pipeline.job.loop import fill
 from pipeline.job.opening import open_job
 from pipeline.job.rounding_probe import measure_rounding
@@ -45,7 +46,7 @@ def run(config: RunConfig) -> None:
 
 def run_job(job: Job, stop: preemption.StopRequest, load: LoadStep) -> None:
     """As `run`, for an open job. `load` returns its step, and is called only if there is work."""
-    log.info("%s\ndevices   %s", job.plan.describe(), describe_devices(job))
+    log.info("%s", job.plan.describe())
     stop.check()
     processes.require_same_config(job.config, str(job.plan.weights.sharding), str(job.plan.generation))
     store = open_store(job)
@@ -94,7 +95,7 @@ def open_store(job: Job) -> StoreWriter:
         ) from error
     if not store.complete or larger(store.target, target) != store.target or has_work(job, store):
         store.reopen(target)
-        if not job.plan.fails_on_not_finite:
+        if job.config.capture.on_not_finite is OnNotFinite.warn:
             store.record(may_be_not_finite=True)
     return store
 
@@ -124,11 +125,7 @@ def complete(job: Job, store: StoreWriter) -> None:
         if missing := job.shortfall(streams):
             log.warning("%s: %s", store.path, missing)
         if not is_complete:
-            log.info(
-                "%s is not complete: another run asked for more tokens than it holds. Run that command again, or run "
-                "pipeline.finalize with force=true to mark the store as complete as it is",
-                store.path,
-            )
+            log.info("%s is not complete: another run asked for more tokens than it holds", store.path)
     log.info(
         "%s holds %s tokens%s. To read it: from pipeline.store import ActivationStore; "
         "store = ActivationStore.open(%r)",

@@ -5,7 +5,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -27,7 +26,7 @@ from pipeline.job.loaded_step import LoadedStep, load_weights
 from pipeline.job.opening import open_job, open_model_and_tokenizer
 from pipeline.job.revisions import pinned
 from pipeline.job.running import run_job
-from pipeline.job.writing.block_warnings import SlotChecks, check_finite
+from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
 from pipeline.job.writing.transfer import in_flight
 from pipeline.library.inputs import DocumentInput, GivenDocuments, MemorySource, write_documents
 from pipeline.library.results import Collector, ExtractedDocument
@@ -36,7 +35,7 @@ from pipeline.library.shapes import Shape, ladder, smallest
 from pipeline.planning.encoders import open_encoders
 from pipeline.planning.plan import make_plan
 from pipeline.planning.sae_contexts import compare_contexts, with_sae_contexts
-from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, make_partition
+from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step
 from pipeline.store.read.frameworks import Dtype, converter, parsed_dtype, parsed_framework
 from pipeline.store.read.reader import ActivationStore
 
@@ -119,7 +118,7 @@ class Extractor:
         self.shapes: tuple[Shape, ...] = ladder(step.rows, step.length, data, self._takes_any_length())
         self._selection = open_selection(self.config.capture, self.config.batch, self.tokenizer)
         self._added = open_added(self.config.batch, self.tokenizer)
-        self._partition = make_partition(plan.mesh.tensor, plan.weights.sharding, None, plan.weights.expert_group)
+        self._partition = plan.weights.partition()
         self._identity = weights_identity(self.model, self._encoders)
         self._params = load_weights(self.config, self.model, self.plan, self._partition, self._encoders)
         self._compiled: dict[Shape, CompiledStep] = {}
@@ -217,12 +216,6 @@ class Extractor:
                 run_job(job, stop, lambda _: self._loaded(self.shapes[-1]))
         return ActivationStore.open(config.store.path)
 
-    def __reduce__(self) -> NoReturn:
-        raise ConfigError(
-            "an Extractor cannot be copied or given to another process, since its model is on this process's devices. "
-            "Create one there."
-        )
-
     def _takes_any_length(self) -> bool:
         """Whether rows may be shorter. Kernels restrict the length; slots of selected tokens are per whole row."""
         return self.config.model.attention in (Attention.auto, Attention.xla) and self.plan.step.selected is None
@@ -247,11 +240,6 @@ class Extractor:
         if not documents:
             return iter(())
         batch, length = self.config.batch, self.plan.step.length
-        if long := [len(document.tokens) for document in documents if len(document.tokens) > length]:
-            log.warning(
-                "%d of %d documents are longer than length=%d (the longest has %d tokens): long_documents=%s applies",
-                *(len(long), len(documents), length, max(long), batch.long_documents),
-            )
         totals = (len(restarted(document.tokens, length, self._added)) for document in documents)
         num_windows = 1 if batch.long_documents is LongDocuments.cut else None
         ranges = (windows(total, length, overlap=batch.overlap)[:num_windows] for total in totals)
@@ -273,11 +261,11 @@ class Extractor:
     def _dispatched(
         self, stream: TokenStream, step: LoadedStep, num_tokens: int
     ) -> Iterator[tuple[TokenBlock, int, StepOutputs]]:
-        checks, spec = SlotChecks(self.plan), step.compiled.spec
+        spec = step.compiled.spec
         is_shown = self.config.run.progress and num_tokens > spec.rows * spec.length
         with tqdm(desc="extract", total=num_tokens, unit="tok", unit_scale=True, disable=not is_shown) as bar:
             for block in stream.blocks():
-                checks.check(block)
+                warn_of_unselected(self.plan, block)
                 for first_row in range(0, block.num_rows, spec.rows):
                     outputs = step(block, first_row)
                     for values in (*outputs.arrays, outputs.counts):

@@ -20,7 +20,7 @@ from pipeline.core.errors import ArgumentError
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn
 from pipeline.job.loaded_step import LoadedStep
-from pipeline.job.writing.block_warnings import SlotChecks, check_finite
+from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
 from pipeline.job.writing.transfer import CopyThreads, StepInFlight, in_flight, start_transfer
 from pipeline.library.tee import StoreTee
 from pipeline.planning.plan import Plan
@@ -174,7 +174,6 @@ class Filler:
 
     def _dispatched(self, begin: FeedPosition) -> Iterator[tuple[StepInFlight, FeedPosition]]:
         """Dispatches the steps from `begin` on, each with its position."""
-        checks = SlotChecks(self._plan)
         work, skip = begin
         while True:
             with self.waits.waiting("data"):
@@ -183,7 +182,7 @@ class Filler:
                 return
             is_stored = self._tee is not None and self._tee.begin(block)
             if not is_stored:  # the store's writer checks stored blocks
-                checks.check(block)
+                warn_of_unselected(self._plan, block)
             for first_row in range(0 if is_stored else skip, block.num_rows, self._plan.mesh.process_rows):
                 step = self._tee.dispatch(block, first_row) if is_stored else self._dispatch(block, first_row)
                 if first_row >= skip:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +25,6 @@ from pipeline.data.text.templates import RenderError
 from pipeline.data.text.token_ids import with_tokens
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import LONE_SURROGATE, TokenisedDocument
-
-log = logging.getLogger("pipeline")
 
 Chat = Sequence[Mapping[str, object]]
 DocumentInput = str | Sequence[int] | np.ndarray | Chat
@@ -58,7 +55,6 @@ class MemorySource:
         self._tokenizer = tokenizer
         self._on_error = on_error
         self._add_generation_prompt = flag("add_generation_prompt", add_generation_prompt)
-        self._said: set[str] = set()
         texts = [document for document in self._documents if not _is_tokens(document)]
         self._takes_tokens = not (are_alike and texts)
         if texts and tokenizer is None:
@@ -89,27 +85,19 @@ class MemorySource:
                 f"{_NAME}[{index}] is {shown(given)}. Expected {expected} a chat: a list of messages such as "
                 "{'role': 'user', 'content': '...'}."
             )
-        text, labels = (given, None) if isinstance(given, str) else self._rendered(index, given)
+        text, labels = (given, None) if isinstance(given, str) else self._rendered(given)
         if not text or _LONE.search(text):
             raise ValueError(LONE_SURROGATE.format("the text") if text else "the text is empty")
         return replace(document, text=text, labels=labels)
 
-    def _rendered(self, index: int, chat: Chat) -> tuple[str, Labels | None]:
+    def _rendered(self, chat: Chat) -> tuple[str, Labels | None]:
         """A chat's text, and its labels if the template's texts can be followed. Raises ValueError."""
         messages, template = _conversations(self._tokenizer).messages({_NAME: chat}), self._tokenizer.chat()
         try:
             rendered = template.render_labelled(messages, add_generation_prompt=self._add_generation_prompt)
-        except RenderError as error:
-            self._say_once("has no labels", index, str(error))
+        except RenderError:
             return template.render(messages, add_generation_prompt=self._add_generation_prompt), None
-        if rendered.dropped:
-            self._say_once("is not whole", index, f"the chat template leaves out {rendered.dropped} characters of it")
         return rendered.text, rendered.labels
-
-    def _say_once(self, what: str, index: int, reason: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
-            log.warning("%s[%d] %s: %s", _NAME, index, what, reason)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ T positions of a row, S slots of a row for activations.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -98,35 +98,26 @@ class Collector:
         nothing = {_TOKENS: np.empty(0, np.int32), _IS_STORED: np.empty(0, bool)}
         nothing[_LABELS] = np.empty((0, len(Label)), np.int16)
         nothing |= {array.name: np.empty((0, *array.token_shape), array.dtype) for array in self._spec.stored_arrays}
-        num_documents = sum(isinstance(item, TokenisedDocument) for item in items)
+        last = np.cumsum([isinstance(item, TokenisedDocument) for item in items])  # documents up to each item
         divided = {}
         for slots, names in ((_TOKEN_DOCUMENTS, list(nothing)[:3]), (_SLOT_DOCUMENTS, list(nothing)[3:])):
             documents = np.concatenate([np.empty(0, np.int64), *self._parts.pop(slots, [])])
             order = np.argsort(documents, kind="stable")
-            starts = np.searchsorted(documents[order], np.arange(num_documents))[1:]
+            ends = np.searchsorted(documents[order], last)[:-1]
             for name in names:
                 values = np.concatenate([nothing[name], *self._parts.pop(name, [])])
-                divided[name] = [values.take(places, axis=0) for places in np.split(order, starts)]
-        number, results = iter(range(num_documents)), []
-        for item in items:
-            if isinstance(item, SkippedDocument):
-                results.append(self._result(nothing, convert, framework, skipped=item.reason))
-                continue
-            place = next(number)
-            arrays = {name: values[place] for name, values in divided.items()}
-            num_cut = max(0, len(item.tokens) - len(arrays[_TOKENS]))  # windows may repeat some
-            labels = None if item.labels is None else arrays[_LABELS]
-            results.append(replace(self._result(arrays, convert, framework, num_cut=num_cut), labels=labels))
-        return results
+                divided[name] = [values.take(places, axis=0) for places in np.split(order, ends)]
+        arrays = ({name: values[place] for name, values in divided.items()} for place in range(len(items)))
+        return [self._result(*pair, convert, framework) for pair in zip(items, arrays, strict=True)]
 
     def _result(
         self,
+        item: TokenisedDocument | SkippedDocument,
         arrays: Mapping[str, np.ndarray],
         convert: Callable[[np.ndarray], Any],
         framework: Framework,
-        num_cut: int = 0,
-        skipped: str | None = None,
     ) -> ExtractedDocument:
+        skipped = item.reason if isinstance(item, SkippedDocument) else None
         names = [key.name for key in self._spec.keys]
         outputs = {spec.name: convert(arrays[spec.name]) for spec in self._spec.stored_arrays.outputs}
         widths = {encoder.name: encoder.sae.width for encoder in self._spec.encoders}
@@ -137,6 +128,7 @@ class Collector:
             scales={name: convert(arrays[scale_name(name)]) for name in names if scale_name(name) in arrays},
             outputs=outputs,
             features=feature_batches(widths, outputs, framework),
-            num_cut=num_cut,
+            num_cut=0 if skipped else max(0, len(item.tokens) - len(arrays[_TOKENS])),  # windows may repeat some
             skipped=skipped,
+            labels=None if skipped or item.labels is None else arrays[_LABELS],
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
 from pipeline.config.composing import from_values
-from pipeline.config.schema import BatchConfig, CaptureConfig, ModelConfig, ParquetData, RunConfig, all_fields
+from pipeline.config.schema import BatchConfig, CaptureConfig, ModelConfig, ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import did_you_mean, shown
 from pipeline.core.sites import site_name
@@ -33,12 +33,9 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
     for an unknown option."""
     for name in options:
         if name not in KEYS:
-            hint = _hint(name, owner)
+            hint = did_you_mean(name, KEYS)
             raise ConfigError(f"{owner} has no option {shown(name)}.{hint} It has {', '.join(sorted(KEYS))}.")
-    try:
-        values = {KEYS[name]: plain(value) for name, value in options.items()}
-    except TypeError as error:
-        raise ConfigError(f"{owner} cannot take one of its options: {error}.") from error
+    values = {KEYS[name]: plain(value) for name, value in options.items()}
     sites = values.get("capture.sites")
     sites = [sites] if isinstance(sites, str) else sites
     if isinstance(sites, list):  # also as TransformerLens names them
@@ -47,22 +44,6 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
         if key in values and not isinstance(values[key], str):
             values[key] = parsed_dtype(values[key])
     return values
-
-
-def _hint(name: str, owner: str) -> str:
-    """The option or configuration key that an unknown option probably means, as the end of a message."""
-    options = {key: option for option, key in KEYS.items()}
-    keys = [key for key, _ in all_fields() if name in (key, key.rpartition(".")[2])]
-    if option := next((options[key] for key in keys if key in options), None):
-        return f" Did you mean {option}?"
-    if not keys:
-        return did_you_mean(name, KEYS)
-    if owner != "Stream":
-        return f" {keys[0]} is a key of the command: python -m pipeline.run."
-    section, _, last = keys[0].partition(".")
-    if section == "data" and last in (field.name for field in fields(ParquetData)):
-        return f' Give {keys[0]} with the data: data={{"path": ..., "{last}": ...}}.'
-    return f" {keys[0]} is a key of the configuration: Stream.from_config(['{keys[0]}=...', ...]) accepts it."
 
 
 def configuration(values: Mapping[str, object], job: Mapping[str, object] | None = None) -> RunConfig:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import jax
 
@@ -12,22 +12,15 @@ from pipeline.cluster.devices import open_devices, topology
 from pipeline.cluster.topology import Topology
 from pipeline.config import composing
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
-from pipeline.core.arguments import flag, integer, items, path
+from pipeline.core.arguments import flag, integer, items, path, require_not_forked
 from pipeline.core.errors import ArgumentError, ConfigError, StoreMismatch
 from pipeline.core.messages import counted, shown
 from pipeline.core.sites import ActivationKey
-from pipeline.data.files import NoSuchFiles
 from pipeline.job.job import Job, weights_identity
 from pipeline.job.loaded_step import load_step
 from pipeline.job.opening import open_job, replanned
 from pipeline.library.settings import plain, settings
-from pipeline.library.stream_reader import (
-    StreamReader,
-    device_bytes,
-    host_bytes,
-    refuse_data_loader_workers,
-    refuse_to_pickle,
-)
+from pipeline.library.stream_reader import StreamReader, device_bytes, host_bytes
 from pipeline.step.compilation_cache import use_compilation_cache
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.normalisation import Normalisation
@@ -88,13 +81,7 @@ class Stream:
             {"store.path": "none"} | {f"data.{key}": value for key, value in given.items()} | settings(named, "Stream")
         )
         values |= {"run.max_tokens": max_tokens, "run.progress": progress}
-        try:
-            self._open(composing.from_values(ParquetData, {key: plain(value) for key, value in values.items()}))
-        except NoSuchFiles as error:
-            raise NoSuchFiles(
-                f"{error} In Python, data=... are settings of Stream.from_config: Stream.from_config(['data=hf', "
-                "'data.path=json', 'data.data_files=FILE', ...])."
-            ) from error
+        self._open(composing.from_values(ParquetData, {key: plain(value) for key, value in values.items()}))
 
     @classmethod
     def from_config(cls, overrides: Sequence[str]) -> Self:
@@ -112,7 +99,7 @@ class Stream:
         return stream
 
     def _open(self, config: RunConfig) -> None:
-        refuse_data_loader_workers()
+        require_not_forked("JAX")
         if isinstance(config.data, GenerateData):
             raise ConfigError("data=generate needs a store for its documents. Fill one, and read store.batches.")
         use_compilation_cache(config.run.compilation_cache)
@@ -169,7 +156,7 @@ class Stream:
         stream, ConfigError for keys that are not captured, a rank without documents, or a buffer that is too small or
         exceeds the memory, and StoreMismatch for a store of a different configuration.
         """
-        refuse_data_loader_workers()
+        require_not_forked("JAX")
         devices = topology(self.config.run)
         options = BatchOptions(
             batch_size=batch_size,
@@ -217,9 +204,6 @@ class Stream:
         """The normalisation to zero mean and unit variance, by array name, from a `sample` of the data's beginning."""
         sample, per_feature = self.sample(keys, num_tokens), flag("per_feature", per_feature)
         return {name: statistics.normalisation(per_feature) for name, statistics in sample.items()}
-
-    def __reduce__(self) -> NoReturn:
-        refuse_to_pickle(self)
 
     def _keys(self, keys: Key | Sequence[Key] | None) -> Key | Sequence[Key]:
         if keys is not None:

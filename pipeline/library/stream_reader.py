@@ -3,16 +3,15 @@
 import hashlib
 import json
 import logging
-import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from pipeline.core.arguments import require_not_forked
-from pipeline.core.errors import ArgumentError, ConfigError
+from pipeline.core.errors import ArgumentError
 from pipeline.data.documents import Cursor
 from pipeline.data.feed import InTurn, StreamWork
 from pipeline.job.job import Job
@@ -27,10 +26,6 @@ from pipeline.store.read.options import BatchArrays, BatchOptions
 
 log = logging.getLogger("pipeline")
 
-_ONE_PROCESS = (
-    "a stream computes with a model that is on this process's devices. Use DataLoader(..., num_workers=0); threads "
-    "compute ahead of the training loop anyway."
-)
 _DIGEST = 16  # characters of a checksum in a state
 
 
@@ -85,7 +80,7 @@ class StreamReader(Reader[Batch]):
         )
 
     def _start(self) -> Iterator[tuple[Batch, Position]]:
-        refuse_data_loader_workers()
+        require_not_forked("JAX")
         if self._filler is not None:  # one at a time computes, and fills a store
             self._filler.close()
             self._finalizer.detach()
@@ -121,9 +116,6 @@ class StreamReader(Reader[Batch]):
         super().close()
         if self._filler is not None:
             self._filler.close()
-
-    def __reduce__(self) -> NoReturn:
-        refuse_to_pickle(self)
 
 
 def host_bytes(job: Job, arrays: BatchArrays, options: BatchOptions, half_steps: int, fills_store: bool) -> int:
@@ -207,15 +199,3 @@ def _restored(state: Mapping[str, Any], identity: Mapping[str, object], work: Se
         left.append(replace(by_stream[stream], start=start, index=index, wanted=wanted))
     begin = FeedPosition(InTurn(left), state["row"])
     return Position.of(state, begin)
-
-
-def refuse_data_loader_workers() -> None:
-    """Raises ConfigError in a worker of torch's DataLoader, and in a process that was forked from one with JAX."""
-    require_not_forked("JAX")
-    torch_data = sys.modules.get("torch.utils.data")
-    if torch_data is not None and torch_data.get_worker_info() is not None:
-        raise ConfigError(f"this is a worker of a DataLoader: {_ONE_PROCESS}")
-
-
-def refuse_to_pickle(reader: object) -> NoReturn:
-    raise ConfigError(f"a {type(reader).__name__} cannot be given to another process: {_ONE_PROCESS}")

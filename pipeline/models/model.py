@@ -110,11 +110,11 @@ class Model:
         is_unrotated = self.arch.rope is None or (key.site.per_layer and not self.arch.is_rotated(key.layer))
         return key.hook_name(UNROTATED_HOOKS if is_unrotated else {})
 
-    def identity(self, with_weights: bool = True) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         """What determines the activations, as plain JSON, wherever the checkpoint is stored.
 
-        It contains the architecture, so that a message can say how two models differ. With `with_weights`, a digest of
-        samples identifies the weights, which downloads a checkpoint from the Hub.
+        It contains the architecture, so that a message can say how two models differ. A digest of samples
+        identifies the weights, which downloads a checkpoint from the Hub.
 
         Raises CheckpointError for missing or damaged weights.
         """
@@ -123,8 +123,7 @@ class Model:
         identity = {"family": self.family, "architecture": architecture}
         if self.random_seed is not None:
             return identity | {"init": "random", "seed": self.random_seed}
-        identity |= self.checkpoint.identity
-        return identity | ({"weights": self.checkpoint.digest} if with_weights else {})
+        return identity | self.checkpoint.identity | {"weights": self.checkpoint.digest}
 
     def weight_bytes(
         self, keys: Sequence[ActivationKey], dtype: str, quantised: str | None = None, with_head: bool = False

@@ -105,11 +105,6 @@ class Partition:
             mesh = self.mesh_with(group) if group > 1 else self.mesh
         return NamedSharding(mesh, PartitionSpec(*[None] * leaf.is_stacked, *axes))
 
-    def fsdp_group(self, leaf: Leaf) -> int:
-        """The number of devices that fsdp divides the leaf among; 1 if it does not."""
-        _, group = self._fsdp_axis(leaf, self._tensor_axes(leaf.spec, leaf.layer_shape))
-        return group * (self.expert_group if self._exchanges(leaf.spec) else 1)
-
     def gather(self, weights: LayerWeights) -> LayerWeights:
         """Traced: one layer's weights, gathered along `data` and `context`."""
         if not self.fsdp:

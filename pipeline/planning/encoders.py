@@ -2,7 +2,6 @@
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -37,9 +36,8 @@ class Encoder:
         """Loads the arrays that the step needs onto the devices."""
         return load_params(self.spec.sae, self.spec.arrays, self.sae.read, dtype, mesh)
 
-    def identity(self, sha256: str | None = None) -> dict[str, object]:
-        """What determines the features, as plain JSON, wherever the checkpoint is stored. sha256: of the arrays; None
-        to read them."""
+    def identity(self) -> dict[str, object]:
+        """What determines the features, as plain JSON, wherever the checkpoint is stored. Reads its arrays."""
         spec, sae = self.spec, self.sae
         threshold = {"threshold": spec.threshold} if spec.threshold else {}
         error = {"error": True} if spec.decodes else {}
@@ -52,7 +50,7 @@ class Encoder:
             **threshold,
             **error,
             "activation": str(spec.sae.activation),
-            "sha256": sae.digest(spec.arrays) if sha256 is None else sha256,
+            "sha256": sae.digest(spec.arrays),
         }
 
 
@@ -65,11 +63,6 @@ def open_encoders(capture: CaptureConfig, model: Model) -> tuple[Encoder, ...]:
         return ()
     encoders = []
     for key, name, address in _requests(capture, captured_keys(capture, model)):
-        if key.site is Site.attn_pattern:
-            raise ConfigError(
-                f"capture.encode names {key.name}, whose width is the length of a row, so no SAE can encode it. "
-                f"Remove it from capture.encode."
-            )
         sae = open_sae(address)
         width = model.width(key)
         if sae.spec.d_in != width:
@@ -79,18 +72,7 @@ def open_encoders(capture: CaptureConfig, model: Model) -> tuple[Encoder, ...]:
             )
         sae = for_checkpoint(sae, key, model)
         _compare_sites(sae, address, key, model)
-        if sae.spec.k is not None and sae.spec.k < capture.encode_top:
-            log.warning(
-                "%s has at most %d features per token, so some of the capture.encode_top=%d slots stay empty",
-                *(address, sae.spec.k, capture.encode_top),
-            )
         decodes = capture.encode_error
-        if decodes and sae.spec.is_transcoder is None:
-            log.warning(
-                "the files of %s do not say whether it is a transcoder. If it is, capture.encode_error is meaningless: "
-                "it would compare the prediction of another array with the input",
-                address,
-            )
         if decodes and (sae.spec.is_transcoder or sae.spec.d_out != width):
             raise ConfigError(
                 f"capture.encode_error is set, but {address} is a transcoder: its output does not reconstruct its "
@@ -144,18 +126,13 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
             f"{_EXAMPLE}."
         )
     patterns: dict[ActivationKey, str] = {}
-    for pattern, addresses in capture.encode.items():
+    for pattern in capture.encode:
         matches = [key for key in keys if fnmatchcase(key.name, str(pattern))]
         if not matches:
             raise ConfigError(
                 f"capture.encode names {shown(pattern)}, which is not a captured array. Captured arrays: "
                 f"{shown(', '.join(key.name for key in keys))}. Name one of them, or add its layer and site to "
                 f"capture.layers and capture.sites."
-            )
-        if len({key.site for key in matches}) > 1:
-            raise ConfigError(
-                f"capture.encode has an SAE for {shown(pattern)}, which matches several sites: "
-                f"{shown(', '.join(key.name for key in matches))}. Use * only for the layer, as in blocks.*.resid_post."
             )
         for key in matches:
             if key in patterns:
@@ -164,48 +141,30 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
                     f"To use several SAEs for an array, give a list."
                 )
             patterns[key] = pattern
-        if len(matches) > 1:
-            _require_layer(pattern, addresses)
     for key in (key for key in keys if key in patterns):
         addresses = _addresses(patterns[key], capture.encode[patterns[key]], key.layer)
         yield from ((key, name, address) for name, address in addresses.items())
 
 
-def _require_layer(pattern: str, addresses: object) -> None:
-    """Raises ConfigError if the addresses of a pattern for several layers do not depend on the layer."""
-    first, second = (_addresses(pattern, addresses, layer).values() for layer in (0, 1))
-    if same := [address for address in first if address in second]:
-        raise ConfigError(
-            f"capture.encode has the same SAE {shown(same[0])} for all layers of {shown(pattern)}. Write {{layer}} in "
-            f"place of the layer's number in the address, or name each array separately."
-        )
-
-
 def _addresses(pattern: str, addresses: object, layer: int) -> dict[str, str]:
     """The addresses of the SAEs for a layer's array, by name. The name is "" for a single SAE, and the folder's name
     for SAEs in a list."""
-    if isinstance(addresses, str):
-        addresses = {"": addresses}
-    elif isinstance(addresses, Sequence) and all(isinstance(address, str) for address in addresses):
-        folders = [_fill_layer(address, layer).rstrip("/").rpartition("/")[2] for address in addresses]
-        names = [re.sub("[^A-Za-z0-9_-]", "_", folder)[:MAX_ENCODER_NAME] for folder in folders]
-        names = names if len(names) > 1 else [""] * len(names)
-        if repeated := [name for name, count in Counter(names).items() if count > 1]:
-            raise ConfigError(
-                f"capture.encode has two SAEs for {shown(pattern)} in folders named {shown(repeated[0])}. Name the "
-                f"SAEs: {{first: ..., second: ...}}."
-            )
-        addresses = dict(zip(names, addresses, strict=True))
-    is_valid = isinstance(addresses, Mapping) and all(
+    named = {"": addresses} if isinstance(addresses, str) else addresses
+    if isinstance(named, Sequence) and all(isinstance(address, str) for address in named):
+        folders = (_fill_layer(address, layer).rstrip("/").rpartition("/")[2] for address in named)
+        names = (re.sub("[^A-Za-z0-9_-]", "_", folder)[:MAX_ENCODER_NAME] for folder in folders)
+        named = dict(zip(names, named, strict=True))
+    is_valid = isinstance(named, Mapping) and all(
         isinstance(address, str) and address.strip() and (name == "" or re.fullmatch(ENCODER_NAME, str(name)))
-        for name, address in addresses.items()
+        for name, address in named.items()
     )
-    if not is_valid or not addresses:
+    if not is_valid or not named or (len(named) < len(addresses) and not isinstance(addresses, str)):
         raise ConfigError(
-            f"capture.encode has {shown(addresses)} for {shown(pattern)}. Set it to an address, a list of addresses, "
-            f"or a mapping from names (letters, digits, - and _) to addresses, e.g. {_EXAMPLE}."
+            f"capture.encode has {shown(addresses)} for {shown(pattern)}. Set it to an address, a list of addresses "
+            f"whose folders have different names, or a mapping from names (letters, digits, - and _) to addresses, "
+            f"e.g. {_EXAMPLE}."
         )
-    return {str(name): _fill_layer(address, layer) for name, address in addresses.items()}
+    return {str(name): _fill_layer(address, layer) for name, address in named.items()}
 
 
 def _fill_layer(address: str, layer: int) -> str:

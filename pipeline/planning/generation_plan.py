@@ -1,7 +1,7 @@
 """What generation adds to a plan: its shapes, and the memory that it needs on each device."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights, When
@@ -12,7 +12,7 @@ from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.architecture import Architecture, Part
 from pipeline.models.registry import Model
 from pipeline.models.weight_specs import has_site
-from pipeline.planning.expert_groups import gathered_bytes, pair_bytes
+from pipeline.planning.expert_groups import pair_bytes
 from pipeline.planning.mesh import MAX_WEIGHTS_SHARE, WeightsPlan, largest_tensor, plan_weights
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
@@ -62,8 +62,7 @@ class GenerationPlan:
     """The plan of generation. Bytes are per device."""
 
     spec: GenerationSpec  # without end tokens
-    tensor: int  # devices that share heads, neurons and vocabulary; may be more than in extraction
-    weights: WeightsPlan  # all layers and the head
+    weights: WeightsPlan  # all layers and the head; may have more devices along `tensor` than extraction
     cache_bytes: int  # keys and values, or latents, of all rows; twice for beams, since a step copies them in new order
     logits_bytes: int  # of one step, in float32; sampling needs a few times as much
     kept_bytes: int  # activations of all rows, with capture.when=decode
@@ -73,7 +72,7 @@ class GenerationPlan:
         """One line, for people."""
         return (
             f"generate  {self.spec.rows} rows of {self.spec.max_prompt} + {self.spec.max_new_tokens} tokens; tensor "
-            f"{self.tensor}; on each device {self.weights.device_bytes / MIB:.0f} MiB of weights "
+            f"{self.weights.tensor}; on each device {self.weights.device_bytes / MIB:.0f} MiB of weights "
             f"({self.weights.sharding}), {self.cache_bytes / MIB:.1f} MiB of keys and values, "
             f"{self.logits_bytes / MIB:.1f} MiB of logits"
             + (f", {self.kept_bytes / MIB:.1f} MiB of activations" if self.kept_bytes else "")
@@ -112,13 +111,13 @@ def plan_generation(
         speculate=options.speculate,
         attention=str(config.model.attention),
     )
-    tensor, weights = _divide_weights(config, model, tensor, topology)
-    data, itemsize = topology.devices // tensor, ITEM_BYTES[config.model.dtype]
+    weights = _divide_weights(config, model, tensor, topology)
+    data, itemsize = topology.devices // weights.tensor, ITEM_BYTES[config.model.dtype]
     token_bytes = sum(activations.values()) * itemsize
     _require_valid(spec, model, data)
     if keeps_activations:
         _require_bounded_groups(options.group_size, spec.length * token_bytes)
-    cache = cache_bytes(model.arch, spec, itemsize, tensor) // data * (2 if spec.is_beam_search else 1)
+    cache = cache_bytes(model.arch, spec, itemsize, weights.tensor) // data * (2 if spec.is_beam_search else 1)
     kept = spec.rows * spec.length * token_bytes // data if keeps_activations else 0
     logits = spec.rows // data * (1 + spec.speculate) * model.arch.vocab_size * 4
     if topology.device_bytes is not None and weights.device_bytes + cache + logits + kept > topology.device_bytes:
@@ -135,33 +134,24 @@ def plan_generation(
             f"a prompt with its completion has up to {spec.length} tokens: if longer than "
             f"batch.length={config.batch.length}, it is split into windows that {attended}",
         )
-    return GenerationPlan(spec, tensor, weights, cache, logits, kept, notes)
+    return GenerationPlan(spec, weights, cache, logits, kept, notes)
 
 
-def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topology) -> tuple[int, WeightsPlan]:
-    """The number of devices along `tensor`, and the division of the weights.
+def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topology) -> WeightsPlan:
+    """The division of the weights over a mesh with at least `tensor` devices along that axis.
 
     A larger `tensor` is preferred to fsdp: a decoding step reads every weight for few tokens, so fsdp would gather the
     whole model in each step.
     """
-    quantised, notes = config.model.quantised, ()
-    sizes, memory = model.generation.weight_bytes(str(config.model.dtype), quantised), topology.device_bytes
+    sizes = model.generation.weight_bytes(str(config.model.dtype), config.model.quantised)
+    memory = topology.device_bytes
     most = largest_tensor(topology, model.tensor_dims)
     is_auto = config.model.weights is Weights.auto and memory is not None
     if is_auto and tensor < most and sizes.on_device(tensor) > MAX_WEIGHTS_SHARE * memory:
         tensor = most
-        notes = (f"the weights are large, so generation divides them over {tensor} devices along tensor",)
     data, rows = topology.devices // tensor, config.data.rows
     num_pair_bytes = pair_bytes(model.arch, -(-rows // data), ITEM_BYTES[config.model.dtype])  # of a decoding step
-    plan = plan_weights(config.model.weights, sizes, data, tensor, memory, num_pair_bytes)
-    if plan.sharding is Weights.fsdp:
-        remedy = "" if quantised == "int4" else ", or model.weights_dtype=" + ("int4" if quantised else "int8 or int4")
-        gathered = gathered_bytes(sizes, data, tensor, plan.expert_group)
-        notes += (
-            f"with fsdp, each decoding step gathers {gathered / MIB:.0f} MiB of weights on each device, which is slow: "
-            f"use devices with more memory, or more devices per process{remedy}",
-        )
-    return tensor, replace(plan, notes=plan.notes + notes)
+    return plan_weights(config.model.weights, sizes, data, tensor, memory, num_pair_bytes)
 
 
 def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int, tensor: int = 1) -> int:

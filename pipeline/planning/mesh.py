@@ -1,10 +1,13 @@
 """The mesh of the devices, each process's rows of a step, and how the weights are divided."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import jax
+
+from pipeline.cluster.sharding import make_mesh
 from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights
 from pipeline.config.schema import GenerateData, MeshConfig, RunConfig
@@ -12,7 +15,8 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Architecture
 from pipeline.models.checkpoints.loading import WeightBytes
-from pipeline.planning.expert_groups import choose_group, received_bytes
+from pipeline.models.partition import Partition
+from pipeline.planning.expert_groups import choose_group
 from pipeline.store.format.layout import MIB
 
 _MIN_CHUNK = 8  # tokens: more than the taps of a convolution
@@ -37,13 +41,10 @@ def plan_mesh(mesh: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapp
     tensor, context = mesh.tensor, mesh.context
     process_devices = topology.devices // topology.processes
     if process_devices % (tensor * context):
-        name, given = "mesh.tensor", f"={tensor}"
-        if context > 1:
-            name, given = "mesh.context * mesh.tensor", f" = {context} * {tensor}"
         raise ConfigError(
-            f"{name}{given} does not divide the {process_devices} devices of a process "
-            f"({topology.devices} devices / {topology.processes} processes): rows must stay within their process. "
-            f"Set {name} to a divisor of {process_devices}."
+            f"mesh.context * mesh.tensor = {context} * {tensor} does not divide the {process_devices} devices of a "
+            f"process ({topology.devices} devices / {topology.processes} processes): rows must stay within their "
+            f"process. Set their product to a divisor of {process_devices}."
         )
     for name, size in tensor_dims.items():
         if size % tensor:
@@ -54,10 +55,10 @@ def plan_mesh(mesh: MeshConfig, rows: int, topology: Topology, tensor_dims: Mapp
             )
     data = topology.devices // (context * tensor)
     if mesh.data not in (None, data):
-        others = f"mesh.tensor = {mesh.data} * {tensor}"
-        if context > 1:
-            others = f"mesh.context * mesh.tensor = {mesh.data} * {context} * {tensor}"
-        raise ConfigError(f"mesh.data * {others} is not the number of devices, {topology.devices}. Set mesh.data=null.")
+        raise ConfigError(
+            f"mesh.data * mesh.context * mesh.tensor = {mesh.data} * {context} * {tensor} is not the number of "
+            f"devices, {topology.devices}. Set mesh.data=null."
+        )
     if rows % data:
         raise ConfigError(
             f"batch.rows = {rows} is not a multiple of the {data} devices that share the rows. "
@@ -96,14 +97,15 @@ def require_divisible_rows(config: RunConfig, arch: Architecture) -> None:
         )
 
 
-def wider_contexts(config: RunConfig, mesh: MeshPlan, arch: Architecture) -> Iterator[int]:
-    """Each larger `mesh.context` with which this run works, and its rows divide among fewer groups of devices."""
+def wider_context(config: RunConfig, mesh: MeshPlan, arch: Architecture) -> int | None:
+    """The next larger `mesh.context` with which this run works, and its rows divide among fewer groups of devices."""
     of_process = mesh.data * mesh.context // mesh.processes
     for context in range(2 * mesh.context, of_process + 1, mesh.context):
         if of_process % context == 0:
             with suppress(ConfigError):
                 require_divisible_rows(replace(config, mesh=replace(config.mesh, context=context)), arch)
-                yield context
+                return context
+    return None
 
 
 def largest_tensor(topology: Topology, tensor_dims: Mapping[str, int]) -> int:
@@ -115,10 +117,18 @@ def largest_tensor(topology: Topology, tensor_dims: Mapping[str, int]) -> int:
 class WeightsPlan:
     """How the weights that a program needs are divided, and the memory that they need."""
 
+    needed: WeightBytes = field(repr=False)  # processes compare the text of a plan
     sharding: Weights  # replicated, tensor or fsdp
     device_bytes: int  # of weights, on each device
-    notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp, and what fsdp does not divide
+    notes: tuple[str, ...] = ()  # why model.weights=auto chose fsdp
     expert_group: int = 1  # neighbours that divide the experts of a layer and exchange tokens
+    tensor: int = 1  # devices along this axis
+    context: int = 1
+
+    def partition(self, devices: Sequence[jax.Device] | None = None) -> Partition:
+        """Divides the weights over a mesh of `devices`; None: of all."""
+        mesh = make_mesh(self.tensor, devices, self.context)
+        return Partition(mesh, self.sharding is Weights.fsdp, self.expert_group)
 
 
 def plan_weights(
@@ -157,24 +167,10 @@ def plan_weights(
                 f"{device_memory / MIB:.0f} MiB",
             )
     group = group if sharding is Weights.fsdp else 1
-    if group > 1:
-        gathered, received = (received_bytes(weights, data, tensor, num_pair_bytes, size) for size in (1, group))
-        notes += (
-            f"{group} neighbouring devices exchange tokens and divide the experts of a layer, which costs "
-            f"{received / gathered:.0%} of gathering all experts",
-        )
-    divided = weights.least_divided(tensor, data, group) if sharding is Weights.fsdp else None
-    if divided is not None and divided[1] < data:
-        leaf, num_parts = divided
-        notes += (
-            f"fsdp divides {leaf.key} {list(leaf.layer_shape)} among {num_parts} of the {data} devices along data, "
-            "which divide none of its axes",
-        )
     if device_memory is not None and sizes[sharding] > device_memory:
-        why = "".join(f"; {note}" for note in notes)
         raise ConfigError(
             f"the weights ({sharding}) take {sizes[sharding] / MIB:.0f} MiB on each device, which has "
-            f"{device_memory / MIB:.0f} MiB{why}. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
+            f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
             f"model.weights_dtype=int8 or int4."
         )
-    return WeightsPlan(sharding, sizes[sharding], notes, group)
+    return WeightsPlan(weights, sharding, sizes[sharding], notes, group, tensor, context)

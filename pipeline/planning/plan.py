@@ -5,10 +5,11 @@ Pure arithmetic, so mistakes are reported before weights are read and anything i
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Self
 
 from pipeline.cluster.topology import Topology, reserved_bytes
-from pipeline.config.choices import OnNotFinite, Packing, Positions, Weights
+from pipeline.config.choices import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
@@ -25,15 +26,14 @@ from pipeline.planning.mesh import (
     plan_mesh,
     plan_weights,
     require_divisible_rows,
-    wider_contexts,
+    wider_context,
 )
-from pipeline.planning.streams import StreamPlan, plan_streams, require_rows
+from pipeline.planning.streams import StreamPlan, plan_streams
 from pipeline.step.device_memory import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
-from pipeline.store.format.layout import ITEM_BYTES, LABELS_ARRAY, MIB, SIDE_BYTES, StoreLayout
+from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 
 _GIB = 1 << 30
-_UNDIVIDED = 1.06  # mesh.context does not divide gathered keys and values: compiled steps of 8B need 5 to 6 % more
 NOTED_EXCESS = 1.03  # a store that may hold more than 3 % above run.max_tokens says so
 
 
@@ -60,22 +60,19 @@ class StoredGeometry(NamedTuple):
 class Plan:
     """Everything a run derives from its configuration."""
 
+    config: RunConfig
     step: StepSpec
     mesh: MeshPlan
-    wider_contexts: tuple[int, ...]  # each larger mesh.context that is possible
+    wider_context: int | None  # the next larger mesh.context that is possible
     weights: WeightsPlan  # the weights that the captured activations need
     rows_per_block: int
     shard_bytes: int | None  # of the store shards into which the blocks of large arrays are divided; None: of none
     streams: StreamPlan
     memory: HostMemoryPlan
     generation: GenerationPlan | None  # for data=generate
-    reserved_bytes: int  # device memory for other uses, per device
-    fails_on_not_finite: bool  # otherwise, warns
-    is_packed: bool  # rows hold several documents
-    limits_selected: bool  # a row may have fewer slots than selected tokens (capture.per_row)
-    side_bytes: int  # of a position in the store, besides activations and outputs
 
-    def layout(self, compression: str = "none", has_labels: bool = False) -> StoreLayout:
+    @cached_property
+    def layout(self) -> StoreLayout:
         """The geometry and the arrays of the store."""
         stored = self.step.stored_arrays
         return StoreLayout(
@@ -83,42 +80,38 @@ class Plan:
             rows_per_block=self.rows_per_block,
             length=self.step.length,
             arrays=stored.activations,
-            compression=compression,
+            compression=str(self.config.store.compression),
             selected=self.step.selected,
             shard_bytes=self.shard_bytes,
             scales=stored.scales,
             outputs=stored.outputs,
-            has_labels=has_labels,
+            has_labels=has_labels(self.config.data),
         )
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Device memory for other uses, per device."""
+        return reserved_bytes(self.config.run)
 
     @property
     def keeps_activations(self) -> bool:
         """Whether activations are kept during generation instead of being computed from the finished documents."""
         return self.generation is not None and bool(self.generation.spec.keys)
 
-    def remedy(self, needed: float = 0, available: float = 0) -> str:
-        """What makes a step need less memory of a device, as a sentence that this run can follow. `needed` and
-        `available` are the bytes that a step of this plan needs of a device, and that it has; 0 if not known."""
-        mesh, ways, failing = self.mesh, [], ""
-        row = max(0, needed - self.weights.device_bytes)
-        fitting = (
-            context
-            for context in self.wider_contexts
-            if _UNDIVIDED * (self.weights.device_bytes + row * mesh.context / context) <= available or not needed
-        )
+    def remedy(self) -> str:
+        """What makes a step need less memory of a device, as a sentence that this run can follow."""
+        mesh, wider, ways = self.mesh, self.wider_context, []
         if self.step.rows > mesh.data:
             ways.append("lower batch.rows (by half, until it fits)")
-        elif (wider := next(fitting, None)) is not None:
+        elif wider is not None:
             rows = mesh.data * mesh.context // wider
             ways.append(f"set mesh.context={wider} and batch.rows={rows}, so that {wider} devices divide each row")
-        elif self.wider_contexts:
-            failing = f" No mesh.context up to {self.wider_contexts[-1]}, the largest here, makes a row fit."
         ways.append("lower batch.length")
         if self.weights.sharding is not Weights.fsdp and mesh.data * mesh.context > 1:
             ways.append("divide the weights (model.weights=fsdp)")
         ways.append("use larger devices" if self.step.rows == mesh.data else "use more or larger devices")
         text = f"{', '.join(ways[:-1])}, or {ways[-1]}."
-        return text[0].upper() + text[1:] + failing
+        return text[0].upper() + text[1:]
 
     def row_bytes(self, program: DeviceMemory) -> int:
         """What one row takes of each device that has a part of it, with its activations and without the weights."""
@@ -137,23 +130,26 @@ class Plan:
         dtype = f" as {step.dtype}" if step.keys else ""
         shown = ", ".join(names if len(names) <= 6 else [*names[:3], f"... {len(names) - 4} more ...", names[-1]])
         selected = "" if step.selected is None else f", for up to {step.selected} selected tokens per row"
-        token_bytes = step.row_bytes / step.length + step.index_bytes + self.side_bytes
+        row_bytes = sum(map(self.layout.row_bytes, self.layout.all_arrays))
+        token_bytes = row_bytes / step.length + step.index_bytes
         num_bytes = token_bytes * (streams.max_tokens or 1_000_000)
         size = f"{shown_bytes(num_bytes)} without padding or compression"
         wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
             wanted = f"{counted(streams.max_tokens, 'token')}{self._most_tokens()}, {size}"
         local = "all" if len(streams.local) == streams.count else f"{len(streams.local)} of them"
+        group = self.weights.expert_group
+        experts = f"; {group} neighbouring devices exchange tokens for experts" if group > 1 else ""
         lines = [
             f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token{dtype}{selected}",
             f"step      {counted(step.rows, 'row')} of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the "
             f"host, {memory.inflight_steps} in flight",
             f"block     {counted(self.rows_per_block, 'row')}, {memory.block_bytes / MIB:.1f} MiB in "
-            f"{counted(sum(map(self.layout().num_parts, step.stored_arrays)), 'store shard')}",
+            f"{counted(sum(map(self.layout.num_parts, step.stored_arrays)), 'store shard')}",
             f"store     {wanted}",
             f"streams   {streams.count}, {local} for this process",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
-            f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device",
+            f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device{experts}",
         ]
         if self.reserved_bytes:
             lines.append(f"reserved  {self.reserved_bytes / MIB:.0f} MiB on each device, for other uses")
@@ -190,7 +186,7 @@ class Plan:
         if self.reserved_bytes:
             need += f" besides the {self.reserved_bytes / _GIB:.2f} of run.reserved_mib"
         if steps == 0:
-            raise ConfigError(f"{need}. {self.remedy(program.resident_bytes(1), device_bytes)}")
+            raise ConfigError(f"{need}. {self.remedy()}")
         note = f"{need}: {steps} instead of {planned} steps are in flight"
         return replace(self, memory=replace(self.memory, inflight_steps=steps, notes=(*self.memory.notes, note)))
 
@@ -234,24 +230,18 @@ def make_plan(
     rows_per_block = plan_rows_per_block(
         config.store, step, mesh.process_rows, streams.budget(0), geometry.rows_per_block
     )
-    require_rows(streams, rows_per_block, step.length)
     shard_bytes = geometry.shard_bytes
     if geometry.rows_per_block is None:
         shard_bytes = plan_shard_bytes(config.store, step, rows_per_block)
     return Plan(
+        config=config,
         step=step,
         mesh=mesh,
-        wider_contexts=tuple(wider_contexts(config, mesh, model.arch)),
+        wider_context=wider_context(config, mesh, model.arch),
         weights=weights,
         rows_per_block=rows_per_block,
         shard_bytes=shard_bytes,
         streams=streams,
         memory=plan_host_memory(config, step, mesh, rows_per_block, topology),
         generation=generation,
-        reserved_bytes=reserved_bytes(config.run),
-        fails_on_not_finite=config.capture.on_not_finite is OnNotFinite.fail,
-        is_packed=config.batch.packing is Packing.pack,
-        limits_selected=config.capture.positions
-        in (Positions.last, Positions.token, Positions.regex, Positions.labels),
-        side_bytes=SIDE_BYTES + (LABELS_ARRAY.position_bytes if has_labels(config.data) else 0),
     )

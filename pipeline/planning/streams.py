@@ -7,7 +7,6 @@ from pipeline.cluster.topology import Topology
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
-from pipeline.store.format.layout import MAX_ROWS
 from pipeline.store.format.target import ALL, Target, stream_share
 
 MAX_AUTO_STREAMS = 64
@@ -50,21 +49,6 @@ def plan_streams(config: RunConfig, num_source_shards: int, topology: Topology, 
         max_tokens=config.run.max_tokens,
         notes=_notes(config, count, num_source_shards, topology),
     )
-
-
-def require_rows(plan: StreamPlan, rows_per_block: int, length: int) -> None:
-    """Raises ConfigError if `max_tokens`, in rows of `length` tokens without padding, exceed a store's maximum of
-    rows."""
-    if plan.max_tokens is None:
-        return
-    num_rows = plan.count * rows_per_block * math.ceil(plan.budget(0) / (rows_per_block * length))
-    if num_rows > MAX_ROWS:
-        most_tokens = MAX_ROWS // (plan.count * rows_per_block) * plan.count * rows_per_block * length
-        raise ConfigError(
-            f"run.max_tokens = {plan.max_tokens:,} needs at least {num_rows:,} rows of batch.length = {length} tokens, "
-            f"but a store has at most {MAX_ROWS:,}. Use longer rows in a new store, or set run.max_tokens to at most "
-            f"{most_tokens}, and divide the data among several stores."
-        )
 
 
 def _count(config: RunConfig, num_source_shards: int, topology: Topology, stored: int | None) -> int:

@@ -5,7 +5,7 @@ Letters: B rows, T positions, D width of the site, S slots of a row for activati
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32, PyTree, Shaped
 
-from pipeline.cluster.sharding import activation_sharding, make_mesh, replicated, row_sharding
-from pipeline.config.choices import Weights
+from pipeline.cluster.devices import describe
+from pipeline.cluster.sharding import activation_sharding, replicated, row_sharding
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.decoder import Finish, Params, TokenBatch, forward
@@ -65,7 +65,6 @@ class CompiledStep:
     mesh: Mesh
     spec: StepSpec
     attention: Attention | None  # None: no forward pass
-    flops: int  # per step, over all devices; analytic
     executable: jax.stages.Compiled
 
     @property
@@ -90,18 +89,6 @@ class CompiledStep:
         return self.executable(params, tokens, segments, positions, *selected)
 
 
-def make_partition(
-    tensor: int,
-    weights: Weights,
-    devices: Sequence[jax.Device] | None = None,
-    expert_group: int = 1,
-    context: int = 1,
-) -> Partition:
-    """Makes a mesh of `devices`, by default all, with `tensor` and `context` of them along these axes, and divides the
-    weights over it."""
-    return Partition(make_mesh(tensor, devices, context), weights is Weights.fsdp, expert_group)
-
-
 def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partition) -> CompiledStep:
     """Lowers and compiles a step's forward pass.
 
@@ -110,6 +97,7 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
     """
     mesh, dtype = partition.mesh, params["embed"].dtype
     chosen = choose_attention(spec.attention, model.arch, mesh, spec.rows, spec.length, dtype.name)
+    log.info("%s; %s", describe(mesh), chosen.describe())
 
     def capture(
         params: Params, finish: Finish, tokens: Array, segments: Array, positions: Array, *selected: Array
@@ -119,9 +107,7 @@ def compile_step(model: Model, spec: StepSpec, params: Params, partition: Partit
 
     with jax.default_matmul_precision(matmul_precision(dtype)):
         executable = _compile(capture, params, spec, partition, model.head)
-    flops = model.flops_per_token(spec.forward_keys, spec.length, head_share=spec.head_share) + spec.encoder_flops
-    flops *= spec.rows * spec.length
-    return CompiledStep(mesh, spec, chosen, flops, executable)
+    return CompiledStep(mesh, spec, chosen, executable)
 
 
 def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
@@ -135,7 +121,7 @@ def compile_storing(spec: StepSpec, mesh: Mesh, dtype: str) -> CompiledStep:
     def capture(captured: Captured, finish: Finish, *inputs: Array) -> Captured:
         return {key: finish(key, activation) for key, activation in captured.items()}
 
-    return CompiledStep(mesh, spec, None, 0, _compile(capture, captured, spec, Partition(mesh)))
+    return CompiledStep(mesh, spec, None, _compile(capture, captured, spec, Partition(mesh)))
 
 
 def _compile(

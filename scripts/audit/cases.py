@@ -30,7 +30,7 @@ from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.compile_check import abstract_weights, slice_devices
 from pipeline.planning.slice.slice_plan import plan_job
-from pipeline.step.compiled_step import compile_step, make_partition
+from pipeline.step.compiled_step import compile_step
 from pipeline.store.format.layout import ITEM_BYTES
 from scripts.bench.published_shapes import SHAPES
 
@@ -163,8 +163,7 @@ def planned(case: Case) -> Iterator[tuple[RunConfig, Model, Plan]]:
 
 def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
     tpu_slice, step = parse_slice(config.topology), plan.step
-    devices, planned = slice_devices(tpu_slice), plan.weights
-    partition = make_partition(plan.mesh.tensor, planned.sharding, devices, planned.expert_group, plan.mesh.context)
+    partition = plan.weights.partition(slice_devices(tpu_slice))
     quantised = config.model.quantised
     leaves, dtype = model.leaves(step.forward_keys, with_head=bool(step.head_outputs)), str(config.model.dtype)
     compiled = compile_step(model, step, abstract_weights(config, leaves, partition), partition)
@@ -179,17 +178,16 @@ def _extraction(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[s
 
 def _generation(config: RunConfig, model: Model, plan: Plan) -> Iterator[tuple[str, str, Facts]]:
     tpu_slice, generation, dtype = parse_slice(config.topology), plan.generation, str(config.model.dtype)
-    devices, planned = slice_devices(tpu_slice), generation.weights
-    partition = make_partition(generation.tensor, planned.sharding, devices, planned.expert_group)
+    partition = generation.weights.partition(slice_devices(tpu_slice))
     quantised = config.model.quantised
     leaves = model.generation.leaves()
     spec = dataclasses.replace(generation.spec, end_tokens=(0,))
     programs = compile_programs(model, abstract_weights(config, leaves, partition), partition, spec)
     sharding = str(generation.weights.sharding)
     described = _described(partition, config, model.num_layers, sharding, programs.attention.name)
-    weights = model.generation.weight_bytes(dtype, quantised).on_device(generation.tensor)
+    weights = model.generation.weight_bytes(dtype, quantised).on_device(generation.weights.tensor)
     if "head" in leaves:
-        weights -= _embedding_bytes(leaves, dtype, generation.tensor)
+        weights -= _embedding_bytes(leaves, dtype, generation.weights.tensor)
     data = partition.mesh.shape["data"]
     of_all_caches = generation.cache_bytes * data // spec.rows // spec.length  # for each token of a full row
     prefilled = generation.cache_bytes * spec.prefill_rows(data) // spec.rows

@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.cluster.sharding import put_rows
 from pipeline.job.loaded_step import load_weights
-from pipeline.step.compiled_step import compile_step, make_partition
+from pipeline.step.compiled_step import compile_step
 from scripts.audit.cases import GPU_CASES, TPU_CASES, Case, planned
 
 _DOCUMENT = 300  # tokens
@@ -25,8 +25,7 @@ _DOCUMENT = 300  # tokens
 def measure(case: Case, num_steps: int) -> dict[str, Any]:
     """The median time of a step, its memory per device, and what attention it has. Raises ConfigError."""
     with planned(case) as (config, model, plan):
-        mesh, weights = plan.mesh, plan.weights
-        partition = make_partition(mesh.tensor, weights.sharding, None, weights.expert_group, mesh.context)
+        partition = plan.weights.partition()
         params = load_weights(config, model, plan, partition, ())
         step = compile_step(model, plan.step, params, partition)
         tokens = np.random.default_rng(0).integers(0, model.vocab_size, (step.spec.rows, step.spec.length), np.int32)
@@ -38,11 +37,12 @@ def measure(case: Case, num_steps: int) -> dict[str, Any]:
             began = time.perf_counter()
             jax.block_until_ready(step(params, *batch))
             seconds.append(time.perf_counter() - began)
-    step_s = statistics.median(seconds[1:])
+    step_s, spec = statistics.median(seconds[1:]), plan.step
+    flops = model.flops_per_token(spec.forward_keys, spec.length, spec.head_share) * tokens.size
     return {
         "step_ms": step_s * 1e3,
         "tokens_per_s": tokens.size / step_s,
-        "flops_per_s": step.flops / step_s / step.mesh.size,  # of a device
+        "flops_per_s": flops / step_s / step.mesh.size,  # of a device
         "temporary_bytes": step.memory.temporary_bytes,
         "attention": step.attention.describe(),
     }

@@ -103,7 +103,7 @@ def broadcast_step(job: Job) -> LoadedStep:
 
     batch = jax.ShapeDtypeStruct((plan.step.rows, plan.step.length), jnp.int32, sharding=by_rows)
     executable = jax.jit(step).lower(None, batch, batch, batch).compile()
-    compiled = CompiledStep(mesh, plan.step, XLA, 0, executable)
+    compiled = CompiledStep(mesh, plan.step, XLA, executable)
     return LoadedStep(compiled, lambda _block, _rows: None, plan.mesh.process_rows)
 
 

@@ -29,7 +29,7 @@ from pipeline.job.loaded_step import LoadedStep, load_step, step_inputs
 from pipeline.job.loop import fill
 from pipeline.job.metrics import Metrics, peak_rss_mib
 from pipeline.job.opening import open_job
-from pipeline.step.compiled_step import CompiledStep, compile_step, make_partition
+from pipeline.step.compiled_step import CompiledStep, compile_step
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.published_shapes import SHAPES
 from scripts.demo.make_demo_text import documents, write_shards
@@ -85,12 +85,12 @@ def open_benchmark(build: Path, name: str, *overrides: str) -> Job:
 def open_case(build: Path, name: str, *overrides: str) -> Case:
     """Opens a job, and compiles its step and the step without statistics."""
     job = open_benchmark(build, name, *overrides)
-    step, mesh, weights = load_step(job), job.plan.mesh, job.plan.weights
+    step = load_step(job)
     bare = compile_step(
         job.model,
         replace(job.plan.step, statistics=False),
         step.operands(None, slice(0)),
-        make_partition(mesh.tensor, weights.sharding, None, weights.expert_group, mesh.context),
+        job.plan.weights.partition(),
     )
     return Case(job, step, bare)
 

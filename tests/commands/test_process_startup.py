@@ -151,8 +151,7 @@ SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
 SRUN = SALLOC | {"SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1276903424.0;tcp://127.0.0.1:59335"}
-MPICH = {"PMI_SIZE": "2", "PMI_RANK": "0"}
-IN_NO_STEP = (SALLOC, SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, {"PMI_SIZE": "1", "PMI_RANK": "0"})
+IN_NO_STEP = (SALLOC, SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
 JOIN = """
 import json, logging, os, sys
 import jax
@@ -170,44 +169,27 @@ for variables, number in json.loads(sys.argv[1]):
     for name in variables:
         del os.environ[name]
 """
-ALONE = "To run it without the others, set distributed.num_processes=1."
 
 
 @pytest.mark.parametrize(
     ("variables", "messages"),
     [
-        (
-            SRUN,
-            [
-                "This is process 0 of a Slurm step of 2 processes (SLURM_NTASKS)",
-                "Connecting to JAX distributed service on localhost:61447",
-                "did not all join within 1 s",
-                "Check that all were started and can reach process 0",
-            ],
-        ),
-        (
-            OPEN_MPI_4,
-            ["did not all join within 1 s", "This is process 1 of an MPI job of 2 processes (OMPI_COMM_WORLD_SIZE)"],
-        ),
+        (SRUN, ["Connecting to JAX distributed service on localhost:61447", "can reach process 0"]),
+        (OPEN_MPI_4, ["To run this process of a Slurm step or MPI job without the others, set"]),
     ],
 )
 def test_processes_that_do_not_all_join_are_reported(variables, messages):
     """In an interactive shell a step's process has no others. JAX would abort it with a stack trace of C++."""
     result = run_program(JOIN, json.dumps([(variables, None)]), timeout_s=60)
     assert (result.returncode, result.stdout) == (1, "")
-    for message in [*messages, ALONE]:
+    for message in [*messages, "did not all join within 1 s"]:
         assert message in result.stderr
 
 
-def test_a_process_of_a_step_that_jax_does_not_detect_says_so_and_any_can_run_alone():
-    alone = [(variables, 1) for variables in (SRUN, OPEN_MPI_4, OPEN_MPI, MPICH)]
-    alone += [(variables, None) for variables in IN_NO_STEP]
-    result = run_program(JOIN, json.dumps([*alone, (OPEN_MPI, None), (MPICH, None)]), timeout_s=60)
-    assert result.returncode == 0, result.stderr
-    *printed, open_mpi, mpich = result.stdout.splitlines()
-    assert printed == ["alone"] * len(alone)
-    assert open_mpi.endswith(f"This is process 1 of an MPI job of 2 processes (OMPI_COMM_WORLD_SIZE). {ALONE}")
-    assert mpich.endswith(f"This is process 0 of an MPI job of 2 processes (PMI_SIZE). {ALONE}")
+def test_a_process_of_a_step_can_run_alone():
+    alone = [(variables, 1) for variables in (SRUN, OPEN_MPI_4)] + [(variables, None) for variables in IN_NO_STEP]
+    result = run_program(JOIN, json.dumps(alone), timeout_s=60)
+    assert (result.returncode, result.stdout.splitlines()) == (0, ["alone"] * len(alone)), result.stderr
 
 
 def test_an_extractor_in_a_step_does_not_wait(monkeypatch):

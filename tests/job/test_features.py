@@ -11,8 +11,7 @@ from safetensors.numpy import load_file
 from pipeline import Stream, delete, export, finalize, inspect, verify
 from pipeline.config import composing
 from pipeline.core.errors import ArgumentError, CheckpointError, ConfigError, StoreError, StoreMismatch
-from pipeline.job.opening import open_job, print_plan
-from pipeline.models.sae.autoencoder import SAE
+from pipeline.job.opening import open_job
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Scope
@@ -164,7 +163,7 @@ def test_chaos_leaves_the_same_features(folder, overrides, tmp_path, tensor) -> 
         assert verify_store(str(store)) == []
 
 
-def test_another_sae_or_option_is_refused(folder, alone, tmp_path, capsys, monkeypatch) -> None:
+def test_another_sae_or_option_is_refused(folder, alone, tmp_path) -> None:
     features, path = alone
     moved = shutil.copytree(folder / "jumprelu", tmp_path / "elsewhere")
     store = f"store.path={path}"
@@ -173,14 +172,9 @@ def test_another_sae_or_option_is_refused(folder, alone, tmp_path, capsys, monke
     for change in (encode(str(tensors.folder)), "capture.encode_threshold=0.5"):
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
-    capsys.readouterr()
-    monkeypatch.setattr(SAE, "digest", lambda *_: pytest.fail("the plan read an SAE's weights"))
     named = encode({"a": str(moved), "b": str(moved)})
-    for changes in ([], ["capture.encode_threshold=0.5"], [named]):
-        print_plan(composing.compose([*features, encode(str(moved)), *changes, store]))
-    printed = capsys.readouterr().out
-    assert printed.count("a run would be refused") == 2
-    assert f"capture.encode: the store has ['{ARRAY}'], this run asks for ['{ARRAY}.a', '{ARRAY}.b']" in printed
+    with pytest.raises(StoreMismatch, match=rf"the store has \['{ARRAY}'\], .* for \['{ARRAY}.a', '{ARRAY}.b'\]"):
+        run_here(*features, named, store)
 
 
 def test_reconstruction_errors_equal_numpys(folder, overrides, both, tmp_path) -> None:
@@ -284,8 +278,6 @@ def test_the_index_and_the_statistics_can_be_left_out(folder, overrides, tmp_pat
 INDEX = f"_features/{ARRAY}/stream-00001/block-000000.csc"
 DAMAGE = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-1]),
-    "empty": lambda path: path.write_bytes(b""),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"0"),
     "entry": lambda path: flip(path, 9),
     "firing": lambda path: flip(path, -1),
     "another block's": lambda path: shutil.copyfile(path.with_name("block-000001.csc"), path),
@@ -308,19 +300,8 @@ def test_verify_names_a_damaged_index(alone, tmp_path, damage) -> None:
         listed = verify_store(str(copy), scope=Scope(sample=0))
         assert [problem.where for problem in listed] == ([INDEX] if damage == "missing" else [])
     store = ActivationStore.open(str(copy))
-    if damage != "longer":
-        with pytest.raises(StoreError, match=INDEX):
-            [store.feature(ARRAY, feature) for feature in range(40)]
-
-
-def test_an_index_without_a_block_and_a_directory_are_reported(alone, tmp_path) -> None:
-    copy = shutil.copytree(alone[1], tmp_path / "store")
-    names = {"block-000099.csc", "x"}
-    for other in names:
-        shutil.copyfile(copy / INDEX, (copy / INDEX).with_name(other))
-    (copy / INDEX).unlink()
-    (copy / INDEX).mkdir()
-    assert {Path(problem.where).name for problem in verify_store(str(copy))} >= {*names, Path(INDEX).name}
+    with pytest.raises(StoreError, match=INDEX):
+        [store.feature(ARRAY, feature) for feature in range(40)]
 
 
 def test_a_reader_sees_firings_of_the_rows_that_it_opened(alone, tmp_path) -> None:
@@ -390,7 +371,6 @@ def test_wrong_configurations_and_saes_that_do_not_fit_are_refused(folder, overr
     rng = np.random.default_rng(0)
     folded = str(sae_files.write_saelens(tmp_path / "sae", "standard", rng, metadata=folded).folder)
     decoding = ["capture.when=decode", "data=generate", "data@data.prompts=fineweb", encode(gated)]
-    several = ["capture.layers=all", "capture.sites=[attn_in,resid_post]", encode(gated, "blocks.*")]
     for error, message, *more in (
         (ConfigError, "a mapping from captured arrays to SAEs", "capture.encode=5"),
         (ConfigError, "a mapping from captured arrays to SAEs", "capture.encode=[a]"),
@@ -399,11 +379,9 @@ def test_wrong_configurations_and_saes_that_do_not_fit_are_refused(folder, overr
         (ConfigError, "Set it to an address", f"capture.encode={{{ARRAY}: []}}"),
         (ConfigError, "Set it to an address", f"capture.encode={{{ARRAY}: {{a: [b]}}}}"),
         (ConfigError, "Set it to an address", f"capture.encode={{{ARRAY}: {{a.b: c}}}}"),
-        (ConfigError, "folders named 'a'", f"capture.encode={{{ARRAY}: [x/a, y/a]}}"),
+        (ConfigError, "whose folders have different names", f"capture.encode={{{ARRAY}: [x/a, y/a]}}"),
         (ConfigError, "has width 24", "capture.sites=[mlp_post]", encode(gated, "blocks.1.mlp_post")),
-        (ConfigError, "has the same SAE", "capture.layers=all", encode(gated, "blocks.*.attn_in")),
         (ConfigError, "capture.when=document", *decoding),
-        (ConfigError, r"which matches several sites.*Use \* only for the layer", *several),
         (CheckpointError, "text", encode(str(folder / "text"))),
         (CheckpointError, "fold_ln is True", encode(folded)),
     ):

@@ -17,7 +17,7 @@ from pipeline.data.files import find_files
 from pipeline.data.manifest import FileEntry, Manifest, entries_to_bytes, file_entries
 from pipeline.data.parquet import ParquetSource, make_manifest
 from pipeline.job.job import Job
-from pipeline.job.opening import open_job, print_plan
+from pipeline.job.opening import open_job
 from pipeline.job.running import open_store
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.keys import MANIFEST_KEY
@@ -201,7 +201,7 @@ FORMATS = {  # options, a file's content, and what is replaced in it
 
 @pytest.mark.usefixtures("cached_steps")
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_store_is_extended_only_from_the_files_that_it_was_made_from(name: str, tmp_path: Path, capsys) -> None:
+def test_a_store_is_extended_only_from_the_files_that_it_was_made_from(name: str, tmp_path: Path) -> None:
     options, content, part = FORMATS[name]
     options = [*options, f"store.path={tmp_path / 'store'}", "capture.layers=[0]", "batch.rows=1", "batch.length=32"]
     options += ["store.rows_per_block=1", "data.num_streams=1"]
@@ -223,8 +223,6 @@ def test_a_store_is_extended_only_from_the_files_that_it_was_made_from(name: str
         with pytest.raises(PipelineError, match=f"input files are not those .*{difference}.*Restore these files") as no:
             run_from(f"{folder}", 96, **files)
         assert no.value.exit_code == 2
-        print_plan(composing.compose([*options, f"data.path={tmp_path / f'{folder}'}"]))
-        assert "a run would be refused" in capsys.readouterr().out
     assert verify_store(str(tmp_path / "store")) == []
 
 

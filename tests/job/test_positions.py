@@ -5,8 +5,6 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zarr
 
@@ -136,27 +134,6 @@ def test_stored_activations_equal_those_of_a_store_of_all_tokens(overrides, of_a
     assert store.num_tokens == of_all.num_tokens
     if name == "sample":
         assert abs(total - 0.1 * of_all.num_tokens) < 5 * np.sqrt(0.1 * of_all.num_tokens)
-
-
-@pytest.mark.parametrize(
-    ("documents", "more", "warns"),
-    [
-        (600, ["capture.positions=last", "capture.per_row=1"], True),
-        (600, ["capture.positions=last", "capture.per_row=3"], False),
-        (600, ["capture.positions=last", "capture.per_row=1", "batch.packing=pad"], False),
-        (1, ["capture.positions=token", "capture.token=?", "capture.per_row=1", "batch.rows=1"], False),
-    ],
-)
-def test_unused_slots_are_warned_about_once(tmp_path, compilation_cache, caplog, documents, more, warns):
-    text = tmp_path / "text"
-    text.mkdir()
-    table = pa.table({"text": ["A short one."] * documents, "id": [str(n) for n in range(documents)]})
-    pq.write_table(table, text / "0.parquet")
-    overrides = [f"data.path={text}", "batch.rows=4", "batch.length=16", "capture.layers=[1]", compilation_cache]
-    store = made(tmp_path, [*overrides, "store.shard_mib=0.0625"], *more)
-    assert (len(store.blocks) > 1) == (documents > 1)
-    assert store.num_tokens > 0
-    assert sum("slots for selected tokens are used" in message for message in caplog.messages) == warns
 
 
 def test_rows_batches_filters_and_statistics_are_aligned(every, of_all):

@@ -3,7 +3,6 @@
 import json
 import shlex
 import shutil
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -21,7 +20,6 @@ from pipeline.job.loop import fill
 from pipeline.job.metrics import Stage
 from pipeline.job.opening import open_job, print_plan
 from pipeline.job.running import open_store, run
-from pipeline.models.checkpoints.checkpoint import Checkpoint
 from pipeline.models.leaves import num_params
 from pipeline.planning import host_memory
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT
@@ -222,16 +220,3 @@ def test_the_printed_plan_gives_the_models_parameters_sites_and_flops(text, tmp_
     assert f"{model.flops_per_token(keys, 128):,} FLOPs per token" in printed
     assert "blocks.2.resid_post: 256 bytes per token as bfloat16" in printed
     assert not (tmp_path / "store").exists()
-
-
-def test_the_printed_plan_says_that_a_run_would_be_refused(text, tmp_path, capsys, monkeypatch):
-    config = job_config(text, tmp_path / "store")
-    job = open_job(config)
-    StoreWriter.open(config.store.path, job.metadata, job.layout)
-    monkeypatch.setattr(Checkpoint, "digest", property(lambda _: pytest.fail("the plan read weights")))
-    print_plan(config)
-    assert "refused" not in capsys.readouterr().out
-    print_plan(replace(config, capture=replace(config.capture, dtype="float32")))
-    printed = capsys.readouterr().out
-    assert "note      a run would be refused: the store" in printed
-    assert "capture.dtype: the store has 'bfloat16', this run asks for 'float32'" in printed

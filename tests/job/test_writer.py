@@ -1,9 +1,7 @@
 """Blocks that the writer thread copies, writes and commits, also when a write fails."""
 
 import errno
-import fcntl
 import os
-import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -47,11 +45,11 @@ def job_config(text: Path, store: Path, streams: int, *more: str) -> RunConfig:
 
 
 @contextmanager
-def writing(config: RunConfig, interval_s: float = 3600) -> Iterator[tuple[Job, BlockWriter, Metrics]]:
+def writing(config: RunConfig) -> Iterator[tuple[Job, BlockWriter, Metrics]]:
     """The job, and a writer for its store, without a model. `write` fills its blocks."""
     job = open_job(config)
     store = StoreWriter.open(config.store.path, job.metadata, job.layout)
-    with closing(Metrics(interval_s=interval_s)) as metrics:
+    with closing(Metrics()) as metrics:
         yield job, BlockWriter(store, job.plan, metrics), metrics
 
 
@@ -212,22 +210,6 @@ def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatc
         writer.close()
     assert statistics.exists()
     assert committed_blocks(tmp_path / "store") == [(0, 0)]
-
-
-def test_metrics_that_are_slow_to_write_delay_no_commit(text, tmp_path):
-    with writing(job_config(text, tmp_path / "store", 1), interval_s=0) as (job, writer, metrics):
-        written = tmp_path / "store/_jobs" / metrics.name
-        written.parent.mkdir(exist_ok=True)
-        lock = written.with_name(f"{written.name}.__lock")  # TensorStore waits for it to be unlocked
-        with lock.open("ab") as file:
-            fcntl.fcntl(file, fcntl.F_OFD_SETLKW, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-            for block in islice(job.stream(0).blocks(), 3):
-                write(job, writer, block, np.ones)
-            wait_for(lambda: len(committed_blocks(tmp_path / "store")) == 3, "blocks wait for the metrics")
-            assert not written.exists()
-            lock.unlink()
-        writer.close()
-        assert '"blocks": 3' in written.read_text().splitlines()[-1]
 
 
 def test_metrics_that_cannot_be_written_are_warned_about(text, tmp_path, caplog):

@@ -4,7 +4,6 @@ configuration and seed. A Stream resumes bit for bit wherever it was stopped."""
 import gc
 import itertools
 import json
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -164,14 +163,11 @@ class StreamDataset(torch.utils.data.IterableDataset if torch else object):
 
 
 @pytest.mark.skipif(torch is None, reason="needs torch")
-@pytest.mark.parametrize(
-    ("context", "message"), [("fork", "forked from one that has used JAX"), ("spawn", "num_workers=0")]
-)
-def test_workers_of_a_data_loader_are_refused_at_once(stream, context, message):
+def test_workers_of_a_data_loader_are_refused_at_once(stream):
     loader = torch.utils.data.DataLoader(
-        StreamDataset(stream), batch_size=None, num_workers=1, multiprocessing_context=context
+        StreamDataset(stream), batch_size=None, num_workers=1, multiprocessing_context="fork"
     )
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="forked from one that has used JAX"):
         next(iter(loader))
     alone = torch.utils.data.DataLoader(StreamDataset(stream), batch_size=None)
     assert next(iter(alone))["activations"][KEYS[0]].dtype == torch.bfloat16
@@ -216,16 +212,7 @@ def test_the_shares_of_two_readers_are_disjoint_and_complete(stream, whole):
         batches_of(stream, rank=1, world=2, state=state)
 
 
-def test_the_refusal_of_an_unknown_option_gives_a_hint():
-    for name, hint in (
-        ("text_column", """Give data.text_column with the data: data={"path": ..., "text_column": ...}."""),
-        ("statistics", "capture.statistics is a key of the configuration: Stream.from_config(["),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(f"Stream has no option '{name}'. {hint}")):
-            Stream("${assets:tiny-qwen2}", layers=[2], data="/texts", **{name: 1})
-
-
-def test_named_options_make_the_stream_of_the_overrides(text, stream, whole, tmp_path):
+def test_named_options_make_the_stream_of_the_overrides(text, stream, whole):
     options = {"rows": 4, "length": 128, "shard_mib": 0.25, "model_dtype": "float32", "progress": False}
     data = {"path": str(text), "num_streams": 2}
     named = Stream("${assets:tiny-qwen2}", layers=[0, 1], data=data, **options)
@@ -233,10 +220,6 @@ def test_named_options_make_the_stream_of_the_overrides(text, stream, whole, tmp
     assert batches_of(named).state() == batches_of(stream).state()
     with pytest.raises(ConfigError, match="has the source 'hf'"):
         Stream("${assets:tiny-qwen2}", layers=[2], data={"source": "hf", "path": str(text)})
-    (tmp_path / "mine.jsonl").touch()
-    for data in (tmp_path / "mine.jsonl", tmp_path):
-        with pytest.raises(InputError, match=r"data=hf data\.path=json .*Stream\.from_config\(\['data=hf',"):
-            Stream("${assets:tiny-qwen2}", layers=[2], data=str(data))
     with pytest.raises(ConfigError, match=r"data\.pth is not a key"):
         Stream("${assets:tiny-qwen2}", layers=[2], data={"path": str(text), "pth": str(text)})
 

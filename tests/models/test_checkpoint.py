@@ -210,7 +210,6 @@ def hub_cache(saved: Path, tmp_path: Path, monkeypatch) -> Path:
 def test_a_model_of_the_hub_is_identified_by_its_content(hub_cache: Path, saved: Path) -> None:
     model, local = open_model("owner/tiny"), open_model(str(saved)).identity()
     assert model.identity() == local
-    assert model.identity(with_weights=False) == {name: local[name] for name in ("family", "architecture")}
     np.testing.assert_array_equal(model.checkpoint.rows(UP, 0, 48), load_file(saved / "model.safetensors")[UP])
 
 

@@ -32,41 +32,20 @@ def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProces
     return run(*common, "store.path=gs://bucket/store", *overrides, module="pipeline.plan", timeout_s=900)
 
 
-COMPILED = {  # with splash attention
-    "Qwen2.5-7B on v5e-64": ("Qwen2.5-7B", "v5e-64", "[21]", 256, 2048, "fsdp")
-}
-COMPILED_SLOWLY = {  # layers between two captured ones are compiled separately
-    "Llama-3-70B on v5e-256": ("Llama-3-70B", "v5e-256", "[40]", 512, 2048, "fsdp"),  # like the 7B, as is the next
-    "Llama-3-8B on v5e-64": ("Llama-3-8B", "v5e-64", "[8,16,24]", 256, 2048, "fsdp"),
-    "Qwen2.5-0.5B on v5e-64": ("Qwen2.5-0.5B", "v5e-64", "[18]", 128, 2048, "replicated"),
-    "Qwen2.5-0.5B on v5e-64, 1024 positions": ("Qwen2.5-0.5B", "v5e-64", "[6,12,18]", 1024, 1024, "replicated"),
-    "Gemma-2-9B on v6e-64": ("Gemma-2-9B", "v6e-64", "[10,20,30]", 64, 8192, "replicated"),  # longer than its windows
-    "Llama-3-70B on v5p-128": ("Llama-3-70B", "v5p-128", "[20,40,60]", 128, 2048, "fsdp"),
-}
-CASES = COMPILED | COMPILED_SLOWLY
-
-
 @needs_libtpu
-@pytest.mark.parametrize("case", [*COMPILED, *(pytest.param(case, marks=pytest.mark.slow) for case in COMPILED_SLOWLY)])
-def test_published_models_fit_slices(shapes: Path, case: str) -> None:
-    """Compares the plan's arithmetic with the compiler's figures, which include the padding of layouts."""
-    name, topology, layers, rows, length, weights = CASES[case]
-    sizes = (f"capture.layers={layers}", f"batch.rows={rows}", f"batch.length={length}")
-    done = plan(shapes, name, f"topology={topology}", *sizes, "run.max_inflight_mib=40000", "plan.json=true")
+def test_a_published_model_fits_a_slice(shapes: Path) -> None:
+    """Compares the plan's arithmetic with the compiler's figures, which include the padding of layouts. The audit
+    compiles more models."""
+    sizes = ("capture.layers=[21]", "batch.rows=256", "batch.length=2048", "run.max_inflight_mib=40000")
+    done = plan(shapes, "Qwen2.5-7B", "topology=v5e-64", *sizes, "plan.json=true")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     program = report["program"]
     rows_bytes = 3 * 4 * report["rows_per_device"] * report["length"]
     assert program["argument_bytes"] == pytest.approx(report["weight_bytes"] + rows_bytes, rel=0.05)
     assert program["output_bytes"] == pytest.approx(report["output_bytes"], rel=0.05)
-    assert program["attention"] == "splash"
-    assert report["weights"] == weights
-    if report["weights"] == "replicated":
-        assert program["collectives"] == {"all-reduce": 1}  # of the counts
-    else:
-        assert sum(program["collectives"].values()) > 1  # gathers; on v5p the compiler makes all-reduces of them
-    if "0.5B" in case:
-        assert program["temporary_bytes"] <= min(200e6, 25e6 * report["rows_per_device"])
+    assert (program["attention"], report["weights"]) == ("splash", "fsdp")
+    assert sum(program["collectives"].values()) > 1  # gathers
     assert program["peak_bytes"] < report["hbm_bytes_needed"] < report["hbm_bytes"]
 
 

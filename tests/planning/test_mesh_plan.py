@@ -24,8 +24,12 @@ WEIGHTS = WeightBytes(  # 500 matrices of 8 MiB, an embedding of 180 MiB
 
 MESHES = {
     "heads": (4, 8, r"does not divide the model's 14 attention heads: 14 = 3 \* 4 \+ 2"),
-    "across processes": (2, 1, r"mesh.tensor=2 does not divide the 1 devices of a process \(8 devices / 8 processes\)"),
-    "not a divisor": (3, 8, r"mesh.tensor=3 does not divide the 8 devices of a process"),
+    "across processes": (
+        2,
+        1,
+        r"mesh.tensor = 1 \* 2 does not divide the 1 devices of a process \(8 devices",
+    ),
+    "not a divisor": (3, 8, r"mesh.tensor = 1 \* 3 does not divide the 8 devices of a process"),
 }
 
 
@@ -41,7 +45,7 @@ def test_each_process_has_consecutive_rows():
     for data in (None, 4):
         mesh = plan_mesh(MeshConfig(data, tensor=2), 16, topology, TENSOR_DIMS)
         assert mesh == MeshPlan(4, 2, 4, process_rows=4, first_row=12)
-    with pytest.raises(ConfigError, match=r"3 \* 2 is not the number of devices, 8. Set mesh.data=null"):
+    with pytest.raises(ConfigError, match=r"3 \* 1 \* 2 is not the number of devices, 8. Set mesh.data=null"):
         plan_mesh(MeshConfig(data=3, tensor=2), 16, topology, TENSOR_DIMS)
 
 
@@ -83,15 +87,6 @@ def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, w
     assert any("weights are divided" in note for note in plan.notes) == noted
 
 
-@pytest.mark.parametrize(
-    ("data", "mib", "why"),
-    [
-        (4, 1065, "weights are divided over the 4 devices along data: .*"),
-        (6, 2050, r".*; fsdp divides mlp.gate \[4096, 1024\] among 2 of the 6 devices along data, which .* none of .*"),
-        (3, 4080, r".*; fsdp divides mlp.gate \[4096, 1024\] among 1 of the 3 devices along data, which .* none of .*"),
-    ],
-)
-def test_weights_that_do_not_fit_however_divided_are_refused(data: int, mib: int, why: str):
-    message = rf"fsdp\) take {mib} MiB on each device, which has 1000 MiB; {why}\. Use more devices"
-    with pytest.raises(ConfigError, match=message):
-        plan_weights(Weights.auto, WEIGHTS, data=data, tensor=1, device_memory=1000 * MIB)
+def test_weights_that_do_not_fit_even_divided_are_refused():
+    with pytest.raises(ConfigError, match=r"fsdp\) take 1065 MiB on each device, which has 1000 MiB\. Use more"):
+        plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, device_memory=1000 * MIB)

@@ -60,12 +60,6 @@ def test_other_names_are_refused(name: str, message: str) -> None:
         parse_slice(name)
 
 
-def test_critical_tokens_match_the_scaling_book() -> None:
-    """The book has 240 for v5e and 560 for v6e."""
-    assert round(CHIPS["v5e"].critical_tokens) == 241
-    assert round(CHIPS["v6e"].critical_tokens) == 560
-
-
 V5E_64 = parse_slice("v5e-64")
 COST = Cost(flops=1_000_000_000, activation_bytes=5380, fill=0.5)  # with the side arrays 5400 bytes a slot
 
@@ -75,7 +69,6 @@ def test_every_limit_follows_from_cost_and_slice() -> None:
         {
             "compute": 64 * 197e12 * 0.4 / 2e9,  # a valid token costs two slots
             "device_to_host": 64 * 16e9 / (2 * 5380),
-            "host_copy": 16 * 205e9 / 6 / (2 * 5380),
             "network": 64 * 3.125e9 / (2 * 5400),
             "store": 21.6e9 / 10800,
         }
@@ -88,9 +81,9 @@ def test_interconnect_bytes_follow_the_topology_and_the_division() -> None:
     rates |= {"tpu7x:4x4x4": 3 * 100e9, "h100-8": 450e9, "h100-1": 0}  # two devices share the links of a TPU7x
     assert {name: parse_slice(name).interconnect_bytes_per_s for name in rates} == rates
     weights = WeightBytes({"q": make_leaf(LLAMA, "attention.q", "q")}, "bfloat16")
-    fsdp, replicated = WeightsPlan(Weights.fsdp, 0), WeightsPlan(Weights.replicated, 0)
-    assert received_bytes(weights, fsdp, 8, tensor=2, summed=600, num_pair_bytes=0) == 512 * 512 * 7 // 8 + 600
-    assert received_bytes(weights, replicated, 8, tensor=1, summed=600, num_pair_bytes=0) == 0
+    fsdp, replicated = WeightsPlan(weights, Weights.fsdp, 0, tensor=2), WeightsPlan(weights, Weights.replicated, 0)
+    assert received_bytes(fsdp, 8, summed=600, num_pair_bytes=0) == 512 * 512 * 7 // 8 + 600
+    assert received_bytes(replicated, 8, summed=600, num_pair_bytes=0) == 0
     matrices, tokens = 2 * 10**9, 64 * 1970  # bytes, of 10^9 numbers
     cost = Cost(2 * 10**9, 1.0, fill=1.0, received_bytes=matrices / tokens)
     limits = throughput_limits(cost, V5E_64, mfu=1.0, store_bytes_per_s=1e30)
@@ -129,26 +122,22 @@ def test_masked_attention_is_not_counted(window: int | None, keys: float) -> Non
 PROGRAM = Program(0, 0, 0, 0, "xla", None, {}, 0.0)
 
 
-def planned(*overrides: str, program: Program = PROGRAM) -> dict:
+def planned(*overrides: str) -> dict:
     """The plan of the bundled model for four chips, of which one computes as fast as its limits allow."""
     job = ["topology=v5e-4", "data.path=/nowhere", "store.path=gs://bucket/store", *overrides]
     config = composing.compose(job)
     model = open_model(config.model.path, revision=None, init="random", seed=0)
     tpu_slice = parse_slice(config.topology)
-    return slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), program)
+    return slice_plan(config, model, tpu_slice, plan_job(config, model, tpu_slice), PROGRAM)
 
 
 MANY_TOKENS = ("batch.rows=64", "batch.length=512", "store.shard_mib=64")
 NOTED = {  # settings, and the note on them; none: no advice
     "small shards": (["batch.rows=64", "batch.length=512"], "store shards of 1. MiB.*raise store.shard_mib to 64-512"),
-    "few tokens": (
-        ["batch.rows=4", "batch.length=128", "plan.mfu=0.4"],
-        "128 tokens per device.*75%.*40% of the peak .plan.mfu.*batch.rows to reach at least about 770 tokens",
-    ),
-    "bound by the feed": (MANY_TOKENS, "tokenising and packing limits this job to .*distributed.num_processes"),
+    "bound by the feed": (MANY_TOKENS, "feed limits this job to .*distributed.num_processes"),
     "bound by the store": (
         (*MANY_TOKENS[:2], "store.shard_mib=1", "capture.layers=all", "capture.sites=[q,k,v,mlp_post]"),
-        "limits this job to .*fewer layers or sites.* or set capture.dtype=int8.*53%",
+        "store limits this job to .*fewer layers or sites.*capture.dtype=int8",
     ),
 }
 
@@ -185,13 +174,12 @@ def test_reading_the_weights_limits_steps_with_few_tokens() -> None:
 def test_good_settings_are_not_noted() -> None:
     notes = "\n".join(planned(*MANY_TOKENS, "store.path=/data/store")["notes"])
     assert "store.shard_mib" not in notes
-    assert "reading the weights" not in notes
 
 
-def test_a_plan_is_explained_with_its_price_and_what_the_compiler_did() -> None:
+def test_a_plan_is_explained_with_its_price() -> None:
     last = ["capture.positions=last", "capture.per_row=1", "capture.layers=[1]", "batch.length=512"]
     tokens = ["run.max_tokens=100000000000", "plan.usd_per_chip_hour=0.5"]
-    plan = planned(*last, *tokens, program=replace(PROGRAM, computed_twice=3))
+    plan = planned(*last, *tokens)
     text = described(plan)
     assert f"price     4 chips x {plan['hours']:,.2f} hours x 0.50 USD = {2 * plan['hours']:,.0f} USD; start-up" in text
     assert plan["hours"] == pytest.approx(1e11 / min(plan["limits"].values()) / 3600)
@@ -200,7 +188,6 @@ def test_a_plan_is_explained_with_its_price_and_what_the_compiler_did() -> None:
     width = open_model(str(composing.PACKAGE / "assets" / "tiny-qwen2")).width(ActivationKey(0, Site.resid_post))
     assert plan["activation_bytes_per_slot"] == 2 * width / 512
     assert "bytes per slot" in text
-    assert "the compiler recomputes 3 results to save memory, which takes time. L" in text
 
 
 def test_a_chip_with_two_devices_divides_its_rows() -> None:

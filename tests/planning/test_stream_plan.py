@@ -1,15 +1,12 @@
 """The number of a store's streams, and the division of tokens among them."""
 
-import re
 from dataclasses import replace
 
 import pytest
 
 from pipeline.cluster.topology import Topology
 from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, RunOptions
-from pipeline.core.errors import ConfigError
-from pipeline.planning.streams import MAX_AUTO_STREAMS, STREAMS_PER_PROCESS, plan_streams, require_rows
-from pipeline.store.format.layout import MAX_ROWS
+from pipeline.planning.streams import MAX_AUTO_STREAMS, STREAMS_PER_PROCESS, plan_streams
 
 BASE = RunConfig(data=ParquetData(), batch=BatchConfig(rows=8, length=256))
 ONE_DEVICE = Topology(devices=1)
@@ -55,19 +52,3 @@ def test_streams_that_do_not_divide_among_the_processes_are_noted(streams, proce
     topology = Topology(devices=processes, processes=processes)
     notes = " ".join(plan_streams(config, shards, topology, stored=None).notes)
     assert (note in notes) if note else ("busy" not in notes)
-
-
-def test_more_tokens_than_the_rows_of_a_store_hold_are_refused():
-    def plan(max_tokens: int | None, length: int = 256) -> None:
-        config = replace(BASE, data=ParquetData(num_streams=64), run=RunOptions(max_tokens=max_tokens))
-        require_rows(plan_streams(config, 1000, ONE_DEVICE, stored=None), rows_per_block=512, length=length)
-
-    with pytest.raises(ConfigError, match=r"3,906,\d{3},\d{3} rows .*longer rows.*to at most (\d+)") as refused:
-        plan(10**12)
-    most = int(re.search(r"max_tokens to at most (\d+),", str(refused.value))[1])
-    assert most == MAX_ROWS * 256
-    for allowed in (most, None):
-        plan(allowed)
-    plan(10**12, length=512)
-    with pytest.raises(ConfigError, match="a store has at most"):
-        plan(most + 1)

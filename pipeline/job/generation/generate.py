@@ -29,7 +29,6 @@ from pipeline.job.job import Job
 from pipeline.job.leasing import UnfinishedStreams
 from pipeline.job.metrics import run_name
 from pipeline.job.watchdog import Watchdog
-from pipeline.step.compiled_step import make_partition
 from pipeline.store.format.block_table import StreamBlocks
 from pipeline.store.write.leases import Leases
 from pipeline.store.write.store_writer import StoreWriter, metrics_key
@@ -94,8 +93,7 @@ def _compile(job: Job) -> Generator:
     """Loads all layers and the head onto the devices, and compiles prefill and decoding."""
     config, generation = job.config, job.plan.generation
     spec = replace(generation.spec, end_tokens=end_tokens(job.model, job.tokenizer, config.data.end_tokens))
-    weights = generation.weights
-    partition = make_partition(generation.tensor, weights.sharding, expert_group=weights.expert_group)
+    partition = generation.weights.partition()
     params = job.model.load_leaves(
         job.model.generation.leaves(spec.keys),
         str(config.model.dtype),

@@ -24,7 +24,7 @@ from pipeline.job.leasing import LeasedStreams
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.writing.block_summaries import BlockSummary
-from pipeline.job.writing.block_warnings import SlotChecks, check_finite
+from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
 from pipeline.job.writing.transfer import CopyThreads, StepInFlight, start_transfer
 from pipeline.planning.host_memory import MAX_SORTING_THREADS
 from pipeline.planning.plan import Plan
@@ -77,7 +77,6 @@ class BlockWriter:
         self._leased = leased
         self._plan = plan
         self._metrics = metrics
-        self._checks = SlotChecks(plan)
         self._may_dispatch = threading.Semaphore(plan.memory.inflight_steps)
         self._steps: queue.SimpleQueue[StepInFlight | None] = queue.SimpleQueue()
         # The set that was freed last is used first, so that others are touched only if the store is the bottleneck.
@@ -88,8 +87,6 @@ class BlockWriter:
         self._writing: dict[tuple[int, int], BlockBuffers] = {}  # by stream and index of the block
         self._copy_threads = CopyThreads()
         self._summary_threads = ThreadPoolExecutor(MAX_SORTING_THREADS, "features")
-        self._log_thread = ThreadPoolExecutor(1, "metrics")  # slow writes of the run's log delay no block
-        self._log_written: Future[None] | None = None
         self._finishing = threading.Lock()
         self._failed_streams: set[int] = set()  # a block could not be stored, so later ones are not
         self._error: BaseException | None = None
@@ -147,16 +144,15 @@ class BlockWriter:
                 self._drain(step)
                 if step.is_last:
                     self._begin(step.block)
-                if self._metrics.is_due() and (self._log_written is None or self._log_written.done()):
-                    self._log_written = self._start_log()
+                if self._metrics.is_due():
+                    self._write_log()
         except BaseException as error:
             self._fail(error)
         with self._metrics.stage(Stage.WRITER_STORE):
             for _ in range(self._plan.memory.host_buffers - (self._filled is not None)):
                 self._free.get()  # all of them: every block is committed, or has failed
         if self._error is None:
-            with self._metrics.stage(Stage.WRITER_METRICS):
-                self._start_log().result()
+            self._write_log()
 
     def _fail(self, error: BaseException) -> None:
         """Records the first error, which the loop's next call raises; logs later ones."""
@@ -203,7 +199,7 @@ class BlockWriter:
             return
         try:
             with self._metrics.stage(Stage.WRITER_COPY):
-                self._checks.check(block)
+                warn_of_unselected(self._plan, block)
                 arrays = buffers.padded(block.num_rows, self._plan)
                 arrays |= side_arrays(block, self._store.layout)
             with self._metrics.stage(Stage.WRITER_STORE):
@@ -237,16 +233,13 @@ class BlockWriter:
         finally:
             self._free.put(buffers)
 
-    def _start_log(self) -> Future[None]:
-        """Starts writing the run's log. If that fails, logs a warning: the run continues without it."""
-
-        def write(key: str, content: bytes) -> None:
+    def _write_log(self) -> None:
+        """Writes the run's log. If that fails, logs a warning: the run continues without it."""
+        with self._metrics.stage(Stage.WRITER_METRICS):
             try:
-                self._store.storage.write(key, content)
+                self._store.storage.write(metrics_key(self._metrics.name), self._metrics.emit())
             except StoreError as error:
                 log.warning("cannot write the run's metrics: %s", error)
-
-        return self._log_thread.submit(write, metrics_key(self._metrics.name), self._metrics.emit())
 
 
 def side_arrays(block: TokenBlock, layout: StoreLayout) -> dict[str, Shaped[np.ndarray, "R ..."]]:

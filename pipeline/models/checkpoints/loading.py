@@ -169,21 +169,10 @@ class WeightBytes:
 
     def on_device(self, tensor: int = 1, data: int = 1, expert_group: int = 1, context: int = 1) -> int:
         """`tensor`, `data` and `context` are the numbers of devices along those axes; see `Partition`."""
-        place = self._partition(tensor, data, expert_group, context).leaf_sharding
-        arrays = jax.tree.leaves(abstract_params(self.leaves, self.dtype, place))
+        partition = Partition(AbstractMesh((data, context, tensor), MESH_AXES), data * context > 1, expert_group)
+        arrays = jax.tree.leaves(abstract_params(self.leaves, self.dtype, partition.leaf_sharding))
         shards = ((array.sharding.shard_shape(array.shape), itemsize_bits(array.dtype)) for array in arrays)
         return self.others + sum(-(-math.prod(shape) * bits // 8) for shape, bits in shards)
-
-    def least_divided(self, tensor: int, data: int, expert_group: int = 1) -> tuple[Leaf, int] | None:
-        """The largest matrix of those that fsdp divides among the fewest devices, and the number of devices. None if
-        there is no matrix, as where only the embedding is captured."""
-        partition = self._partition(tensor, data, expert_group, context=1)
-        matrices = (leaf for leaf in jax.tree.leaves(self.leaves) if leaf.is_matrix)
-        groups = ((leaf, partition.fsdp_group(leaf)) for leaf in matrices)
-        return min(groups, key=lambda divided: (divided[1], -divided[0].size), default=None)
-
-    def _partition(self, tensor: int, data: int, expert_group: int, context: int) -> Partition:
-        return Partition(AbstractMesh((data, context, tensor), MESH_AXES), data * context > 1, expert_group)
 
 
 def _on_devices(

@@ -35,11 +35,6 @@ class Chip:
     devices_per_chip: int = 1
     platform: str = "tpu"
 
-    @property
-    def critical_tokens(self) -> float:
-        """The number of tokens per step above which multiplying by a matrix takes longer than reading it."""
-        return self.flops_per_s / self.hbm_bytes_per_s  # 2 operations per number of 2 bytes
-
 
 # Sources:
 # * Peak, HBM bandwidth, chips, virtual cores and memory of a VM of four chips: docs.cloud.google.com/tpu/docs/v4, /v5e,

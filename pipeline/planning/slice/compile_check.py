@@ -26,16 +26,13 @@ from pipeline.models.sae.params import abstract_params as abstract_sae
 from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import Slice
 from pipeline.planning.slice.gpu_targets import gpu_devices
-from pipeline.step.compiled_step import compile_step, make_partition
+from pipeline.step.compiled_step import compile_step
 from pipeline.step.device_memory import DeviceMemory
 
 _COLLECTIVE = re.compile(
     r"%(\S+) = .* (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)"
     r"(?:-start)?\((?:.*chain_id=\"(\d+)\")?"
 )
-_USED = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_REMATERIALISED = re.compile(r"^ *(?:ROOT )?%\S*\.remat\S* = ", re.MULTILINE)
 
 _LIBTPU_OPTIONS = {
     # Otherwise libtpu asks a TPU VM's metadata server for these, and logs errors if there is none.
@@ -54,7 +51,6 @@ class Program(DeviceMemory):
     attention_note: str | None
     collectives: dict[str, int]  # by kind; a collective in the loop over layers counts once
     compile_s: float
-    computed_twice: int = 0  # rematerialised instructions, whose results do not fit in memory
 
 
 def slice_devices(tpu_slice: Slice) -> Sequence[jax.Device]:
@@ -84,8 +80,7 @@ def abstract_weights(config: RunConfig, leaves: LeafTree, partition: Partition) 
 
 def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequence[jax.Device]) -> Program:
     """Compiles the step of a run with this plan. Raises ConfigError if it does not fit."""
-    mesh, weights = plan.mesh, plan.weights
-    partition = make_partition(mesh.tensor, weights.sharding, devices, weights.expert_group, mesh.context)
+    partition = plan.weights.partition(devices)
     leaves = model.leaves(plan.step.forward_keys, with_head=bool(plan.step.head_outputs))
     params = abstract_weights(config, leaves, partition)
     if plan.step.encoders:
@@ -102,26 +97,15 @@ def compile_program(model: Model, plan: Plan, config: RunConfig, devices: Sequen
         reason = str(error).splitlines()[0].partition("Ran out of memory")[2]
         raise ConfigError(
             f"a step of {plan.step.rows} rows of {plan.step.length} tokens does not fit: ran out of memory{reason} "
-            f"{plan.remedy(*_needed_and_available(reason))}"
+            f"{plan.remedy()}"
         ) from error
-    text = step.executable.as_text()
     return Program(
         **asdict(step.memory),
         attention=step.attention.name,
         attention_note=step.attention.note,
-        collectives=count_collectives(text),
+        collectives=count_collectives(step.executable.as_text()),
         compile_s=time.perf_counter() - began,
-        computed_twice=len(_REMATERIALISED.findall(text)),
     )
-
-
-def _needed_and_available(reason: str) -> tuple[float, float]:
-    """Bytes of a device, from libtpu's message; zeros if it does not name them."""
-    found = _USED.search(reason)
-    if found is None:
-        return 0, 0
-    needed, unit, available, other = found.groups()
-    return float(needed) * _UNITS[unit], float(available) * _UNITS[other]
 
 
 def count_collectives(program_text: str) -> dict[str, int]:

@@ -7,19 +7,12 @@ from dataclasses import dataclass
 
 from pipeline.config.choices import Weights
 from pipeline.models.architecture import Architecture
-from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.planning.expert_groups import exchanged_bytes, gathered_bytes
-from pipeline.planning.host_memory import MAX_COPY_THREADS
 from pipeline.planning.mesh import WeightsPlan
 from pipeline.planning.slice.chips import Chip, Slice
 from pipeline.store.format.layout import SIDE_BYTES
 
 BUCKET_WRITES_PER_S = 1000  # initial limit of a Cloud Storage bucket (cloud.google.com/storage/docs/request-rate)
-THREAD_COPY_BYTES_PER_S = 7.7e9  # per thread that gathers blocks; measured on a Xeon, unknown for a TPU VM
-HOST_MEMORY_BYTES_PER_S = 205e9  # assumed: eight channels of DDR4-3200; not published for a TPU VM
-HOST_MEMORY_PASSES = 6  # DMA writes; block buffer: read, write; encoded shard: read, write; the socket reads
-# A TPU VM has enough cores for all threads (pipeline/job/writing/transfer.py).
-HOST_COPY_BYTES_PER_S = min(MAX_COPY_THREADS * THREAD_COPY_BYTES_PER_S, HOST_MEMORY_BYTES_PER_S / HOST_MEMORY_PASSES)
 # Reading, tokenising and packing: the least that `make bench-host` has measured (docs/performance.md: 815,000 on a
 # faster host), and the share of that in the feed's own thread, where the tokenizer's threads do not help.
 FEED_TOKENS_PER_CORE_S, FEED_SERIAL_SHARE = 316_000, 0.16
@@ -53,7 +46,6 @@ def throughput_limits(cost: Cost, tpu_slice: Slice, mfu: float, store_bytes_per_
     limits = {
         "compute": num_chips * chip.flops_per_s * mfu * cost.fill / cost.flops,
         "device_to_host": num_chips * chip.host_bytes_per_s * cost.fill / cost.activation_bytes,
-        "host_copy": tpu_slice.num_hosts * HOST_COPY_BYTES_PER_S * cost.fill / cost.activation_bytes,
         "network": num_chips * chip.network_bytes_per_s / cost.stored_bytes,
         "store": store_bytes_per_s / cost.stored_bytes,
     }
@@ -85,13 +77,11 @@ def decoding_step_s(hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> fl
     return max(hbm_bytes * tpu_slice.chip.devices_per_chip / tpu_slice.chip.hbm_bytes_per_s, receiving_s)
 
 
-def received_bytes(
-    weights: WeightBytes, plan: WeightsPlan, data: int, tensor: int, summed: int, num_pair_bytes: int
-) -> int:
+def received_bytes(plan: WeightsPlan, data: int, summed: int, num_pair_bytes: int) -> int:
     """Bytes that a device receives from others in a step: with fsdp, the parts of matrices that it does not hold,
     and the tokens of its experts; along `tensor`, all-reduces of `summed` bytes of activations."""
     received = 0
     if plan.sharding is Weights.fsdp:
-        received = gathered_bytes(weights, data, tensor, plan.expert_group)
-        received += round(exchanged_bytes(weights, tensor, num_pair_bytes, plan.expert_group))
-    return received + 2 * summed * (tensor - 1) // tensor
+        received = gathered_bytes(plan.needed, data, plan.tensor, plan.expert_group)
+        received += round(exchanged_bytes(plan.needed, plan.tensor, num_pair_bytes, plan.expert_group))
+    return received + 2 * summed * (plan.tensor - 1) // plan.tensor

@@ -39,7 +39,16 @@ _FILL = 0.95  # of token slots with a valid token, as packing reaches
 _USD_PER_TB_MONTH = 20.0  # list price of object storage
 _RECORDS_PER_BLOCK = 2  # the commit record, and the table of documents
 _MIN_REMOTE_SHARD = 64 * MIB
-_MAX_READING = 1 / 8  # time to read the weights in a step, as a share of the time to compute
+_REMEDIES = {  # by what binds
+    "feed": "use fewer chips or, on GPUs, one process for each (distributed.num_processes)",
+    "hbm": "raise batch.rows, so that weights are read for more tokens",
+    "interconnect": "raise batch.rows if weights are gathered (fsdp), lower mesh.tensor or mesh.context if it is more "
+    "than 1, or use larger chips",
+}
+_LESS_TO_STORE = (
+    "capture fewer layers or sites, fewer tokens (capture.positions), or int8 (capture.dtype=int8 "
+    "capture.scale_group=64), or use fewer chips"
+)
 
 
 def print_slice_plan(config: RunConfig) -> None:
@@ -92,7 +101,7 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
     flops = model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops
     mfu = _expected_mfu(model, tpu_slice, job, flops) if config.plan.mfu is None else config.plan.mfu
     received = _received_bytes(config, model, job) / (step.rows * step.length)
-    hbm = _hbm_bytes(config, model, job, tpu_slice) * tpu_slice.num_devices / (step.rows * step.length)
+    hbm = _hbm_bytes(job, tpu_slice) * tpu_slice.num_devices / (step.rows * step.length)
     fill = _FILL * (1 - config.batch.overlap / step.length)  # as of documents much longer than rows
     cost = Cost(flops, step.row_bytes / step.length, fill, received, step.index_bytes, hbm)
     objects_per_block = _objects_per_block(job)
@@ -103,9 +112,8 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
     binding = min(limits, key=limits.__getitem__)
     usd_per_hour = config.plan.usd_per_chip_hour
     usd_per_hour = tpu_slice.chip.usd_per_hour if usd_per_hour is None else usd_per_hour
-    layout, rows_per_device = job.layout(), step.rows // job.mesh.data
+    layout, rows_per_device = job.layout, step.rows // job.mesh.data
     shard_bytes = max(math.prod(layout.shard_shape(spec)[:2]) * spec.position_bytes for spec in step.stored_arrays)
-    tokens_per_device = rows_per_device * step.length // job.mesh.context
     plan = {
         "family": model.family,
         "num_layers": model.num_layers,
@@ -142,8 +150,7 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
         "terabytes": num_tokens and num_tokens * cost.stored_bytes / 1e12,
         "decoding": _decoding(config, model, tpu_slice, job),  # for data=generate
     }
-    notes = [*_notes(job, program), *_advice(config, limits, binding, shard_bytes)]
-    return plan | {"notes": [*notes, *_note_on_reading(model, tpu_slice, mfu, tokens_per_device)]}
+    return plan | {"notes": [*_notes(job, program), *_advice(config, limits, binding, shard_bytes)]}
 
 
 def described(plan: Mapping[str, Any]) -> str:
@@ -211,24 +218,20 @@ def _expected_mfu(model: Model, tpu_slice: Slice, job: Plan, flops: int) -> floa
 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     """Bytes that each device receives from others in a step."""
-    step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
-    weights = model.weight_bytes(step.forward_keys, dtype, config.model.quantised, bool(step.head_outputs))
+    step, mesh, item_bytes = job.step, job.mesh, ITEM_BYTES[config.model.dtype]
     num_layers = sum(map(len, layer_runs(step.forward_keys, model.arch)))
     row_tokens = step.rows // mesh.data * step.length
     summed = _summed_bytes(config, model, num_layers, row_tokens // mesh.context)
-    num_pair_bytes = pair_bytes(model.arch, row_tokens, ITEM_BYTES[dtype])
-    devices = mesh.data * mesh.context
-    received = received_bytes(weights, job.weights, devices, mesh.tensor, summed, num_pair_bytes)
+    num_pair_bytes = pair_bytes(model.arch, row_tokens, item_bytes)
+    received = received_bytes(job.weights, mesh.data * mesh.context, summed, num_pair_bytes)
     keys = num_layers * model.arch.num_kv_heads // mesh.tensor * (model.arch.head_dim + model.arch.value_dim)
-    return received + ITEM_BYTES[dtype] * keys * row_tokens * (mesh.context - 1) // mesh.context
+    return received + item_bytes * keys * row_tokens * (mesh.context - 1) // mesh.context
 
 
-def _hbm_bytes(config: RunConfig, model: Model, job: Plan, tpu_slice: Slice) -> int:
+def _hbm_bytes(job: Plan, tpu_slice: Slice) -> int:
     """Bytes that a step reads and writes at least in the memory of each device: weights without the embedding, what is
     gathered of them, and the activations, which are written and copied."""
-    step, mesh, tensor, group = job.step, job.mesh, job.mesh.tensor, job.weights.expert_group
-    dtype, has_outputs = str(config.model.dtype), bool(step.head_outputs)
-    weights = model.weight_bytes(step.forward_keys, dtype, config.model.quantised, has_outputs)
+    mesh, tensor, weights, group = job.mesh, job.mesh.tensor, job.weights.needed, job.weights.expert_group
     read = used_bytes(weights, tensor, group) - replace(weights, leaves=weights.leaves["embed"]).on_device(tensor)
     if job.weights.sharding is Weights.fsdp:
         read += gathered_bytes(weights, mesh.data * mesh.context, tensor, group)
@@ -237,18 +240,18 @@ def _hbm_bytes(config: RunConfig, model: Model, job: Plan, tpu_slice: Slice) -> 
 
 def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> dict[str, float] | None:
     """What a decoding step reads and receives, and how long it takes at least."""
-    generation, dtype = job.generation, str(config.model.dtype)
+    generation = job.generation
     if generation is None:
         return None
-    weights = model.generation.weight_bytes(dtype, config.model.quantised)
-    data = tpu_slice.num_devices // generation.tensor
+    weights, tensor = generation.weights.needed, generation.weights.tensor
+    data = tpu_slice.num_devices // tensor
     num_tokens = generation.spec.rows // data
     summed = _summed_bytes(config, model, model.num_layers, num_tokens)
-    num_pair_bytes = pair_bytes(model.arch, num_tokens, ITEM_BYTES[dtype])
-    received = received_bytes(weights, generation.weights, data, generation.tensor, summed, num_pair_bytes)
-    read = used_bytes(weights, generation.tensor, generation.weights.expert_group) + generation.cache_bytes
+    num_pair_bytes = pair_bytes(model.arch, num_tokens, ITEM_BYTES[config.model.dtype])
+    received = received_bytes(generation.weights, data, summed, num_pair_bytes)
+    read = used_bytes(weights, tensor, generation.weights.expert_group) + generation.cache_bytes
     if model.head.tensor is not None:  # a step reads only a few rows of the embedding
-        read -= replace(weights, leaves=weights.leaves["embed"]).on_device(generation.tensor)
+        read -= replace(weights, leaves=weights.leaves["embed"]).on_device(tensor)
     step_s = decoding_step_s(read, received, tpu_slice)
     rate = generation.spec.rows / step_s
     return {"hbm_bytes": read, "received_bytes": received, "step_s": step_s, "tokens_per_s": rate}
@@ -268,7 +271,7 @@ def _output_bytes(job: Plan, tpu_slice: Slice) -> int:
 
 
 def _objects_per_block(job: Plan) -> int:
-    layout = job.layout()
+    layout = job.layout
     shards = sum(map(layout.num_parts, layout.all_arrays))
     indexes = sum(encoder.indexed for encoder in job.step.encoders)
     return shards + indexes + job.step.statistics + _RECORDS_PER_BLOCK
@@ -281,10 +284,6 @@ def _notes(job: Plan, program: Program) -> Iterator[str]:
         yield "hours, USD and tokens/s do not include generation; see decoding"
     if program.attention_note:
         yield program.attention_note
-    if program.computed_twice:
-        yield (
-            f"the compiler recomputes {program.computed_twice} results to save memory, which takes time. {job.remedy()}"
-        )
 
 
 def _advice(config: RunConfig, limits: Mapping[str, float], binding: str, shard_bytes: int) -> Iterator[str]:
@@ -295,37 +294,7 @@ def _advice(config: RunConfig, limits: Mapping[str, float], binding: str, shard_
             f"store shards of {shard_bytes / MIB:.0f} MiB are small for object storage; raise store.shard_mib to "
             f"{_MIN_REMOTE_SHARD // MIB}-512"
         )
-    if binding == "interconnect":
-        yield (
-            f"exchanging weights or activations between chips takes {limits['compute'] / limits[binding]:.1f} times as "
-            "long as computing; raise batch.rows if weights are gathered (fsdp), lower mesh.tensor or mesh.context if "
-            "it is more than 1, or use larger chips"
-        )
-    elif binding == "feed":
-        yield (
-            f"reading, tokenising and packing limits this job to {limits[binding] / limits['compute']:.0%} of what the "
-            f"chips could compute: use fewer chips or, on GPUs, one process for each (distributed.num_processes)"
-        )
-    elif binding not in ("compute", "hbm"):
-        item_bytes = ITEM_BYTES[config.capture.dtype]
-        share = (1 + ITEM_BYTES["float32"] / 64) / item_bytes
-        int8 = f", or set capture.dtype=int8 capture.scale_group=64 for about {share:.0%} of the bytes"
-        yield (
-            f"{binding.replace('_', ' ')} limits this job to {limits[binding] / limits['compute']:.0%} of what the "
-            f"chips could compute: capture fewer layers or sites, fewer tokens (capture.positions), or use fewer chips"
-            f"{int8 if item_bytes > 1 and not config.capture.encode else ''}"
-        )
-
-
-def _note_on_reading(model: Model, tpu_slice: Slice, mfu: float, tokens_per_device: int) -> Iterator[str]:
-    """A sentence if a step has so few tokens that reading the weights takes a part of its time."""
-    critical_tokens, experts = tpu_slice.chip.critical_tokens, model.arch.experts
-    if experts is not None:  # an expert's weights are read for its own tokens only
-        critical_tokens *= experts.num_experts / experts.per_token
-    reading = critical_tokens / tokens_per_device * mfu  # as a share of the time to compute
-    if reading > _MAX_READING:
-        yield (
-            f"with {tokens_per_device} tokens per device and step, reading the weights takes {reading:.0%} of the time "
-            f"to compute at {mfu:.0%} of the peak (plan.mfu), which may therefore be too high; raise batch.rows to "
-            f"reach at least about {critical_tokens * mfu / _MAX_READING:.0f} tokens"
-        )
+    if binding != "compute":
+        remedy = _REMEDIES.get(binding, _LESS_TO_STORE)
+        share = limits[binding] / limits["compute"]
+        yield f"{binding.replace('_', ' ')} limits this job to {share:.0%} of what the chips could compute: {remedy}"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,28 +136,18 @@ def planned_on_v5e(tmp_path, shape: str, **model) -> GenerationPlan:
 
 
 @pytest.mark.parametrize(
-    ("shape", "model", "tensor", "weights", "note"),
+    ("shape", "model", "tensor", "weights"),
     [
-        ("Qwen2.5-0.5B", {}, 1, "replicated", None),
-        (
-            "Qwen2.5-7B",
-            {},
-            4,
-            "tensor",
-            "the weights are large, so generation divides them over 4 devices along tensor",
-        ),
-        ("Qwen2.5-7B", {"weights_dtype": WeightsDtype.int8}, 1, "replicated", None),
-        ("Llama-3-70B", {}, 4, "fsdp", "each decoding step gathers 31539 MiB of weights .*weights_dtype=int8"),
-        ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp", "each decoding step gathers 14298 MiB of weights"),
+        ("Qwen2.5-0.5B", {}, 1, "replicated"),
+        ("Qwen2.5-7B", {}, 4, "tensor"),
+        ("Qwen2.5-7B", {"weights_dtype": WeightsDtype.int8}, 1, "replicated"),
+        ("Llama-3-70B", {}, 4, "fsdp"),
+        ("Qwen2.5-7B", {"weights": Weights.fsdp}, 1, "fsdp"),
     ],
 )
-def test_generation_prefers_dividing_weights_along_tensor_to_gathering_them(
-    tmp_path, shape, model, tensor, weights, note
-):
-    planned = planned_on_v5e(tmp_path, shape, **model)
-    assert (planned.tensor, str(planned.weights.sharding)) == (tensor, weights)
-    assert bool(planned.notes) == (note is not None)
-    assert note is None or re.search(note, " ".join(planned.notes))
+def test_generation_prefers_dividing_weights_along_tensor_to_gathering_them(tmp_path, shape, model, tensor, weights):
+    planned = planned_on_v5e(tmp_path, shape, **model).weights
+    assert (planned.tensor, str(planned.sharding)) == (tensor, weights)
 
 
 def test_rows_shorter_than_the_longest_document_are_noted():
