@@ -17,7 +17,7 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
-from pipeline.store.io.storage import NO_OBJECT, Storage
+from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     CAPTURE,
@@ -179,29 +179,6 @@ def test_a_complete_store_must_be_reopened(tmp_path):
         start_block(writer, next(blocks(0)))
 
 
-class Deaf(Storage):
-    """Storage that ignores a condition of writes, as some servers do."""
-
-    ignored = b""
-
-    def put(self, key, *parts):
-        return bool(self.write(key, b"".join(parts))) if self.ignored == NO_OBJECT else super().put(key, *parts)
-
-    def write(self, key, value, generation=None):
-        return super().write(key, value, None if self.ignored else generation)
-
-
-@pytest.mark.parametrize("ignored", [NO_OBJECT, b"if-equal"])
-def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypatch):
-    """Unless the user says that no other process writes."""
-    monkeypatch.setattr(Deaf, "ignored", ignored)
-    arguments = Deaf.open(f"memory://{tmp_path}"), metadata(), layout()
-    with pytest.raises(StoreInvalid, match=r"ignores the condition if-.*run\.exclusive=true"):
-        StoreWriter.plan(*arguments)
-    assert StoreWriter.plan(*arguments, exclusive=True)
-    assert arguments[0].list_keys() == []
-
-
 class FailsOnce(Storage):
     """Storage that refuses to put one object once, while its key is in `refused`."""
 
@@ -218,7 +195,7 @@ class FailsOnce(Storage):
 def test_a_planned_store_that_could_not_be_created_is_created_by_the_next_call(tmp_path, key, monkeypatch):
     monkeypatch.setattr(FailsOnce, "refused", [key])
     storage = FailsOnce.open(f"memory://{tmp_path}")
-    writer = StoreWriter.plan(storage, metadata(), layout(), exclusive=True)
+    writer = StoreWriter.plan(storage, metadata(), layout())
     writer.record(may_be_not_finite=True)
     with pytest.raises(StoreError, match="cannot be written"):
         writer.create()

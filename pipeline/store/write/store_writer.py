@@ -37,7 +37,7 @@ from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, Recent
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.leases import process_name
-from pipeline.store.write.vacancy import probe_storage, require_vacant
+from pipeline.store.write.vacancy import require_vacant
 
 _BLOCKS_AT_ONCE = 32
 
@@ -70,19 +70,15 @@ class StoreWriter:
         return cls.plan(place, metadata, layout).create()
 
     @classmethod
-    def plan(
-        cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout, exclusive: bool = False
-    ) -> "StoreWriter":
+    def plan(cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
         """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or plans a new one,
         which is created with its first block, or by `create`: a run that fails before leaves no store.
 
-        First tests the storage, see `probe_storage`. exclusive: no other process writes the store. Completes an
-        interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
+        Completes an interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
         `metadata`, StoreInvalid if the store is damaged or the path has other objects, and StoreError.
         """
         storage = Storage.open(place)
         is_new = storage.read(ROOT_KEY) is None and require_vacant(storage)
-        probe_storage(storage, process_name(), exclusive)
         root = new_root(metadata, layout) if is_new else require_root(storage)
         root.metadata.require_same(metadata, storage.path)
         writer = cls(storage, root, is_new)
