@@ -18,7 +18,7 @@ from pipeline.store.format.keys import encoded_array, is_activation_name
 from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.scaled import LARGEST
 from pipeline.store.format.target import ALL, Target
-from pipeline.store.io.parsing import Each, Of, Range, json_digest, mismatch, parse_store_json
+from pipeline.store.io.parsing import Each, Of, integers, json_digest, mismatch, one_of, parse_store_json
 from pipeline.store.io.storage import Storage
 
 FORMAT_VERSION = 1
@@ -28,26 +28,32 @@ ROOT_KEY = "zarr.json"
 _GROUP = {"zarr_format": 3, "node_type": "group"}
 
 # Checked so that an edited root causes an error message instead of a traceback or huge allocations.
-_COUNT, _LENGTH, _WIDTH = Range(0, 1 << 62), Range(1, 1 << 24), Range(1, 1 << 24)
+_COUNT, _LENGTH, _WIDTH = integers(0, 1 << 62), integers(1, 1 << 24), integers(1, 1 << 24)
 _NAMED = Of(lambda v: isinstance(v, dict) and len(v) <= 1 << 16 and all(map(is_activation_name, v)), "named arrays")
 _SHA256 = Of(lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) is not None, "a sha256")
 _FEATURES = Of(
     lambda v: isinstance(v, str) and is_activation_name(encoded_array(v)), "the prefix of the names of an SAE's arrays"
 )
-_ENCODER = {"features": _FEATURES, "top": _WIDTH, "width": Range(1, 1 << 26), "dtype": {"bfloat16", "float32"}}
+_ENCODER = {
+    "features": _FEATURES,
+    "top": _WIDTH,
+    "width": integers(1, 1 << 26),
+    "dtype": one_of(("bfloat16", "float32")),
+}
+_NULL = Of(lambda v: v is None, "null")
 _SUMMARY = {"blocks": _SHA256, "statistics": (None, _SHA256)}
 _ARRAYS = Each({"width": _WIDTH, "hook_name": str, "scale_groups": (None, _WIDTH)})
 _ERRORS = (None, Each(Each((None, float))))
 _ATTRIBUTES = {
-    "num_streams": Range(1, 1 << 20),  # each takes memory and time
+    "num_streams": integers(1, 1 << 20),  # each takes memory and time
     "rows_per_block": _LENGTH,
     "arrays": _NAMED,
     "selected": (None, _LENGTH),
     "complete": bool,
     "created": str,
     "fingerprint": str,
-    "summary": (None, _SUMMARY | {"ids": None}, _SUMMARY | {"ids": _SHA256, "ids_bytes": Range(1, 1 << 40)}),
-    "target": ({ALL}, _COUNT),
+    "summary": (None, _SUMMARY | {"ids": _NULL}, _SUMMARY | {"ids": _SHA256, "ids_bytes": integers(1, 1 << 40)}),
+    "target": Of(lambda v: v == ALL or _COUNT.holds(v), f"{ALL} or {_COUNT.name}"),
     "may_be_not_finite": bool,
     "weights_error": _ERRORS,
     "cache_error": _ERRORS,
@@ -56,13 +62,13 @@ _ATTRIBUTES = {
     "data": {"labels?": Of(lambda v: v == list(LABELS), f"the labels {', '.join(LABELS)}")},
     "batch": {"length": _LENGTH},
     "capture": {
-        "dtype": set(ITEM_BYTES),
+        "dtype": one_of(ITEM_BYTES),
         "statistics": bool,
-        "outputs?": [set(OUTPUTS)],
+        "outputs?": [one_of(OUTPUTS)],
         "top_logprobs?": _WIDTH,
         "encode?": [_ENCODER],
     },
-    "store": {"compression?": {"none", "zstd"}, "shard_bytes?": Range(1, 1 << 38)},
+    "store": {"compression?": one_of(("none", "zstd")), "shard_bytes?": integers(1, 1 << 38)},
     "config": {
         "run": {"max_tokens": (None, _COUNT)},
         "model?": {"path?": (None, str), "tokenizer?": (None, str)},
