@@ -197,7 +197,7 @@ def _wrong_values(store: OpenStore, spec: ArraySpec, values: np.ndarray, number:
     """What is wrong with the values of a chunk of activations or outputs."""
     if spec in store.layout.outputs:
         what, remedy = _wrong_outputs(store, spec, values), Remedy.recompute
-    elif spec in (*store.layout.arrays, *store.layout.scales) and not store.root.allows_not_finite:
+    elif spec in (*store.layout.arrays, *store.layout.scales) and not store.root.may_be_not_finite:
         what, remedy = _not_finite(values), Remedy.other_dtype
     else:
         return None
@@ -229,7 +229,7 @@ def _wrong_outputs(store: OpenStore, spec: ArraySpec, values: np.ndarray) -> str
         return None
     least, most = ranges[name]
     bad = (values < least - _ROUNDING) | (values > most + _ROUNDING)
-    if not store.root.allows_not_finite:
+    if not store.root.may_be_not_finite:
         # The loss is NaN for the last token of a document's window.
         bad |= np.isinf(values) if name == "loss" else ~np.isfinite(values)
     return f"{np.count_nonzero(bad)} values are not within {least:g} to {most:g}" if bad.any() else None

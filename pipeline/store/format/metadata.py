@@ -223,13 +223,6 @@ class StoreRoot:
         """By name of an activation array: its name in TransformerLens."""
         return {name: array["hook_name"] for name, array in self.arrays.items()}
 
-    @property
-    def allows_not_finite(self) -> bool:
-        """Whether the run that created the store, or a later one, was allowed to store non-finite activations."""
-        capture = self.metadata.config.get("capture")
-        creator_allowed = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
-        return self.may_be_not_finite or creator_allowed
-
     def to_json(self) -> bytes:
         """The text of zarr.json, with a checksum that reveals edits."""
         own = [f.name for f in fields(self) if f.name != "metadata"]
