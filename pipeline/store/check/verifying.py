@@ -9,7 +9,7 @@ from pipeline.store.check.records import StreamRecords, check_records
 from pipeline.store.check.scope import EVERYTHING, OpenStore, Scope
 from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.arrays import layout_of
-from pipeline.store.format.block_table import BlockTable, split_streams
+from pipeline.store.format.block_table import BlockTable, num_rows, split_streams
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
 from pipeline.store.format.summary import BLOCKS, read_summarised, summary_key
 from pipeline.store.generated.group_files import check_groups
@@ -54,7 +54,7 @@ def verify_store(
         note(f"skipped {skips}")
     if scope.is_first:
         is_known = root.complete and summarised is not None
-        problems += check_arrays(store, _num_rows(store, summarised) if is_known else None)
+        problems += check_arrays(store, num_rows(summarised, store.layout) if is_known else None)
     if root.complete or find_leftovers or scope.sample < 1:
         listed = check_listings(store, scope, streams)
         problems += (problem for problem in listed if find_leftovers or problem.remedy is not Remedy.leftover)
@@ -86,12 +86,6 @@ def _read_summarised(storage: Storage, root: StoreRoot, problems: list[Problem])
     elif root.complete:
         problems.append(Problem(ROOT_KEY, "the store is complete, but has no summary", Remedy.summarise))
     return None
-
-
-def _num_rows(store: OpenStore, blocks: BlockTable) -> int:
-    """The number of rows up to the last one of these blocks that has tokens."""
-    shards = blocks.column("block") * store.layout.num_streams + blocks.column("stream")
-    return int((shards * store.layout.rows_per_block + blocks.column("rows")).max(initial=0))
 
 
 def _check_blocks(

@@ -171,10 +171,7 @@ class StoreMetadata:
         """The keys of this store's content whose values differ from those in `asked`."""
         stored, wanted = (dict(_leaves(metadata.content())) for metadata in (self, asked))
         pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in {**stored, **wanted})
-        different = [pair for pair in pairs if pair.stored != pair.asked]
-        if any(pair.key == _ENCODERS for pair in different):  # other SAEs: their names say enough
-            return [pair for pair in different if not pair.key.startswith(f"{_ENCODERS}[")]
-        return different
+        return [pair for pair in pairs if pair.stored != pair.asked]
 
     def require_same(self, asked: "StoreMetadata", path: str) -> None:
         """Raises StoreMismatch, listing every key that differs, unless `asked` has this store's fingerprint."""
@@ -334,19 +331,15 @@ def require_root(storage: Storage) -> StoreRoot:
     return root
 
 
-_ENCODERS = "capture.encode"
-
-
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values in nested dicts, with their dotted keys. Lists are leaves, but that of SAEs is divided by SAE."""
     if isinstance(value, dict) and (value or not prefix):
         for key, child in value.items():
             yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
-    elif prefix == _ENCODERS and value:
-        named = {sae["features"].removeprefix("features."): sae for sae in value}
-        yield prefix, list(named)
-        for name, sae in named.items():
-            yield from _leaves(sae, f"{prefix}[{name}]")
+    elif prefix == "capture.encode":
+        yield prefix, [sae["features"].removeprefix("features.") for sae in value]
+        for sae in value:
+            yield from _leaves(sae, f"{prefix}[{sae['features'].removeprefix('features.')}]")
     else:
         yield prefix, value
 

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.core.errors import StoreInvalid
 from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import create_arrays, layout_of
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import JOBS_PREFIX
-from pipeline.store.format.layout import MAX_ROWS, StoreLayout
+from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import (
     ROOT_KEY,
     Json,
@@ -146,15 +145,12 @@ class StoreWriter:
         summarise: called in another thread when all arrays are stored, with the names of such arrays. Returns the
         block's statistics (None if the store has none) and its indexes by feature, by key.
 
-        Raises StoreInvalid for a block beyond the last row that a store can have, StoreError, and ValueError for arrays
-        that do not match the layout, or a complete store.
+        Raises StoreError, and ValueError for arrays that do not match the layout, or a complete store.
         """
         self.create()
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
         stream, number = record.stream, record.block
-        if self.layout.first_row(stream, number) + self.layout.rows_per_block > MAX_ROWS:
-            raise StoreInvalid(f"block {number} of stream {stream} is beyond row {MAX_ROWS}, the limit of a store.")
         self._check_arrays(arrays)
         before = self._last.get(stream)
         before = None if before is None or before.done() else before
