@@ -63,8 +63,8 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
             if is_own and (index := block * num_streams + stream) in committed:
                 stored.add(index * parts + sum(part))
             elif scope.has_stream(stream) if is_own else scope.is_first:
-                remedy = Remedy.discard if store.root.complete else Remedy.leftover
-                problems.append(Problem(key, "belongs to no committed block", remedy, place[:2] if is_own else None))
+                owner = place[:2] if is_own else None
+                problems.append(Problem(key, "belongs to no committed block", Remedy.discard, owner))
         for block in chain.from_iterable(found.table for found in streams.values()):
             if not scope.reads_block(block.stream, block.block):
                 first = (block.block * num_streams + block.stream) * parts

@@ -28,18 +28,16 @@ _DELETIONS_AT_ONCE = 16
 
 
 def verify_and_print(path: str, scope: Scope = EVERYTHING, repairs: bool = False) -> int:
-    """Verifies a store with a progress bar, prints notes and problems, and returns the exit code. Raises StoreError.
+    """Verifies a store with a progress bar, prints its problems, and returns the exit code. Raises StoreError.
 
     repairs: remove what is damaged, and objects that belong to no committed block.
     """
     storage = Storage.open(path)
     leases = _read_leases(storage) if repairs else {}
-    notes: list[str] = []
     with progress_bar("verify", "block") as progress:
-        found = verify_store(storage, progress, notes.append, scope, find_leftovers=repairs)
-    problems = [problem for problem in found if problem.remedy is not Remedy.leftover]
-    for line in (*(f"note: {note}" for note in notes), *problems):
-        print(line)
+        problems = verify_store(storage, progress, scope, find_leftovers=repairs)
+    for problem in problems:
+        print(problem)
     remedies = dict.fromkeys(problem.remedy for problem in problems)
     if not remedies:
         print(f"{path}: {'sound' if scope.is_everything else 'no problem found'}")
@@ -48,7 +46,7 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING, repairs: bool = False
     for remedy in remedies:
         if not (repairs and remedy.is_repair):
             print(f"verify.repair=true {remedy}" if remedy.is_repair else remedy)
-    doomed = [problem for problem in found if problem.remedy.is_repair]
+    doomed = [problem for problem in problems if problem.remedy.is_repair]
     if repairs and doomed:
         _require_no_job(storage, require_root(storage), leases)
         num_records, num_objects = _repair(storage, doomed)
@@ -113,7 +111,7 @@ def _repair(storage: Storage, problems: Iterable[Problem]) -> tuple[int, int]:
 
 def _is_to_be_adopted(problem: Problem, first_blocks: Mapping[int, int]) -> bool:
     """Whether an object without a record is of a block that will be computed again."""
-    if problem.remedy not in (Remedy.discard, Remedy.leftover) or problem.block is None:
+    if problem.remedy is not Remedy.discard or problem.block is None:
         return False
     stream, block = problem.block
     return stream in first_blocks and block >= first_blocks[stream]

@@ -7,7 +7,6 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.objects import check_arrays, check_block, check_listings, check_summary
 from pipeline.store.check.records import StreamRecords, check_records
 from pipeline.store.check.scope import EVERYTHING, OpenStore, Scope
-from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.block_table import BlockTable, num_rows, split_streams
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
@@ -27,15 +26,13 @@ Progress = Callable[[int, int], None]
 def verify_store(
     place: StorageLike,
     progress: Progress = lambda done, total: None,
-    note: Callable[[str], object] = lambda text: None,
     scope: Scope = EVERYTHING,
     find_leftovers: bool = False,
 ) -> list[Problem]:
     """All problems of a store's committed blocks; an empty list if it is valid.
 
-    progress: called with the number of checked blocks and the total. note: called with a sentence about each thing that
-    is not checked. scope: what to check; several ranks together find all problems. find_leftovers: also list what jobs
-    have left in an unfinished store, which is no problem.
+    progress: called with the number of checked blocks and the total. scope: what to check; several ranks together find
+    all problems. find_leftovers: also list what jobs have left in an unfinished store, which is no problem.
     Raises StoreInvalid if there is no store, and StoreError if it cannot be reached. Damage is not raised but returned.
     """
     storage, problems = Storage.open(place), list[Problem]()
@@ -48,16 +45,13 @@ def verify_store(
     checked = map_ahead(lambda stream: check_records(store, stream, parts.get(stream)), some, _STREAMS_AT_ONCE)
     streams = {records.stream: records for records in checked}
     problems += [problem for records in streams.values() for problem in records.problems]
-    for text in scope.notes(num_streams):
-        note(text)
-    if skips := describe_skips(storage, BlockTable.join(records.table for records in streams.values())):
-        note(f"skipped {skips}")
     if scope.is_first:
         is_known = root.complete and summarised is not None
         problems += check_arrays(store, num_rows(summarised, store.layout) if is_known else None)
     if root.complete or find_leftovers or scope.sample < 1:
         listed = check_listings(store, scope, streams)
-        problems += (problem for problem in listed if find_leftovers or problem.remedy is not Remedy.leftover)
+        lists_all = root.complete or find_leftovers
+        problems += (problem for problem in listed if lists_all or problem.remedy is not Remedy.discard)
     if scope.sample > 0:
         problems += _check_blocks(store, scope, streams, progress)
         problems += check_summary(store) if scope.is_first else ()

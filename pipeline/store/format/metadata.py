@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from shlex import quote
 from typing import Any, NamedTuple
 
-from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.core.errors import StoreInvalid, StoreMismatch
 from pipeline.data.text.labels import LABELS
 from pipeline.store.format.keys import encoded_array, is_activation_name
 from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
@@ -78,10 +78,6 @@ _ATTRIBUTES = {
 }
 
 Json = Mapping[str, Any]
-
-
-class _RootMissing(StoreInvalid):
-    """The store's root is missing, but it has other objects."""
 
 
 class Difference(NamedTuple):
@@ -281,22 +277,12 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
 
 
 def read_root(storage: Storage) -> StoreRoot | None:
-    """The root of the store; None if there is none. Raises StoreError.
+    """The root of the store; None if there is none. Raises StoreError."""
 
-    If there is an array but no root, the root is read again a few times, since a storage service may wrongly report it
-    as missing.
-    """
-
-    def read() -> StoreRoot | None:
-        text = storage.read(ROOT_KEY)
-        if text is None and storage.read(f"{TOKENS.name}/zarr.json") is not None:
-            raise _RootMissing
+    def check(_key: str, text: bytes | None) -> StoreRoot | None:
         return None if text is None else StoreRoot.from_json(text, storage.path)
 
-    try:
-        return storage.retry_read(read)
-    except _RootMissing:
-        return None
+    return next(storage.read_checked([ROOT_KEY], check))
 
 
 def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot | None]) -> StoreRoot | None:
@@ -308,15 +294,12 @@ def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot | None
 
     def changed(text: bytes | None) -> tuple[StoreRoot | None, bytes | None]:
         if text is None:
-            raise _RootMissing
+            raise StoreInvalid(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
         root = StoreRoot.from_json(text, storage.path)
         new = change(root)
         return new, None if new in (None, root) else new.to_json()
 
-    try:
-        return storage.update(ROOT_KEY, changed)
-    except _RootMissing:
-        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.") from None
+    return storage.update(ROOT_KEY, changed)
 
 
 def require_root(storage: Storage) -> StoreRoot:

@@ -21,7 +21,6 @@ class Remedy(StrEnum):
         "pipeline.finalize with index=true the index of ids."
     )
     discard = "deletes objects that belong to no committed block."
-    leftover = "deletes what a job that was killed has left; otherwise the next one adopts it."
     recreate = "deletes the zarr.json of these arrays. The job's command writes it again."
     regenerate = "deletes damaged groups. The next run that needs them generates them again."
     other_dtype = (
