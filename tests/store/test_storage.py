@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.format.arrays import create_arrays
-from pipeline.store.io.options import StorageOptions, set_request_defaults
+from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
@@ -42,20 +42,6 @@ def test_processes_have_different_retry_delays():
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"options of storage, such as store\.retry_delay_s"):
         Storage.open("memory://settings", StorageOptions(**wrong))
-
-
-@pytest.mark.parametrize(
-    ("cores", "given", "threads"), [(2, None, "4"), (24, None, "24"), (112, None, "32"), (112, "7", "7")]
-)
-def test_requests_are_sent_by_as_many_threads_as_cores(cores, given, threads, monkeypatch):
-    """Unless the environment sets a number."""
-    monkeypatch.setattr("pipeline.store.io.options.num_cores", lambda: cores)
-    name = "TENSORSTORE_HTTP_THREADS"
-    environment = {name: given} if given else {}
-    monkeypatch.setattr("os.environ", environment)
-    set_request_defaults()
-    assert environment.pop(name) == threads
-    assert environment["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] == "60"
 
 
 @pytest.fixture
