@@ -46,7 +46,7 @@ def cleanup() -> Iterator[ExitStack]:
 
 
 def problem(kind: str) -> str:
-    return f"a {kind}, expected a file" if kind in ("folder", "pipe") else LINK
+    return "a folder, a pipe or a device, expected a file" if kind in ("folder", "pipe") else LINK
 
 
 def put(store: Path, key: str, kind: str, cleanup: ExitStack) -> None:
@@ -65,10 +65,7 @@ def read_everything(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "kind"),
-    [
-        *zip(KEYS, cycle(("folder", "link to nothing", "pipe", "device")), strict=False),
-        *zip(KEYS, cycle(("pipe", "folder")), strict=False),
-    ],
+    zip(KEYS, cycle(("folder", "link to nothing", "pipe", "device")), strict=False),
 )
 def test_verify_reports_it_and_a_reader_refuses_it(tmp_path, key, kind, cleanup, capsys):
     copy_store(str(tmp_path))
