@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
-from pipeline.store.format.arrays import create_arrays
+from pipeline.store.format.arrays import grow_rows
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
 from tests.store.emulators import new_bucket
@@ -83,7 +83,7 @@ def test_directories_are_synced_before_their_content_counts(tmp_path, monkeypatc
     storage = Storage.open(root)
     storage.write("_commits/stream-00000/block-000000.json", b"x")
     assert storage.put("_jobs/lease-00000.json", b"x")
-    create_arrays(storage, layout())
+    grow_rows(storage, layout(), 5)
     assert storage.put("tokens/c.12.0", b"x")
     directories = {path for path in (root, *root.rglob("*")) if path.is_dir()} | {root.parent}
     assert set(made) == set(map(str, directories))  # TensorStore makes no others

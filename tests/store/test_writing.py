@@ -53,7 +53,7 @@ def attributes(path: str) -> dict:
 def test_the_arrays_of_a_finished_store_end_with_its_last_row(store_path):
     writer = write_store(store_path, finish=False)
     group = Storage.open(store_path)
-    assert json.loads(group.read("tokens/zarr.json"))["shape"] == [0, LENGTH]
+    assert group.read("tokens/zarr.json") is None
     writer.finish()
     writer.finish()
     last = [list(blocks(stream))[-1].record for stream in range(NUM_STREAMS)]
@@ -64,15 +64,13 @@ def test_the_arrays_of_a_finished_store_end_with_its_last_row(store_path):
     assert attributes(store_path)["complete"] is True
 
 
-def test_a_store_whose_creation_was_interrupted_is_healed(store_path):
+def test_finishing_again_writes_missing_arrays(store_path):
     write_store(store_path)
     expected = comparable_image(store_path)
-    StoreWriter.open(store_path + "-new", metadata(store={"compression": "none"}), layout())
-    new = Storage.open(store_path + "-new")
     for name in ("documents", "embed"):
-        new.write(f"{name}/zarr.json", None)
-    write_store(store_path + "-new")
-    assert comparable_image(store_path + "-new") == expected
+        Storage.open(store_path).write(f"{name}/zarr.json", None)
+    write_store(store_path)
+    assert comparable_image(store_path) == expected
 
 
 def test_blocks_of_a_stream_are_committed_in_order(store_path):
@@ -191,17 +189,14 @@ class FailsOnce(Storage):
         return super().put(key, *parts)
 
 
-@pytest.mark.parametrize("key", ["zarr.json", "tokens/zarr.json"])
-def test_a_planned_store_that_could_not_be_created_is_created_by_the_next_call(tmp_path, key, monkeypatch):
-    monkeypatch.setattr(FailsOnce, "refused", [key])
+def test_a_planned_store_that_could_not_be_created_is_created_by_the_next_call(tmp_path, monkeypatch):
+    monkeypatch.setattr(FailsOnce, "refused", ["zarr.json"])
     storage = FailsOnce.open(f"memory://{tmp_path}")
     writer = StoreWriter.plan(storage, metadata(), layout())
     writer.record(may_be_not_finite=True)
     with pytest.raises(StoreError, match="cannot be written"):
         writer.create()
     writer.create()
-    keys = storage.list_keys()
-    assert {"zarr.json", *(f"{spec.name}/zarr.json" for spec in layout().all_arrays)} <= set(keys)
     assert StoreWriter.open_existing(storage).root.may_be_not_finite
 
 

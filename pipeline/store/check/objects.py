@@ -89,13 +89,15 @@ def _place(key: str, layout: StoreLayout, spec: ArraySpec | None) -> tuple[int, 
 
 
 def check_arrays(store: OpenStore, num_rows: int | None) -> list[Problem]:
-    """Checks the zarr.json of every array. num_rows: in a complete store, up to the last row with tokens."""
+    """Checks the zarr.json of every array, which a store has once it is finished. num_rows: in a complete store, up to
+    the last row with tokens."""
     problems: list[Problem] = []
     for spec in store.layout.all_arrays:
         key = array_key(spec.name)
 
         def parse(key: str, content: bytes | None, spec: ArraySpec = spec) -> int:
-            return parse_rows(content, store.layout, spec, key)
+            is_unfinished = content is None and not store.root.complete
+            return 0 if is_unfinished else parse_rows(content, store.layout, spec, key)
 
         with reported(problems, key, Remedy.recreate):
             [rows] = store.storage.read_checked([key], parse)

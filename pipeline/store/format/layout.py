@@ -22,8 +22,7 @@ from pipeline.store.io.shards import ShardFormat
 
 MIB = 1 << 20
 
-# The number of rows in the shapes of an unfinished store's arrays. Completing the store sets the actual number.
-MAX_ROWS = 1 << 31
+MAX_ROWS = 1 << 31  # of a store
 
 # Chunks are as close to this as the sizes allow, between 0.25 and 1 MiB: a compromise between the overhead per read
 # request and the cost of reading a few rows.

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.store.features.index_file import index_keys
-from pipeline.store.format.arrays import create_arrays, layout_of
+from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import JOBS_PREFIX
 from pipeline.store.format.layout import StoreLayout
@@ -73,17 +73,14 @@ class StoreWriter:
         """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or plans a new one,
         which is created with its first block, or by `create`: a run that fails before leaves no store.
 
-        Completes an interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
-        `metadata`, StoreInvalid if the store is damaged or the path has other objects, and StoreError.
+        Raises StoreMismatch if the store's fingerprint differs from that of `metadata`, StoreInvalid if the store is
+        damaged or the path has other objects, and StoreError.
         """
         storage = Storage.open(place)
         is_new = storage.read(ROOT_KEY) is None and require_vacant(storage)
         root = new_root(metadata, layout) if is_new else require_root(storage)
         root.metadata.require_same(metadata, storage.path)
-        writer = cls(storage, root, is_new)
-        if not is_new:
-            create_arrays(storage, writer.layout)
-        return writer
+        return cls(storage, root, is_new)
 
     def create(self) -> "StoreWriter":
         """Creates the store unless it exists, with what was recorded so far. Raises as `plan`."""
@@ -92,7 +89,6 @@ class StoreWriter:
             self.storage.put(ROOT_KEY, planned.to_json())
             root = require_root(self.storage)  # perhaps of another process
             root.metadata.require_same(planned.metadata, self.path)
-            create_arrays(self.storage, self.layout)
             self.root, self._is_new = root, False  # not before: after an error, the next call tries again
             recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
             self.reopen(planned.target)
