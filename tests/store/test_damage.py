@@ -134,6 +134,7 @@ DAMAGE = {
     "deleted last record": (delete(commit_key(0, 3)), commit_key(0, 3), 0, "finished with 4 blocks"),
     "record elsewhere": (copy(commit_key(0, 1), commit_key(1, 1)), commit_key(1, 1), 0, "of stream 0"),
     "record of no stream": (copy(commit_key(1, 0), commit_key(7, 0)), commit_key(7, 0), 0, "no committed"),
+    "shard of no array": (copy(BLOCKS, "_commits/c.1.0"), "_commits/c.1.0", 0, "no committed block"),
     "notes": (copy(BLOCKS, "_commits/stream-00000/a"), "_commits/stream-00000/a", 0, "no committed block"),
     "rows": (edit_record(rows=9), commit_key(0, 1), 0, "has 9 rows, but a block has at most 4"),
     "tokens": (edit_record(tokens=99), commit_key(0, 1), 0, "has 99 tokens"),
