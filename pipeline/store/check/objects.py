@@ -67,8 +67,7 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
             owner = _owner(key, layout)
             is_own = owner is not None and key in keys_of(*owner)
             if scope.has_stream(owner[0]) if is_own else scope.is_first:
-                owner = owner if is_own else None
-                problems.append(Problem(key, "belongs to no committed block", Remedy.discard, owner))
+                problems.append(Problem(key, "belongs to no committed block", Remedy.discard))
         return problems
 
     yield from chain.from_iterable(map_ahead(check_kind, kinds, _KINDS_AT_ONCE))
@@ -95,7 +94,7 @@ def check_arrays(store: OpenStore, num_rows: int | None) -> list[Problem]:
             is_unfinished = content is None and not store.root.complete
             return 0 if is_unfinished else parse_rows(content, store.layout, spec, key)
 
-        with reported(problems, key, Remedy.recreate):
+        with reported(problems, key, Remedy.finish):
             [rows] = store.storage.read_checked([key], parse)
             if num_rows is not None and rows != num_rows:
                 raise StoreInvalid(f"has {rows} rows, but the last committed row is {num_rows - 1}")
@@ -107,10 +106,10 @@ def check_summary(store: OpenStore) -> list[Problem]:
     summary, problems = store.root.summary or {}, list[Problem]()
     if sha256 := summary.get(STATISTICS):
         key = summary_key(STATISTICS, sha256)
-        with reported(problems, key, Remedy.summarise):
+        with reported(problems, key, Remedy.finish):
             next(store.storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256)))
     if sha256 := summary.get(IDS):
-        with reported(problems, key := summary_key(IDS, sha256), Remedy.summarise):
+        with reported(problems, key := summary_key(IDS, sha256), Remedy.finish):
             _require_sha256(store.storage, key, summary[IDS_BYTES], sha256)
     return problems
 

@@ -75,10 +75,10 @@ def _open(storage: Storage, problems: list[Problem]) -> OpenStore | None:
 def _read_summarised(storage: Storage, root: StoreRoot, problems: list[Problem]) -> BlockTable | None:
     """The summary's table of blocks; None if there is none that can be read."""
     if root.summary is not None:
-        with reported(problems, summary_key(BLOCKS, root.summary[BLOCKS]), Remedy.summarise):
+        with reported(problems, summary_key(BLOCKS, root.summary[BLOCKS]), Remedy.finish):
             return read_summarised(storage, root)
     elif root.complete:
-        problems.append(Problem(ROOT_KEY, "the store is complete, but has no summary", Remedy.summarise))
+        problems.append(Problem(ROOT_KEY, "the store is complete, but has no summary", Remedy.finish))
     return None
 
 

@@ -120,6 +120,6 @@ def check_groups(storage: Storage, stream: int) -> list[Problem]:
     """Finds the groups of a stream that cannot be read. A missing one is generated again when it is needed."""
     problems: list[Problem] = []
     for index in stored_groups(storage, stream):
-        with reported(problems, group_key(stream, index), Remedy.regenerate):
+        with reported(problems, group_key(stream, index), Remedy.discard):
             read_group(storage, stream, index)
     return problems
