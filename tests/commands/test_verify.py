@@ -45,12 +45,6 @@ def test_the_advice_depends_on_the_damage(tmp_path, capsys):
     assert "commit records" not in last
 
 
-def test_a_damaged_root_is_reported(tmp_path, capsys):
-    (tmp_path / "zarr.json").write_text("{")
-    assert main([f"store.path={tmp_path}"]) == 1
-    assert "zarr.json" in capsys.readouterr().out
-
-
 def test_a_partial_check_does_not_call_the_store_sound(tmp_path, capsys):
     write_store(str(tmp_path))
     part = ["verify.rank=1", "verify.world=2", "verify.sample=0.5"]

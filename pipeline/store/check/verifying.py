@@ -3,17 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 
-from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.objects import check_arrays, check_block, check_listings, check_summary
 from pipeline.store.check.records import StreamRecords, check_records
 from pipeline.store.check.scope import EVERYTHING, OpenStore, Scope
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.block_table import BlockTable, num_rows, split_streams
-from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
 from pipeline.store.format.summary import BLOCKS, read_summarised, summary_key
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.ahead import map_ahead
-from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.problems import Problem, Remedy, reported
 from pipeline.store.io.storage import Storage, StorageLike
 
@@ -33,12 +31,13 @@ def verify_store(
 
     progress: called with the number of checked blocks and the total. scope: what to check; several ranks together find
     all problems. find_leftovers: also list what jobs have left in an unfinished store, which is no problem.
-    Raises StoreInvalid if there is no store, and StoreError if it cannot be reached. Damage is not raised but returned.
+    Raises StoreInvalid if there is no store, or its root is damaged, and StoreError if it cannot be reached. Damage of
+    other objects is not raised but returned.
     """
     storage, problems = Storage.open(place), list[Problem]()
-    if (store := _open(storage, problems)) is None:
-        return problems
-    root, num_streams = store.root, store.layout.num_streams
+    root = require_root(storage)
+    store = OpenStore(storage, root, layout_of(root))
+    num_streams = store.layout.num_streams
     summarised = _read_summarised(storage, root, problems)
     parts = dict(enumerate([] if summarised is None else split_streams(summarised, num_streams)))
     some = range(scope.rank, num_streams, scope.world)
@@ -56,20 +55,6 @@ def verify_store(
         problems += _check_blocks(store, scope, streams, progress)
         problems += check_summary(store) if scope.is_first else ()
     return problems
-
-
-def _open(storage: Storage, problems: list[Problem]) -> OpenStore | None:
-    """The store; None if its root is a problem. Raises StoreInvalid if there is none."""
-    if what := file_problem(storage.directory, ROOT_KEY):
-        problems.append(Problem(ROOT_KEY, what, Remedy.restore))
-        return None
-    text = storage.read(ROOT_KEY)
-    if text is None:
-        raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
-    with reported(problems, ROOT_KEY, Remedy.restore):
-        root = StoreRoot.from_json(text, storage.path)
-        return OpenStore(storage, root, layout_of(root))
-    return None
 
 
 def _read_summarised(storage: Storage, root: StoreRoot, problems: list[Problem]) -> BlockTable | None:

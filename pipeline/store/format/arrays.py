@@ -133,18 +133,17 @@ def grow_rows(storage: Storage, layout: StoreLayout, rows: int) -> None:
 
 def open_arrays(storage: Storage, layout: StoreLayout, rows: int) -> dict[str, ts.TensorStore]:
     """The TensorStore arrays by name, for reading, from the root alone: without a request. rows: how many they have."""
-    return {spec.name: _open_array(storage, zarr_metadata(layout, spec, rows), spec.name) for spec in layout.all_arrays}
-
-
-def _open_array(storage: Storage, metadata: dict[str, Any], name: str) -> ts.TensorStore:
-    storage.require_file(array_key(name))
     # A new cache pool: within one pool, an array opened later would get the metadata of one that is already open.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}} | _MAPPED, parent=storage.context)
-    kvstore = (storage.kvstore / name / "").spec().to_json()
-    return ts.open(
-        {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata},
-        open=True,
-        assume_metadata=True,
-        context=context,
-        recheck_cached_data=False,  # shards never change
-    ).result()
+    arrays = {}
+    for spec in layout.all_arrays:
+        storage.require_file(array_key(spec.name))
+        kvstore = (storage.kvstore / spec.name / "").spec().to_json()
+        arrays[spec.name] = ts.open(
+            {"driver": "zarr3", "kvstore": kvstore, "metadata": zarr_metadata(layout, spec, rows)},
+            open=True,
+            assume_metadata=True,
+            context=context,
+            recheck_cached_data=False,  # shards never change
+        ).result()
+    return arrays

@@ -25,12 +25,11 @@ class Remedy(StrEnum):
         "The step produced these values; recomputing them would give the same ones. The largest finite value is 65504 "
         "in float16. Set capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path."
     )
-    restore = "The store's root zarr.json cannot be recomputed: restore it from a copy, or set a new store.path."
 
     @property
     def is_repair(self) -> bool:
         """Whether `verify.repair=true` does this."""
-        return self not in (Remedy.other_dtype, Remedy.restore)
+        return self is not Remedy.other_dtype
 
 
 @dataclass(frozen=True)
