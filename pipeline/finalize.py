@@ -23,7 +23,6 @@ from tqdm import tqdm
 from pipeline.cli.settings import command, flag, setting, store_path
 from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
-from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import has_share, stream_share
 from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
@@ -52,9 +51,13 @@ def finalize_store(settings: Settings) -> None:
 
 
 def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
-    """Prints what each stream holds and marks the store complete. Returns None, or why it cannot. Raises StoreError."""
-    streams = store.streams.all()
-    unfinished = [stream for stream in streams if not _print_stream(store, stream, streams[stream].table)]
+    """Marks the store complete. Returns None, or why it cannot. Raises StoreError."""
+    num_streams = store.metadata.num_streams
+    unfinished = [
+        stream
+        for stream, blocks in store.streams.all().items()
+        if not has_share(blocks.table, stream_share(store.target, num_streams, stream))
+    ]
     if unfinished and not (is_forced or store.complete):
         return (
             f"streams {', '.join(map(str, unfinished))} are unfinished. Let the jobs continue, start another, or "
@@ -66,15 +69,6 @@ def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
             "pipeline.verify, or run pipeline.finalize with force=true."
         )
     return None
-
-
-def _print_stream(store: StoreWriter, stream: int, blocks: BlockTable) -> bool:
-    """Prints what a stream holds, and why it ends there; returns whether it is at its end."""
-    is_whole = has_share(blocks, stream_share(store.target, store.metadata.num_streams, stream))
-    end = "the end of its data" if len(blocks) and blocks[-1].exhausted else "the end of its share of run.max_tokens"
-    state = end if is_whole else "UNFINISHED"
-    print(f"stream {stream}: {counted(len(blocks), 'block')}, {blocks.total('tokens'):,} tokens, {state}")
-    return is_whole
 
 
 main = command("finalize", __doc__, Settings, finalize_store)

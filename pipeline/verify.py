@@ -12,7 +12,8 @@ the damaged objects. The job's command then completes the store. It removes noth
 jobs with run.exclusive=true yourself.
 
 Exit codes: 0 the store is sound, or all damage was removed; 1 problems were found (they are listed, with what
-`verify.repair=true` would do), or the store cannot be reached; 2 there is no store; 42 interrupted.
+`verify.repair=true` would do), or the store cannot be reached; 2 there is no store, or its root is damaged; 42
+interrupted.
 """
 
 from pipeline.cluster.startup import prepare_process

@@ -48,7 +48,7 @@ def fill(job: Job, store: StoreWriter, stop: StopRequest, step: LoadedStep) -> M
     )
     with ExitStack() as stack:
         stack.enter_context(closing(metrics))
-        leases = stack.enter_context(closing(Leases(store.storage, options.lease_s)))
+        leases = stack.enter_context(closing(Leases(store.storage, options.lease_s, options.exclusive)))
         leased = LeasedStreams(job, store, leases, metrics)
         writer = BlockWriter(store, plan, metrics, leased)
         feed = stack.enter_context(closing(Feed(leased)))

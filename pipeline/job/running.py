@@ -84,7 +84,7 @@ def open_store(job: Job) -> StoreWriter:
     """
     target = job.plan.streams.target
     try:
-        store = StoreWriter.plan(job.storage, job.metadata, job.layout, job.config.run.exclusive)
+        store = StoreWriter.plan(job.storage, job.metadata, job.layout)
         if job.manifest.changes and any(len(blocks.table) for blocks in store.streams.all().values()):
             job.manifest.require_unchanged()
     except StoreMismatch as error:

@@ -67,11 +67,9 @@ FOREIGN = (
 def test_only_objects_with_the_exact_names_of_a_store_are_deleted(tmp_path, capsys):
     path = tmp_path / "store"
     write_store(str(path))
-    own = ["_jobs/20261122T150044Z-a-host-28071.jsonl", "_jobs/20261122T150044Z-h-1-generate.json"]
-    own += ["_generated/stream-00001/group-000003.parquet"]
+    own = ["_jobs/20261122T150044Z-a-host-28071.jsonl", "_generated/stream-00001/group-000003.parquet"]
     own += [
         "_jobs/lease-123456.json",
-        "_jobs/probe-a-host-12-0123abcd",
         "_jobs/manifest.json",
         "zarr.json.__lock",
         "tokens/c.7.0.0123abcd.__lock",

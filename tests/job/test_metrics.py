@@ -19,7 +19,6 @@ def test_run_names_are_unique():
     first, second = run_name(), run_name()
     assert first != second
     assert parse_key(f"_jobs/{first}.jsonl").kind is Kind.job
-    assert parse_key(f"_jobs/{second}-generate.json").kind is Kind.job
 
 
 def test_a_partial_block_counts_only_its_rows_and_waiting_for_its_commit_is_not_leasing(tmp_path):

@@ -2,7 +2,6 @@
 of several ranks find what one verification finds."""
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -18,8 +17,6 @@ from pipeline.store.format.tables import table_key
 from pipeline.store.io.problems import Remedy
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
-from tests.store.damage import damaged
-from tests.store.damage_stores import SAMPLED_KINDS, sampled_specimen
 from tests.store.example_store import (
     CAPTURE,
     NUM_STREAMS,
@@ -134,6 +131,7 @@ DAMAGE = {
     "deleted last record": (delete(commit_key(0, 3)), commit_key(0, 3), 0, "finished with 4 blocks"),
     "record elsewhere": (copy(commit_key(0, 1), commit_key(1, 1)), commit_key(1, 1), 0, "of stream 0"),
     "record of no stream": (copy(commit_key(1, 0), commit_key(7, 0)), commit_key(7, 0), 0, "no committed"),
+    "shard of no array": (copy(BLOCKS, "_commits/c.1.0"), "_commits/c.1.0", 0, "no committed block"),
     "notes": (copy(BLOCKS, "_commits/stream-00000/a"), "_commits/stream-00000/a", 0, "no committed block"),
     "rows": (edit_record(rows=9), commit_key(0, 1), 0, "has 9 rows, but a block has at most 4"),
     "tokens": (edit_record(tokens=99), commit_key(0, 1), 0, "has 99 tokens"),
@@ -199,8 +197,11 @@ def test_damage_is_found_with_and_without_reading_blocks(name):
     with in_memory(image_for(name)) as path:
         damage(Storage.open(path))
         for sample in (0, 1):
-            texts = [text for place, text in found(path, sample=sample) if place == where]
+            problems = found(path, sample=sample)
+            texts = [text for place, text in problems if place == where]
             assert bool(texts) == (sample >= first), sample
+            shares = [found(path, sample=sample, rank=rank, world=3) for rank in range(3)]  # more than streams
+            assert set.union(*shares) == problems
         assert any(what in text for text in texts), texts
 
 
@@ -251,19 +252,6 @@ def test_outputs_out_of_range_and_values_that_are_not_finite_are_reported(name, 
     assert [problem.where for problem in problems] == [shard] * is_reported
     assert all(problem.what.startswith("rows 0 to 3 of the block: ") for problem in problems)
     assert all(problem.remedy is (Remedy.other_dtype if name == RESID else Remedy.recompute) for problem in problems)
-
-
-@pytest.mark.parametrize("kind", SAMPLED_KINDS)
-def test_all_shares_together_find_what_one_run_finds(kind):
-    """With more ranks than streams."""
-    specimen = sampled_specimen(kind)
-    with in_memory(specimen.image) as path:
-        assert [found(path, rank=rank, world=3) for rank in range(3)] == [set()] * 3
-    for seed in range(3):
-        operator, damage, image = damaged(random.Random(f"parts {kind} {seed}"), specimen.image, specimen.older)
-        with in_memory(image) as path:
-            shares = [found(path, rank=rank, world=3) for rank in range(3)]
-            assert set.union(*shares) == found(path), f"{operator}: {damage.what}"
 
 
 def test_only_the_rank_with_the_stream_reports_its_damage(store_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.core.errors import StoreError
+from pipeline.core.errors import StoreInvalid
 from pipeline.store import ActivationStore
 from pipeline.store.format.metadata import ROOT_KEY, read_root
 from pipeline.store.io.storage import Storage
@@ -71,7 +71,7 @@ def test_finishing_does_not_hide_a_lost_record(store_path):
 def test_a_root_that_was_deleted_meanwhile_is_not_written_again(tmp_path, change):
     writer = write_store(str(tmp_path / "store"))
     writer.storage.write(ROOT_KEY, None)
-    with pytest.raises(StoreError, match=r"store/zarr\.json was deleted while the store was being written"):
+    with pytest.raises(StoreInvalid, match=r"store/zarr\.json was deleted while the store was being written"):
         change(writer)
     assert writer.storage.read(ROOT_KEY) is None
 

@@ -131,7 +131,7 @@ def test_groups_are_verified(groups, tmp_path):
     assert check_groups(storage, STREAM) == []
     storage.write(group_key(STREAM, 2), b"PAR1")
     (problem,) = check_groups(storage, STREAM)
-    assert (problem.where, problem.remedy) == (group_key(STREAM, 2), Remedy.regenerate)
+    assert (problem.where, problem.remedy) == (group_key(STREAM, 2), Remedy.discard)
     for index in range(3):
         storage.write(group_key(STREAM, index), None)
         assert len(check_groups(storage, STREAM)) == (index < 2)  # a missing one is generated again

@@ -10,8 +10,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
+from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import LEASES_PREFIX
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import NO_OBJECT, Storage
 from pipeline.store.write.leases import Leases, lease_key
 from tests.jobs import ROOT
 from tests.store.emulators import new_bucket
@@ -230,6 +231,32 @@ def test_any_other_content_of_a_lease_expires(tmp_path, content, clock):
         assert not take(a, 100_000)
         clock.now = LONG_LEASE_S
         assert take(a, 100_000)
+
+
+class Deaf(Storage):
+    """Storage that ignores a condition of writes, as some servers do."""
+
+    ignores_absent = False
+
+    def put(self, key, *parts):
+        return bool(self.write(key, b"".join(parts))) if self.ignores_absent else super().put(key, *parts)
+
+    def write(self, key, value, generation=None):
+        is_ignored = self.ignores_absent if generation == NO_OBJECT else not self.ignores_absent
+        return super().write(key, value, None if is_ignored else generation)
+
+
+@pytest.mark.parametrize("ignored", ["absent", "equal"])
+def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypatch):
+    """Unless the user says that no other process writes."""
+    monkeypatch.setattr(Deaf, "ignores_absent", ignored == "absent")
+    storage = Deaf.open(f"memory://{tmp_path}")
+    with leases(storage, LONG_LEASE_S) as a:
+        with pytest.raises(StoreInvalid, match=r"ignores the conditions of writes.*run\.exclusive=true"):
+            take(a, 0)
+        with closing(Leases(storage, LONG_LEASE_S, is_exclusive=True)) as b:
+            assert take(b, 1)
+            assert b.holds(1)
 
 
 def test_leases_work_on_s3(s3, clock):

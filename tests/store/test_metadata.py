@@ -17,6 +17,7 @@ from tests.store.hostile_stores import seal_root
 
 ROOT = new_root(metadata(), layout())
 SAE = {"features": "features.blocks.2.resid_post", "width": 64, "top": 8, "dtype": "bfloat16", "sha256": "abc"}
+OTHER = SAE | {"features": "features.embed"}
 
 
 def encoding(*saes: dict) -> dict:
@@ -70,9 +71,7 @@ def test_differences_are_listed(changes, expected):
     [
         ([SAE], [SAE | {"error": True}], [r"encode\[blocks\.2\.resid_post\]\.error: the store has None, .* for true"]),
         ([SAE], [SAE | {"top": 4}], [r"encode\[blocks\.2\.resid_post\]\.top: the store has 8, .* for 4"]),
-        ([], [SAE], [r"encode: the store has None, .* for \['blocks\.2\.resid_post'\]"]),
-        ([SAE], [], [r"encode: the store has \['blocks\.2\.resid_post'\], .* for None"]),
-        ([SAE], [SAE, SAE | {"features": "features.embed"}], [r"encode: .* for \['blocks\.2\.resid_post', 'embed'\]"]),
+        ([SAE, OTHER], [OTHER, SAE], [r"encode: .* for \['embed', 'blocks\.2\.resid_post'\]"]),
     ],
 )
 def test_differences_of_saes_are_listed_by_sae(stored, asked, expected):
@@ -169,7 +168,7 @@ def test_a_command_reports_a_root_that_it_cannot_read(command, tmp_path, capsys)
     store = tmp_path / "store"
     copy_store(str(store))
     edit_root(str(store), lambda root: root.update(arrays=list(root["arrays"])))
-    assert call(command, store) == (1 if command == "verify" else 2)
+    assert call(command, store) == 2
     expected = f"the store {store} was made by a development version of this program: commit 6fe0a64 is the last one"
     assert "".join(capsys.readouterr()).count(expected) == 1
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
-from pipeline.store.format.arrays import create_arrays
-from pipeline.store.io.options import StorageOptions, set_request_defaults
+from pipeline.store.format.arrays import grow_rows
+from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout
@@ -42,20 +42,6 @@ def test_processes_have_different_retry_delays():
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=r"options of storage, such as store\.retry_delay_s"):
         Storage.open("memory://settings", StorageOptions(**wrong))
-
-
-@pytest.mark.parametrize(
-    ("cores", "given", "threads"), [(2, None, "4"), (24, None, "24"), (112, None, "32"), (112, "7", "7")]
-)
-def test_requests_are_sent_by_as_many_threads_as_cores(cores, given, threads, monkeypatch):
-    """Unless the environment sets a number."""
-    monkeypatch.setattr("pipeline.store.io.options.num_cores", lambda: cores)
-    name = "TENSORSTORE_HTTP_THREADS"
-    environment = {name: given} if given else {}
-    monkeypatch.setattr("os.environ", environment)
-    set_request_defaults()
-    assert environment.pop(name) == threads
-    assert environment["TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS"] == "60"
 
 
 @pytest.fixture
@@ -97,7 +83,7 @@ def test_directories_are_synced_before_their_content_counts(tmp_path, monkeypatc
     storage = Storage.open(root)
     storage.write("_commits/stream-00000/block-000000.json", b"x")
     assert storage.put("_jobs/lease-00000.json", b"x")
-    create_arrays(storage, layout())
+    grow_rows(storage, layout(), 5)
     assert storage.put("tokens/c.12.0", b"x")
     directories = {path for path in (root, *root.rglob("*")) if path.is_dir()} | {root.parent}
     assert set(made) == set(map(str, directories))  # TensorStore makes no others

@@ -57,8 +57,6 @@ def test_a_path_with_foreign_files_is_refused(tmp_path, names):
         [
             "_jobs/lease-00000.json",
             "_jobs/lease-00000.json.__lock",
-            "_jobs/probe-h-1-0123abcd",
-            "_jobs/probe-h-1-0123abcd.01234567.__lock",
             "_jobs/20261122T150044Z-h-1.jsonl",
         ],
         ["_jobs/manifest.json"],

@@ -64,7 +64,7 @@ def _run(job: Job, store: StoreWriter, generator: Generator, stop: preemption.St
     is_shown = options.progress and processes.is_first()
     with (
         tqdm(unit="tok", unit_scale=True, desc="generate", disable=not is_shown, dynamic_ncols=True) as bar,
-        closing(Leases(store.storage, options.lease_s)) as leases,
+        closing(Leases(store.storage, options.lease_s, options.exclusive)) as leases,
         Watchdog(counts, options.stall_timeout_s, leases.close),
     ):
         streams = UnfinishedStreams(store, leases, job.plan.streams.local, partial(_open_stream, job, store))
@@ -78,7 +78,7 @@ def _run(job: Job, store: StoreWriter, generator: Generator, stop: preemption.St
                 streams.release(stream)
             leased.clear()
     log.info("%s", counts)
-    store.storage.write(metrics_key(f"{run_name()}-generate.json"), json.dumps(counts.to_json()).encode() + b"\n")
+    store.storage.write(metrics_key(f"{run_name()}.jsonl"), json.dumps(counts.to_json()).encode() + b"\n")
 
 
 def _prompts(streams: UnfinishedStreams[StreamGroups], leased: dict[int, StreamGroups]) -> Iterator[Prompt]:

@@ -15,7 +15,7 @@ from pipeline.store.check.scope import OpenStore, Scope
 from pipeline.store.features.index_file import check_index, index_key
 from pipeline.store.format.arrays import array_key, parse_rows
 from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, read_commit_records
-from pipeline.store.format.keys import Kind, index_prefix, parse_key
+from pipeline.store.format.keys import index_prefix, parse_key
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.statistics import (
     STATISTICS_PREFIX,
@@ -45,59 +45,56 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
 
     Lists all keys, whatever the scope: a stream has every `num_streams`-th store shard, which no prefix selects.
     """
-    kinds: dict[str, Callable[..., str]] = {  # by prefix: the key of a stream's block, or of a part of it
-        COMMITS_PREFIX: commit_key,
-        TABLES_PREFIX: table_key,
-        **({STATISTICS_PREFIX: statistics_key} if store.root.metadata.has_statistics else {}),
-        **{index_prefix(name): partial(index_key, name) for name in store.root.metadata.indexed_features},
+    layout, encoded = store.layout, store.root.metadata.indexed_features
+    kinds: dict[str, Callable[[int, int], list[str]]] = {  # by prefix: the keys of a block's objects
+        **{f"{spec.name}/c.": partial(layout.shard_keys, spec) for spec in layout.all_arrays},
+        COMMITS_PREFIX: lambda *place: [commit_key(*place)],
+        TABLES_PREFIX: lambda *place: [table_key(*place)],
+        **({STATISTICS_PREFIX: lambda *place: [statistics_key(*place)]} if store.root.metadata.has_statistics else {}),
+        **{index_prefix(name): lambda *place, name=name: [index_key(name, *place)] for name in encoded},
     }
-    layout, num_streams = store.layout, store.layout.num_streams
-    committed = {int(block) * num_streams + stream for stream, found in streams.items() for block in found.listed}
 
-    def check_kind(prefix: str, key_of: Callable[..., str], spec: ArraySpec | None = None) -> list[Problem]:
-        parts = 1 if spec is None else layout.num_parts(spec)
-        stored, problems = set[int](), []
-        for key in store.storage.list_keys(prefix):
-            stream, block, *part = place = _place(key, layout, spec)
-            is_own = 0 <= stream < num_streams and key == key_of(*place)
-            if is_own and (index := block * num_streams + stream) in committed:
-                stored.add(index * parts + sum(part))
-            elif scope.has_stream(stream) if is_own else scope.is_first:
-                remedy = Remedy.discard if store.root.complete else Remedy.leftover
-                problems.append(Problem(key, "belongs to no committed block", remedy, place[:2] if is_own else None))
-        for block in chain.from_iterable(found.table for found in streams.values()):
-            if not scope.reads_block(block.stream, block.block):
-                first = (block.block * num_streams + block.stream) * parts
-                for part in (part for part in range(parts) if first + part not in stored):
-                    key = key_of(block.stream, block.block, *(() if spec is None else (part,)))
+    def check_kind(prefix: str) -> list[Problem]:
+        keys_of, stored, problems = kinds[prefix], set(store.storage.list_keys(prefix)), []
+        for stream, records in streams.items():
+            for block in records.listed.tolist():
+                keys = keys_of(stream, block)
+                for key in () if scope.reads_block(stream, block) else set(keys) - stored:
                     what = file_problem(store.storage.directory, key) or _MISSING  # listings omit folders
-                    problems.append(Problem(key, what, block=(block.stream, block.block)))
+                    problems.append(Problem(key, what, block=(stream, block)))
+                stored.difference_update(keys)
+        for key in sorted(stored):
+            owner = _owner(key, layout)
+            is_own = owner is not None and key in keys_of(*owner)
+            if scope.has_stream(owner[0]) if is_own else scope.is_first:
+                problems.append(Problem(key, "belongs to no committed block", Remedy.discard))
         return problems
 
-    arrays = ((f"{spec.name}/c.", partial(layout.shard_key, spec), spec) for spec in layout.all_arrays)
-    kinds_and_arrays = chain(arrays, kinds.items())
-    yield from chain.from_iterable(map_ahead(lambda kind: check_kind(*kind), kinds_and_arrays, _KINDS_AT_ONCE))
+    yield from chain.from_iterable(map_ahead(check_kind, kinds, _KINDS_AT_ONCE))
 
 
-def _place(key: str, layout: StoreLayout, spec: ArraySpec | None) -> tuple[int, ...]:
-    """The stream and block of a block's object, from its key; and the part, of a store shard of the array `spec`.
-    (-1, -1) for any other key."""
-    parsed = parse_key(key)
-    if parsed is None or parsed.number is None or (parsed.kind is Kind.shard) != (spec is not None):
-        return -1, -1
-    return (parsed.stream, parsed.number) if spec is None else layout.shard_place(spec, parsed.number, parsed.column)
+def _owner(key: str, layout: StoreLayout) -> tuple[int, int] | None:
+    """The stream and block of a block's object, from its key; None for any other key."""
+    if (parsed := parse_key(key)) is None:
+        return None
+    for spec in layout.all_arrays:
+        if spec.name == parsed.folder:
+            return layout.shard_place(spec, parsed.number, parsed.column)
+    return None if parsed.stream is None else (parsed.stream, parsed.number)
 
 
 def check_arrays(store: OpenStore, num_rows: int | None) -> list[Problem]:
-    """Checks the zarr.json of every array. num_rows: in a complete store, up to the last row with tokens."""
+    """Checks the zarr.json of every array, which a store has once it is finished. num_rows: in a complete store, up to
+    the last row with tokens."""
     problems: list[Problem] = []
     for spec in store.layout.all_arrays:
         key = array_key(spec.name)
 
         def parse(key: str, content: bytes | None, spec: ArraySpec = spec) -> int:
-            return parse_rows(content, store.layout, spec, key)
+            is_unfinished = content is None and not store.root.complete
+            return 0 if is_unfinished else parse_rows(content, store.layout, spec, key)
 
-        with reported(problems, key, Remedy.recreate):
+        with reported(problems, key, Remedy.finish):
             [rows] = store.storage.read_checked([key], parse)
             if num_rows is not None and rows != num_rows:
                 raise StoreInvalid(f"has {rows} rows, but the last committed row is {num_rows - 1}")
@@ -109,10 +106,10 @@ def check_summary(store: OpenStore) -> list[Problem]:
     summary, problems = store.root.summary or {}, list[Problem]()
     if sha256 := summary.get(STATISTICS):
         key = summary_key(STATISTICS, sha256)
-        with reported(problems, key, Remedy.summarise):
+        with reported(problems, key, Remedy.finish):
             next(store.storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256)))
     if sha256 := summary.get(IDS):
-        with reported(problems, key := summary_key(IDS, sha256), Remedy.summarise):
+        with reported(problems, key := summary_key(IDS, sha256), Remedy.finish):
             _require_sha256(store.storage, key, summary[IDS_BYTES], sha256)
     return problems
 
@@ -167,7 +164,7 @@ def _check_index(storage: Storage, sae: Mapping[str, Any], place: tuple[int, int
 def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> list[Problem]:
     """What is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
     format, place = store.layout.shard_format(spec), (record.stream, record.block)
-    keys = [store.layout.shard_key(spec, *place, part) for part in range(store.layout.num_parts(spec))]
+    keys = store.layout.shard_keys(spec, *place)
     checksums, wrong, damaged = [], [], []
     for key in keys:
         try:
@@ -197,7 +194,7 @@ def _wrong_values(store: OpenStore, spec: ArraySpec, values: np.ndarray, number:
     """What is wrong with the values of a chunk of activations or outputs."""
     if spec in store.layout.outputs:
         what, remedy = _wrong_outputs(store, spec, values), Remedy.recompute
-    elif spec in (*store.layout.arrays, *store.layout.scales) and not store.root.allows_not_finite:
+    elif spec in (*store.layout.arrays, *store.layout.scales) and not store.root.may_be_not_finite:
         what, remedy = _not_finite(values), Remedy.other_dtype
     else:
         return None
@@ -229,7 +226,7 @@ def _wrong_outputs(store: OpenStore, spec: ArraySpec, values: np.ndarray) -> str
         return None
     least, most = ranges[name]
     bad = (values < least - _ROUNDING) | (values > most + _ROUNDING)
-    if not store.root.allows_not_finite:
+    if not store.root.may_be_not_finite:
         # The loss is NaN for the last token of a document's window.
         bad |= np.isinf(values) if name == "loss" else ~np.isfinite(values)
     return f"{np.count_nonzero(bad)} values are not within {least:g} to {most:g}" if bad.any() else None

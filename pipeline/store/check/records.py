@@ -114,4 +114,4 @@ def _compare(
     is_longer = store.root.complete and num_listed > num_blocks
     if is_longer or not np.array_equal(summarised[table.column("block")].values, table.values):
         key = summary_key(BLOCKS, store.root.summary[BLOCKS])
-        yield Problem(key, f"does not agree with the commit records of stream {stream}", Remedy.summarise)
+        yield Problem(key, f"does not agree with the commit records of stream {stream}", Remedy.finish)

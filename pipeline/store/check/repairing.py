@@ -4,10 +4,11 @@ it again."""
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from pipeline.core.errors import EXIT_FAILED, EXIT_OK, StoreError
 from pipeline.core.messages import counted
@@ -28,18 +29,16 @@ _DELETIONS_AT_ONCE = 16
 
 
 def verify_and_print(path: str, scope: Scope = EVERYTHING, repairs: bool = False) -> int:
-    """Verifies a store with a progress bar, prints notes and problems, and returns the exit code. Raises StoreError.
+    """Verifies a store with a progress bar, prints its problems, and returns the exit code. Raises StoreError.
 
     repairs: remove what is damaged, and objects that belong to no committed block.
     """
     storage = Storage.open(path)
     leases = _read_leases(storage) if repairs else {}
-    notes: list[str] = []
     with progress_bar("verify", "block") as progress:
-        found = verify_store(storage, progress, notes.append, scope, find_leftovers=repairs)
-    problems = [problem for problem in found if problem.remedy is not Remedy.leftover]
-    for line in (*(f"note: {note}" for note in notes), *problems):
-        print(line)
+        problems = verify_store(storage, progress, scope, find_leftovers=repairs)
+    for problem in problems:
+        print(problem)
     remedies = dict.fromkeys(problem.remedy for problem in problems)
     if not remedies:
         print(f"{path}: {'sound' if scope.is_everything else 'no problem found'}")
@@ -48,7 +47,7 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING, repairs: bool = False
     for remedy in remedies:
         if not (repairs and remedy.is_repair):
             print(f"verify.repair=true {remedy}" if remedy.is_repair else remedy)
-    doomed = [problem for problem in found if problem.remedy.is_repair]
+    doomed = [problem for problem in problems if problem.remedy.is_repair]
     if repairs and doomed:
         _require_no_job(storage, require_root(storage), leases)
         num_records, num_objects = _repair(storage, doomed)
@@ -76,7 +75,7 @@ def _require_no_job(storage: Storage, root: StoreRoot, leases: dict[str, bytes |
         )
 
 
-def _repair(storage: Storage, problems: Iterable[Problem]) -> tuple[int, int]:
+def _repair(storage: Storage, problems: Collection[Problem]) -> tuple[int, int]:
     """Removes the objects that have these problems, as `Remedy` says. Returns how many commit records and how many
     other objects it removed.
 
@@ -88,42 +87,24 @@ def _repair(storage: Storage, problems: Iterable[Problem]) -> tuple[int, int]:
         if problem.remedy is Remedy.recompute:
             stream, block = problem.block
             first_blocks[stream] = min(block, first_blocks.get(stream, block))
-    removed = (problem for problem in problems if not _is_to_be_adopted(problem, first_blocks))
-    objects = list(dict.fromkeys(key for problem in removed for key in _damaged_objects(problem)))
+    objects = {problem.where for problem in problems} - {ROOT_KEY}
     _require_no_links(storage, objects)
-    remedies = {problem.remedy for problem in problems}
-    if remedies & {Remedy.recompute, Remedy.summarise}:
+    if any(problem.remedy is not Remedy.discard for problem in problems):
         change_root(storage, lambda root: replace(root, complete=False, summary=None))
-    elif Remedy.recreate in remedies:
-        change_root(storage, lambda root: replace(root, complete=False))
 
-    def delete_records(stream: int) -> int:
+    def delete_records(stream: int) -> list[str]:
         keys = storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
         blocks = sorted(parsed[1] for parsed in map(parse_commit_key, keys) if parsed)
         later = [commit_key(stream, block) for block in blocks if block >= first_blocks[stream]]
         _require_no_links(storage, later)
         for key in reversed(later):
             _delete(storage, key)
-        return len(later)
+        return later
 
-    num_records = sum(map_ahead(delete_records, sorted(first_blocks), _DELETIONS_AT_ONCE))
+    records = set(chain.from_iterable(map_ahead(delete_records, sorted(first_blocks), _DELETIONS_AT_ONCE)))
+    objects -= records
     deque(map_ahead(partial(_delete, storage), objects, _DELETIONS_AT_ONCE), maxlen=0)
-    return num_records, len(objects)
-
-
-def _is_to_be_adopted(problem: Problem, first_blocks: Mapping[int, int]) -> bool:
-    """Whether an object without a record is of a block that will be computed again."""
-    if problem.remedy not in (Remedy.discard, Remedy.leftover) or problem.block is None:
-        return False
-    stream, block = problem.block
-    return stream in first_blocks and block >= first_blocks[stream]
-
-
-def _damaged_objects(problem: Problem) -> Iterator[str]:
-    """The objects to delete because of a problem, besides commit records."""
-    is_record = problem.remedy is Remedy.recompute and parse_commit_key(problem.where) is not None
-    if not is_record and problem.where != ROOT_KEY:  # the latter: the root lacks a summary
-        yield problem.where
+    return len(records), len(objects)
 
 
 def _require_no_links(storage: Storage, keys: Iterable[str]) -> None:

@@ -40,23 +40,6 @@ class Scope:
         digest = hashlib.sha256(f"{self.seed}/{stream}/{block}".encode()).digest()
         return int.from_bytes(digest[:_HASH_BYTES]) < self.sample * 256**_HASH_BYTES
 
-    def notes(self, num_streams: int) -> list[str]:
-        """A sentence about each thing that is not checked."""
-        notes = []
-        if self.world > 1:
-            num_checked = len(range(self.rank, num_streams, self.world))
-            rank_0 = "" if self.is_first else "; rank 0 also checks the arrays and what is merged over all streams"
-            notes.append(
-                f"rank {self.rank} of {self.world} checks {num_checked} of {num_streams} streams{rank_0}. The store is "
-                "sound if no rank finds a problem"
-            )
-        if self.sample < 1:
-            notes.append(
-                f"verify.sample={self.sample:g}: outside the sample, only blocks' records and the existence of their "
-                "objects are checked"
-            )
-        return notes
-
 
 EVERYTHING = Scope()
 

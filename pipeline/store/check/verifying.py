@@ -3,18 +3,15 @@
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 
-from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.objects import check_arrays, check_block, check_listings, check_summary
 from pipeline.store.check.records import StreamRecords, check_records
 from pipeline.store.check.scope import EVERYTHING, OpenStore, Scope
-from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.arrays import layout_of
-from pipeline.store.format.block_table import BlockTable, split_streams
-from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
+from pipeline.store.format.block_table import BlockTable, num_rows, split_streams
+from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
 from pipeline.store.format.summary import BLOCKS, read_summarised, summary_key
 from pipeline.store.generated.group_files import check_groups
 from pipeline.store.io.ahead import map_ahead
-from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.problems import Problem, Remedy, reported
 from pipeline.store.io.storage import Storage, StorageLike
 
@@ -27,71 +24,47 @@ Progress = Callable[[int, int], None]
 def verify_store(
     place: StorageLike,
     progress: Progress = lambda done, total: None,
-    note: Callable[[str], object] = lambda text: None,
     scope: Scope = EVERYTHING,
     find_leftovers: bool = False,
 ) -> list[Problem]:
     """All problems of a store's committed blocks; an empty list if it is valid.
 
-    progress: called with the number of checked blocks and the total. note: called with a sentence about each thing that
-    is not checked. scope: what to check; several ranks together find all problems. find_leftovers: also list what jobs
-    have left in an unfinished store, which is no problem.
-    Raises StoreInvalid if there is no store, and StoreError if it cannot be reached. Damage is not raised but returned.
+    progress: called with the number of checked blocks and the total. scope: what to check; several ranks together find
+    all problems. find_leftovers: also list what jobs have left in an unfinished store, which is no problem.
+    Raises StoreInvalid if there is no store, or its root is damaged, and StoreError if it cannot be reached. Damage of
+    other objects is not raised but returned.
     """
     storage, problems = Storage.open(place), list[Problem]()
-    if (store := _open(storage, problems)) is None:
-        return problems
-    root, num_streams = store.root, store.layout.num_streams
+    root = require_root(storage)
+    store = OpenStore(storage, root, layout_of(root))
+    num_streams = store.layout.num_streams
     summarised = _read_summarised(storage, root, problems)
     parts = dict(enumerate([] if summarised is None else split_streams(summarised, num_streams)))
     some = range(scope.rank, num_streams, scope.world)
     checked = map_ahead(lambda stream: check_records(store, stream, parts.get(stream)), some, _STREAMS_AT_ONCE)
     streams = {records.stream: records for records in checked}
     problems += [problem for records in streams.values() for problem in records.problems]
-    for text in scope.notes(num_streams):
-        note(text)
-    if skips := describe_skips(storage, BlockTable.join(records.table for records in streams.values())):
-        note(f"skipped {skips}")
     if scope.is_first:
         is_known = root.complete and summarised is not None
-        problems += check_arrays(store, _num_rows(store, summarised) if is_known else None)
+        problems += check_arrays(store, num_rows(summarised, store.layout) if is_known else None)
     if root.complete or find_leftovers or scope.sample < 1:
         listed = check_listings(store, scope, streams)
-        problems += (problem for problem in listed if find_leftovers or problem.remedy is not Remedy.leftover)
+        lists_all = root.complete or find_leftovers
+        problems += (problem for problem in listed if lists_all or problem.remedy is not Remedy.discard)
     if scope.sample > 0:
         problems += _check_blocks(store, scope, streams, progress)
         problems += check_summary(store) if scope.is_first else ()
     return problems
 
 
-def _open(storage: Storage, problems: list[Problem]) -> OpenStore | None:
-    """The store; None if its root is a problem. Raises StoreInvalid if there is none."""
-    if what := file_problem(storage.directory, ROOT_KEY):
-        problems.append(Problem(ROOT_KEY, what, Remedy.restore))
-        return None
-    text = storage.read(ROOT_KEY)
-    if text is None:
-        raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
-    with reported(problems, ROOT_KEY, Remedy.restore):
-        root = StoreRoot.from_json(text, storage.path)
-        return OpenStore(storage, root, layout_of(root))
-    return None
-
-
 def _read_summarised(storage: Storage, root: StoreRoot, problems: list[Problem]) -> BlockTable | None:
     """The summary's table of blocks; None if there is none that can be read."""
     if root.summary is not None:
-        with reported(problems, summary_key(BLOCKS, root.summary[BLOCKS]), Remedy.summarise):
+        with reported(problems, summary_key(BLOCKS, root.summary[BLOCKS]), Remedy.finish):
             return read_summarised(storage, root)
     elif root.complete:
-        problems.append(Problem(ROOT_KEY, "the store is complete, but has no summary", Remedy.summarise))
+        problems.append(Problem(ROOT_KEY, "the store is complete, but has no summary", Remedy.finish))
     return None
-
-
-def _num_rows(store: OpenStore, blocks: BlockTable) -> int:
-    """The number of rows up to the last one of these blocks that has tokens."""
-    shards = blocks.column("block") * store.layout.num_streams + blocks.column("stream")
-    return int((shards * store.layout.rows_per_block + blocks.column("rows")).max(initial=0))
 
 
 def _check_blocks(

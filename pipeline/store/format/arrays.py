@@ -104,10 +104,6 @@ def zarr_metadata(layout: StoreLayout, spec: ArraySpec, rows: int) -> dict[str, 
     }
 
 
-def encode_metadata(layout: StoreLayout, spec: ArraySpec, rows: int) -> bytes:
-    return json.dumps(zarr_metadata(layout, spec, rows), separators=(",", ":"), ensure_ascii=False).encode()
-
-
 def parse_rows(content: bytes | None, layout: StoreLayout, spec: ArraySpec, subject: str) -> int:
     """The number of rows in an array's zarr.json. Raises StoreInvalid if it is missing or differs from the layout in
     anything else."""
@@ -121,42 +117,33 @@ def parse_rows(content: bytes | None, layout: StoreLayout, spec: ArraySpec, subj
     return rows
 
 
-def create_arrays(storage: Storage, layout: StoreLayout) -> None:
-    """Writes the metadata of absent arrays, without rows. Raises StoreError."""
-    puts = [
-        storage.put_threads.submit(storage.put, array_key(spec.name), encode_metadata(layout, spec, 0))
-        for spec in layout.all_arrays
-    ]
-    for put in puts:
-        put.result()
-
-
 def grow_rows(storage: Storage, layout: StoreLayout, rows: int) -> None:
-    """Sets the arrays' number of rows in their zarr.json, unless they have as many. Raises StoreInvalid for damage, and
-    StoreError. Safe while other processes do the same."""
+    """Writes the arrays' zarr.json, unless they have as many rows. Raises StoreInvalid for damage, and StoreError. Safe
+    while other processes do the same."""
     for spec in layout.all_arrays:
 
         def grown(content: bytes | None, spec: ArraySpec = spec) -> tuple[None, bytes | None]:
-            has_rows = parse_rows(content, layout, spec, storage.url(array_key(spec.name))) >= rows
-            return None, None if has_rows else encode_metadata(layout, spec, rows)
+            if content is not None and parse_rows(content, layout, spec, storage.url(array_key(spec.name))) >= rows:
+                return None, None
+            metadata = zarr_metadata(layout, spec, rows)
+            return None, json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode()
 
         storage.update(array_key(spec.name), grown)
 
 
 def open_arrays(storage: Storage, layout: StoreLayout, rows: int) -> dict[str, ts.TensorStore]:
     """The TensorStore arrays by name, for reading, from the root alone: without a request. rows: how many they have."""
-    return {spec.name: _open_array(storage, zarr_metadata(layout, spec, rows), spec.name) for spec in layout.all_arrays}
-
-
-def _open_array(storage: Storage, metadata: dict[str, Any], name: str) -> ts.TensorStore:
-    storage.require_file(array_key(name))
     # A new cache pool: within one pool, an array opened later would get the metadata of one that is already open.
     context = ts.Context({"cache_pool": {"total_bytes_limit": 0}} | _MAPPED, parent=storage.context)
-    kvstore = (storage.kvstore / name / "").spec().to_json()
-    return ts.open(
-        {"driver": "zarr3", "kvstore": kvstore, "metadata": metadata},
-        open=True,
-        assume_metadata=True,
-        context=context,
-        recheck_cached_data=False,  # shards never change
-    ).result()
+    arrays = {}
+    for spec in layout.all_arrays:
+        storage.require_file(array_key(spec.name))
+        kvstore = (storage.kvstore / spec.name / "").spec().to_json()
+        arrays[spec.name] = ts.open(
+            {"driver": "zarr3", "kvstore": kvstore, "metadata": zarr_metadata(layout, spec, rows)},
+            open=True,
+            assume_metadata=True,
+            context=context,
+            recheck_cached_data=False,  # shards never change
+        ).result()
+    return arrays

@@ -153,6 +153,12 @@ def counts_of(record: CommitRecord) -> tuple[int, ...]:
     return (*counts, record.tokens_cut, record.start["ordinal"], flags)
 
 
+def num_rows(table: BlockTable, layout: StoreLayout) -> int:
+    """The number of a store's rows up to the last one of these blocks that has tokens."""
+    shards = table.column("block") * layout.num_streams + table.column("stream")
+    return int((shards * layout.rows_per_block + table.column("rows")).max(initial=0))
+
+
 def impossible_counts(table: BlockTable, layout: StoreLayout) -> Iterator[tuple[Block, str]]:
     """The blocks of a table that have more rows, tokens or documents than a block of the store can have."""
     rows, tokens = table.column("rows"), table.column("tokens")

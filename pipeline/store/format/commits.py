@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import Kind, block_key, parse_key, stream_prefix
 from pipeline.store.io.failures import VERIFY_REMEDY
-from pipeline.store.io.parsing import Each, Of, Range, json_digest, mismatch, parse_store_json
+from pipeline.store.io.parsing import Each, Of, integers, json_digest, mismatch, parse_store_json
 from pipeline.store.io.storage import Storage
 
 COMMITS_PREFIX = "_commits/"
@@ -34,7 +34,7 @@ def _are_counts(value: Any) -> bool:
     )
 
 
-_COUNT, _LARGE_COUNT = Range(0, (1 << 32) - 1), Range(0, _MAX_COUNT - 1)
+_COUNT, _LARGE_COUNT = integers(0, (1 << 32) - 1), integers(0, _MAX_COUNT - 1)
 _CURSOR = dict.fromkeys(("shard", "document", "token", "ordinal"), _LARGE_COUNT)
 _RECORD = {
     **dict.fromkeys(("stream", "block", "rows", "tokens", "activations", "documents"), _COUNT),

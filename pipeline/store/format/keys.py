@@ -17,8 +17,7 @@ ENCODER_NAME = rf"[A-Za-z0-9_-]{{1,{MAX_ENCODER_NAME}}}"  # an SAE's name, as it
 
 _BLOCK = r"stream-(?P<stream>\d{5,12})/block-(?P<number>\d{6,12})"
 _GROUP = r"stream-(?P<stream>\d{5,12})/group-(?P<number>\d{6,12})"
-_LEASE, _PROBE = r"lease-\d{5,}\.json", r"probe-[^/]+-\d+-[0-9a-f]{8}"
-_LOG = r"\d{8}T\d{6}Z-[^/]+-\d+(\.jsonl|-generate\.json)"  # what a run measured
+_LOG = r"\d{8}T\d{6}Z-[^/]+-\d+\.jsonl"  # what a run measured
 _TEMPORARY = re.compile(rf"(\.[0-9a-f]{{8}})?{re.escape(LOCK_SUFFIX)}$")  # ends the names of a killed process's files
 
 
@@ -35,7 +34,7 @@ class Kind(Enum):
     root = r"zarr\.json"
     summary = r"_summary/(blocks|statistics|ids)-[0-9a-f]{16}\.parquet"
     group = rf"_generated/{_GROUP}\.parquet"
-    job = rf"_jobs/({_LEASE}|{_PROBE}|{_LOG}|manifest\.json)"
+    job = rf"_jobs/(lease-\d{{5,}}\.json|manifest\.json|{_LOG})"
 
 
 _PATTERNS = {kind: re.compile(kind.value, re.ASCII) for kind in Kind}

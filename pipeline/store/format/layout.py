@@ -22,8 +22,7 @@ from pipeline.store.io.shards import ShardFormat
 
 MIB = 1 << 20
 
-# The number of rows in the shapes of an unfinished store's arrays. Completing the store sets the actual number.
-MAX_ROWS = 1 << 31
+MAX_ROWS = 1 << 31  # of a store
 
 # Chunks are as close to this as the sizes allow, between 0.25 and 1 MiB: a compromise between the overhead per read
 # request and the cost of reading a few rows.
@@ -270,11 +269,15 @@ class StoreLayout:
         index = divmod((block * self.num_streams + stream) * self.num_parts(spec) + part, columns)
         return f"{spec.name}/c." + ".".join(map(str, (*index, *(0 for _ in spec.token_shape))))
 
-    def shard_place(self, spec: ArraySpec, row: int, column: int) -> tuple[int, int, int]:
-        """The stream, block and part of a store shard, from its indices."""
+    def shard_keys(self, spec: ArraySpec, stream: int, block: int) -> list[str]:
+        """The keys of a block's store shards, in the order of its values."""
+        return [self.shard_key(spec, stream, block, part) for part in range(self.num_parts(spec))]
+
+    def shard_place(self, spec: ArraySpec, row: int, column: int) -> tuple[int, int]:
+        """The stream and block of a store shard, from its indices."""
         columns = self._row_slots(spec) // self.shard_shape(spec)[1]
-        index, part = divmod(row * columns + column, self.num_parts(spec))
-        return index % self.num_streams, index // self.num_streams, part
+        index = (row * columns + column) // self.num_parts(spec)
+        return index % self.num_streams, index // self.num_streams
 
     def shard_format(self, spec: ArraySpec) -> ShardFormat:
         """How the array's store shards are encoded."""

@@ -12,13 +12,13 @@ from importlib.metadata import PackageNotFoundError, version
 from shlex import quote
 from typing import Any, NamedTuple
 
-from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.core.errors import StoreInvalid, StoreMismatch
 from pipeline.data.text.labels import LABELS
 from pipeline.store.format.keys import encoded_array, is_activation_name
 from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.scaled import LARGEST
 from pipeline.store.format.target import ALL, Target
-from pipeline.store.io.parsing import Each, Of, Range, json_digest, mismatch, parse_store_json
+from pipeline.store.io.parsing import Each, Of, integers, json_digest, mismatch, one_of, parse_store_json
 from pipeline.store.io.storage import Storage
 
 FORMAT_VERSION = 1
@@ -28,26 +28,32 @@ ROOT_KEY = "zarr.json"
 _GROUP = {"zarr_format": 3, "node_type": "group"}
 
 # Checked so that an edited root causes an error message instead of a traceback or huge allocations.
-_COUNT, _LENGTH, _WIDTH = Range(0, 1 << 62), Range(1, 1 << 24), Range(1, 1 << 24)
+_COUNT, _LENGTH, _WIDTH = integers(0, 1 << 62), integers(1, 1 << 24), integers(1, 1 << 24)
 _NAMED = Of(lambda v: isinstance(v, dict) and len(v) <= 1 << 16 and all(map(is_activation_name, v)), "named arrays")
 _SHA256 = Of(lambda v: isinstance(v, str) and re.fullmatch("[0-9a-f]{64}", v) is not None, "a sha256")
 _FEATURES = Of(
     lambda v: isinstance(v, str) and is_activation_name(encoded_array(v)), "the prefix of the names of an SAE's arrays"
 )
-_ENCODER = {"features": _FEATURES, "top": _WIDTH, "width": Range(1, 1 << 26), "dtype": {"bfloat16", "float32"}}
+_ENCODER = {
+    "features": _FEATURES,
+    "top": _WIDTH,
+    "width": integers(1, 1 << 26),
+    "dtype": one_of(("bfloat16", "float32")),
+}
+_NULL = Of(lambda v: v is None, "null")
 _SUMMARY = {"blocks": _SHA256, "statistics": (None, _SHA256)}
 _ARRAYS = Each({"width": _WIDTH, "hook_name": str, "scale_groups": (None, _WIDTH)})
 _ERRORS = (None, Each(Each((None, float))))
 _ATTRIBUTES = {
-    "num_streams": Range(1, 1 << 20),  # each takes memory and time
+    "num_streams": integers(1, 1 << 20),  # each takes memory and time
     "rows_per_block": _LENGTH,
     "arrays": _NAMED,
     "selected": (None, _LENGTH),
     "complete": bool,
     "created": str,
     "fingerprint": str,
-    "summary": (None, _SUMMARY | {"ids": None}, _SUMMARY | {"ids": _SHA256, "ids_bytes": Range(1, 1 << 40)}),
-    "target": ({ALL}, _COUNT),
+    "summary": (None, _SUMMARY | {"ids": _NULL}, _SUMMARY | {"ids": _SHA256, "ids_bytes": integers(1, 1 << 40)}),
+    "target": Of(lambda v: v == ALL or _COUNT.holds(v), f"{ALL} or {_COUNT.name}"),
     "may_be_not_finite": bool,
     "weights_error": _ERRORS,
     "cache_error": _ERRORS,
@@ -56,13 +62,13 @@ _ATTRIBUTES = {
     "data": {"labels?": Of(lambda v: v == list(LABELS), f"the labels {', '.join(LABELS)}")},
     "batch": {"length": _LENGTH},
     "capture": {
-        "dtype": set(ITEM_BYTES),
+        "dtype": one_of(ITEM_BYTES),
         "statistics": bool,
-        "outputs?": [set(OUTPUTS)],
+        "outputs?": [one_of(OUTPUTS)],
         "top_logprobs?": _WIDTH,
         "encode?": [_ENCODER],
     },
-    "store": {"compression?": {"none", "zstd"}, "shard_bytes?": Range(1, 1 << 38)},
+    "store": {"compression?": one_of(("none", "zstd")), "shard_bytes?": integers(1, 1 << 38)},
     "config": {
         "run": {"max_tokens": (None, _COUNT)},
         "model?": {"path?": (None, str), "tokenizer?": (None, str)},
@@ -72,10 +78,6 @@ _ATTRIBUTES = {
 }
 
 Json = Mapping[str, Any]
-
-
-class _RootMissing(StoreInvalid):
-    """The store's root is missing, but it has other objects."""
 
 
 class Difference(NamedTuple):
@@ -165,10 +167,7 @@ class StoreMetadata:
         """The keys of this store's content whose values differ from those in `asked`."""
         stored, wanted = (dict(_leaves(metadata.content())) for metadata in (self, asked))
         pairs = (Difference(key, stored.get(key), wanted.get(key)) for key in {**stored, **wanted})
-        different = [pair for pair in pairs if pair.stored != pair.asked]
-        if any(pair.key == _ENCODERS for pair in different):  # other SAEs: their names say enough
-            return [pair for pair in different if not pair.key.startswith(f"{_ENCODERS}[")]
-        return different
+        return [pair for pair in pairs if pair.stored != pair.asked]
 
     def require_same(self, asked: "StoreMetadata", path: str) -> None:
         """Raises StoreMismatch, listing every key that differs, unless `asked` has this store's fingerprint."""
@@ -216,13 +215,6 @@ class StoreRoot:
     def hook_names(self) -> dict[str, str]:
         """By name of an activation array: its name in TransformerLens."""
         return {name: array["hook_name"] for name, array in self.arrays.items()}
-
-    @property
-    def allows_not_finite(self) -> bool:
-        """Whether the run that created the store, or a later one, was allowed to store non-finite activations."""
-        capture = self.metadata.config.get("capture")
-        creator_allowed = isinstance(capture, dict) and capture.get("on_not_finite") == "warn"
-        return self.may_be_not_finite or creator_allowed
 
     def to_json(self) -> bytes:
         """The text of zarr.json, with a checksum that reveals edits."""
@@ -285,22 +277,12 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
 
 
 def read_root(storage: Storage) -> StoreRoot | None:
-    """The root of the store; None if there is none. Raises StoreError.
+    """The root of the store; None if there is none. Raises StoreError."""
 
-    If there is an array but no root, the root is read again a few times, since a storage service may wrongly report it
-    as missing.
-    """
-
-    def read() -> StoreRoot | None:
-        text = storage.read(ROOT_KEY)
-        if text is None and storage.read(f"{TOKENS.name}/zarr.json") is not None:
-            raise _RootMissing
+    def check(_key: str, text: bytes | None) -> StoreRoot | None:
         return None if text is None else StoreRoot.from_json(text, storage.path)
 
-    try:
-        return storage.retry_read(read)
-    except _RootMissing:
-        return None
+    return next(storage.read_checked([ROOT_KEY], check))
 
 
 def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot | None]) -> StoreRoot | None:
@@ -312,15 +294,12 @@ def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot | None
 
     def changed(text: bytes | None) -> tuple[StoreRoot | None, bytes | None]:
         if text is None:
-            raise _RootMissing
+            raise StoreInvalid(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.")
         root = StoreRoot.from_json(text, storage.path)
         new = change(root)
         return new, None if new in (None, root) else new.to_json()
 
-    try:
-        return storage.update(ROOT_KEY, changed)
-    except _RootMissing:
-        raise StoreError(f"{storage.path}/{ROOT_KEY} was deleted while the store was being written.") from None
+    return storage.update(ROOT_KEY, changed)
 
 
 def require_root(storage: Storage) -> StoreRoot:
@@ -335,19 +314,15 @@ def require_root(storage: Storage) -> StoreRoot:
     return root
 
 
-_ENCODERS = "capture.encode"
-
-
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The values in nested dicts, with their dotted keys. Lists are leaves, but that of SAEs is divided by SAE."""
     if isinstance(value, dict) and (value or not prefix):
         for key, child in value.items():
             yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
-    elif prefix == _ENCODERS and value:
-        named = {sae["features"].removeprefix("features."): sae for sae in value}
-        yield prefix, list(named)
-        for name, sae in named.items():
-            yield from _leaves(sae, f"{prefix}[{name}]")
+    elif prefix == "capture.encode":
+        yield prefix, [sae["features"].removeprefix("features.") for sae in value]
+        for sae in value:
+            yield from _leaves(sae, f"{prefix}[{sae['features'].removeprefix('features.')}]")
     else:
         yield prefix, value
 

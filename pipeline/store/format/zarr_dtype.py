@@ -12,7 +12,7 @@ float8_e4m3fn has the name of ml_dtypes.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -28,20 +28,13 @@ class _MlDtype:
     _zarr_v2_names = (None,)  # no array of Zarr v2 has such a name
     _check_scalar = Float16._check_scalar
     to_json_scalar = Float16.to_json_scalar
+    from_json_scalar = Float16.from_json_scalar
 
     def to_native_dtype(self) -> np.dtype:
         return self.native
 
     def to_json(self, zarr_format: int) -> str:
-        if zarr_format != 3:
-            raise ValueError(f"{self._zarr_v3_name} exists in Zarr v3 only, not v{zarr_format}")
         return self._zarr_v3_name
-
-    def from_json_scalar(self, data: Any, *, zarr_format: int) -> np.generic:
-        """A scalar from a JSON number, `NaN`, `Infinity`, `-Infinity`, or the bits in hex, as in `0x7fc0`."""
-        if isinstance(data, str) and data.startswith("0x"):
-            return np.array(int(data, 16), f"u{self.native.itemsize}").view(self.native)[()]
-        return Float16.from_json_scalar(self, data, zarr_format=zarr_format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +42,6 @@ class BFloat16(_MlDtype, Float16):
     native = np.dtype(ml_dtypes.bfloat16)
     dtype_cls = type(native)
     _zarr_v3_name = "bfloat16"
-
-    def to_native_dtype(self) -> np.dtype:
-        if self.endianness == "big":
-            raise NotImplementedError("big-endian bfloat16: numpy cannot swap the bytes of its values")
-        return self.native
 
 
 @dataclass(frozen=True, kw_only=True)

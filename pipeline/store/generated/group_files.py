@@ -1,7 +1,6 @@
 """The parquet files of groups of generated documents; see `documents.py` for their content."""
 
 import hashlib
-import io
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -9,12 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import stream_prefix
 from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.io.parquet import decode_parquet
+from pipeline.store.io.parquet import decode_parquet, encode_parquet
 from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.problems import Problem, Remedy, reported
 from pipeline.store.io.storage import Storage
@@ -96,17 +94,12 @@ def encode_group(table: pa.Table, state: Mapping[str, Any], stream: int, index: 
     """A group's parquet file. Its checksum covers the documents, activations, the state, the stream and the index."""
     state = {**state, "sha256": _digest(table, state, stream, index)}
     has_activations = any(_activation_columns(table))
-    sink = io.BytesIO()
-    pq.write_table(
+    return encode_parquet(
         table.replace_schema_metadata({_METADATA: json.dumps(state)}),
-        sink,
+        "none" if has_activations else "zstd",  # it would take long, and gain little
         write_page_checksum=True,
-        write_statistics=False,
-        compression="none" if has_activations else "zstd",  # it would take long, and gain little
-        use_dictionary=False,
         write_batch_size=1 if has_activations else None,  # values in memory before they are written as a page
     )
-    return sink.getbuffer()
 
 
 def _digest(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) -> str:
@@ -127,6 +120,6 @@ def check_groups(storage: Storage, stream: int) -> list[Problem]:
     """Finds the groups of a stream that cannot be read. A missing one is generated again when it is needed."""
     problems: list[Problem] = []
     for index in stored_groups(storage, stream):
-        with reported(problems, group_key(stream, index), Remedy.regenerate):
+        with reported(problems, group_key(stream, index), Remedy.discard):
             read_group(storage, stream, index)
     return problems

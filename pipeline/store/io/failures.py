@@ -24,7 +24,7 @@ class _Cause(NamedTuple):
 
 _DAMAGE = _Cause(StoreInvalid, DAMAGE_REMEDY)
 _PERMISSION = _Cause(StoreError, "Grant this user the permission, or choose a different store.path.")
-_FILE_IN_THE_WAY = _Cause(StoreInvalid, "A file is in the way: choose a different store.path.")
+_IN_THE_WAY = _Cause(StoreInvalid, "A file or a folder is in the way: choose a different store.path.")
 _TRANSIENT = _Cause(StoreError, "Committed blocks stay valid. Once the cause is gone, run the same command again.")
 
 _BY_ERRNO = {
@@ -33,11 +33,9 @@ _BY_ERRNO = {
     errno.EDQUOT: _Cause(StoreError, f"The quota is used up. {_FULL_REMEDY}"),
     errno.EACCES: _PERMISSION,
     errno.EPERM: _PERMISSION,
-    errno.ENOTDIR: _FILE_IN_THE_WAY,
-    errno.EEXIST: _FILE_IN_THE_WAY,
-    errno.EISDIR: _Cause(StoreInvalid, "A folder is in the way: choose a different store.path."),
-    errno.ENAMETOOLONG: _Cause(StoreInvalid, "Choose a shorter store.path."),
-    errno.ELOOP: _Cause(StoreInvalid, "Choose a different store.path."),
+    errno.ENOTDIR: _IN_THE_WAY,
+    errno.EEXIST: _IN_THE_WAY,
+    errno.EISDIR: _IN_THE_WAY,
 }
 _BY_STATUS = {
     "PERMISSION_DENIED": _PERMISSION,

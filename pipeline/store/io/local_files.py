@@ -16,13 +16,6 @@ _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 # Of files that are read whole, so that a sparse file does not fill the memory.
 _MAX_BYTES = {".json": 1 << 27, ".parquet": 1 << 31, ".csc": 1 << 31}
 
-_NOT_FILES = {
-    "folder": stat.S_ISDIR,
-    "pipe": stat.S_ISFIFO,
-    "socket": stat.S_ISSOCK,
-    "device": lambda mode: stat.S_ISCHR(mode) or stat.S_ISBLK(mode),
-}
-
 _durable: set[str] = set()  # directories whose entry in the parent directory is known to be on the disk
 
 
@@ -94,11 +87,10 @@ def file_problem(directory: str | None, key: str) -> str | None:
                 return "is a symbolic link or in a linked directory, expected the store's own file"
     except OSError:  # absent, or reading the object will raise an error with the reason
         return None
-    kind = next((name for name, is_kind in _NOT_FILES.items() if is_kind(mode)), None)
+    if not stat.S_ISREG(mode):
+        return "is a folder, a pipe or a device, expected a file"
     most = _MAX_BYTES.get(os.path.splitext(key)[1], size)
-    if kind is None and size > most:
-        return f"has {size:,} bytes, expected at most {most:,}"
-    return kind and f"is a {kind}, expected a file"
+    return f"has {size:,} bytes, expected at most {most:,}" if size > most else None
 
 
 def put_file(directory: str, key: str, parts: Sequence[bytes | memoryview]) -> bool:

@@ -10,10 +10,13 @@ import tensorstore as ts
 
 from pipeline.core.addresses import unusable_store_path
 from pipeline.core.errors import ConfigError, StoreInvalid
-from pipeline.core.host import num_cores
 
-# TensorStore reads these at its first request. Without them it waits forever for a server that does not answer.
-_TIMEOUTS = {
+NUM_REQUESTS = 32  # TensorStore's default number of concurrent requests
+
+# TensorStore reads these at its first request. Without them it waits forever for a server that does not answer, and 4
+# threads, too few for a host with a hundred cores, encrypt and copy all data. On two cores, 4 and 32 are equally fast.
+_ENVIRONMENT = {
+    "TENSORSTORE_HTTP_THREADS": str(NUM_REQUESTS),
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "30",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "60",
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
@@ -22,8 +25,6 @@ _TIMEOUTS = {
 _RETRIES = ("gcs_request_retries", "s3_request_retries", "http_request_retries")
 _MAX_DELAY = 8  # times the first delay: a process writes again about 10 s after an outage
 _DELAY_FACTORS = (0.75, 1.25)  # the fifth attempts of many processes are spread over 8 s, the seventh ones over 16 s
-NUM_REQUESTS = 32  # TensorStore's default number of concurrent requests
-_HTTP_THREADS = (4, NUM_REQUESTS)  # from TensorStore's default
 CONCURRENCY = ("gcs_request_concurrency", "s3_request_concurrency", "file_io_concurrency", "http_request_concurrency")
 
 
@@ -62,15 +63,9 @@ DEFAULT_OPTIONS = StorageOptions()
 
 
 def set_request_defaults() -> None:
-    """Sets TensorStore's timeouts for servers that do not answer, and as many HTTP threads as cores, 4 to 32. Does not
-    override variables that the environment already has.
-
-    These threads encrypt and copy all data, so TensorStore's default of 4 is too few for a host with a hundred cores.
-    On two cores, 4, 16 and 32 threads were equally fast; one was slower.
-    """
-    least, most = _HTTP_THREADS
-    threads = {"TENSORSTORE_HTTP_THREADS": str(max(least, min(num_cores(), most)))}
-    for name, value in (_TIMEOUTS | threads).items():
+    """Sets TensorStore's timeouts for servers that do not answer and its number of threads, if the environment does
+    not."""
+    for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 

@@ -1,5 +1,6 @@
 """The parquet files of a store: encoded, and decoded within bounds, since a few bytes may be a page of 2 GiB, or a text
-in a million rows. So files have no dictionaries, and only plain values, which zstd compresses as well.
+in a million rows. So files have no dictionaries, and only plain values, which zstd compresses as well. A file that it
+would make smaller than the bounds allow is not compressed.
 
 The bounds are checked before anything is decoded. The footer says how much a file has, but pages are decoded by their
 own headers, so these are read, too. Format: https://parquet.apache.org/docs/file-format
@@ -8,12 +9,15 @@ own headers, so these are read, too. Format: https://parquet.apache.org/docs/fil
 import hashlib
 import io
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.io.failures import DAMAGE_REMEDY
+
+Content = bytes | memoryview
 
 # A file may take this many bytes decoded, and this many times its size.
 _FREE_BYTES, _MAX_RATIO = 64 << 20, 256
@@ -34,10 +38,20 @@ _DATA, _NUM_VALUES, _ENCODING, _PLAIN = 5, 1, 2, 0  # the header of a data page,
 
 
 def encode_table(table: pa.Table) -> bytes:
-    """The table as parquet. Deterministic: one row group, independent of time and machine."""
+    """The table as parquet. Deterministic: independent of time and machine."""
+    return bytes(encode_parquet(table.combine_chunks()))
+
+
+def encode_parquet(table: pa.Table, compression: str = "zstd", **options: Any) -> memoryview:
+    """The table as parquet that readers accept: one row group, not compressed where that would make it too small for
+    what it contains. options: of pq.write_table."""
     sink, num_rows = io.BytesIO(), max(1, table.num_rows)
-    pq.write_table(table.combine_chunks(), sink, row_group_size=num_rows, compression="zstd", use_dictionary=False)
-    return sink.getvalue()
+    options |= {"row_group_size": num_rows, "use_dictionary": False, "write_statistics": False}
+    pq.write_table(table, sink, compression=compression, **options)
+    content = sink.getbuffer()
+    if compression != "none" and _excess(content, pq.read_metadata(pa.BufferReader(content))):
+        return encode_parquet(table, "none", **options)
+    return content
 
 
 def table_digest(content: bytes) -> str:
@@ -95,13 +109,19 @@ def _require_bounded(content: bytes, metadata: pq.FileMetaData, max_rows: int) -
     num_rows = max(metadata.num_rows, sum(group.num_rows for group in groups))
     if num_rows > max_rows:
         raise ValueError(f"it has {num_rows:,} rows, expected at most {max_rows:,}")
+    if excess := _excess(content, metadata):
+        raise ValueError(f"it takes {excess:,} bytes more when it is decoded than a file of its size may take")
+
+
+def _excess(content: Content, metadata: pq.FileMetaData) -> int:
+    """By how many bytes the decoded file is too large; 0 if it is not. Raises ValueError as `_pages`."""
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
     columns = (group.column(n) for group in groups for n in range(group.num_columns))
     num_bytes = sum(size + _VALUE_BYTES * values for column in columns for size, values in _pages(content, column))
-    if num_bytes > (most := _FREE_BYTES + _MAX_RATIO * len(content)):
-        raise ValueError(f"it takes {num_bytes:,} bytes decoded, a file of its size at most {most:,}")
+    return max(0, num_bytes - _FREE_BYTES - _MAX_RATIO * len(content))
 
 
-def _pages(content: bytes, column: pq.ColumnChunkMetaData) -> Iterator[tuple[int, int]]:
+def _pages(content: Content, column: pq.ColumnChunkMetaData) -> Iterator[tuple[int, int]]:
     """Of each page: its size when it is decompressed, and the number of its values. Raises ValueError for one that does
     not have plain values, since others may be repeated."""
     if not column.num_values:
@@ -121,7 +141,7 @@ def _pages(content: bytes, column: pq.ColumnChunkMetaData) -> Iterator[tuple[int
         at += sizes[1]
 
 
-def _read_struct(content: bytes, at: int, depth: int) -> tuple[dict[int, object], int]:
+def _read_struct(content: Content, at: int, depth: int) -> tuple[dict[int, object], int]:
     """The fields of a structure, by number, and the position after it. Raises ValueError."""
     fields: dict[int, object] = {}
     number = 0
@@ -141,7 +161,7 @@ def _read_struct(content: bytes, at: int, depth: int) -> tuple[dict[int, object]
     return fields, at + 1
 
 
-def _read_value(content: bytes, at: int, kind: int, depth: int) -> tuple[object, int]:
+def _read_value(content: Content, at: int, kind: int, depth: int) -> tuple[object, int]:
     if kind in _INTEGERS:
         return _read_integer(content, at)
     if kind in (_TRUE, _FALSE):
@@ -156,12 +176,12 @@ def _read_value(content: bytes, at: int, kind: int, depth: int) -> tuple[object,
     raise ValueError(f"a page's header has a field of type {kind}")
 
 
-def _read_integer(content: bytes, at: int) -> tuple[int, int]:
+def _read_integer(content: Content, at: int) -> tuple[int, int]:
     value, at = _read_varint(content, at)
     return (value >> 1) ^ -(value & 1), at
 
 
-def _read_varint(content: bytes, at: int) -> tuple[int, int]:
+def _read_varint(content: Content, at: int) -> tuple[int, int]:
     value = shift = 0
     while (byte := content[at]) & 128 and shift < 63:
         value |= (byte & 127) << shift

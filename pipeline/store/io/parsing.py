@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +39,6 @@ def json_digest(content: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Range:
-    """Integers from `least` to `most`."""
-
-    least: int
-    most: int
-
-
-@dataclass(frozen=True)
 class Each:
     """Objects of which each value has this schema."""
 
@@ -61,56 +53,43 @@ class Of:
     name: str
 
 
+def integers(least: int, most: int) -> Of:
+    return Of(lambda value: type(value) is int and least <= value <= most, f"{least} to {most}")
+
+
+def one_of(texts: Collection[str]) -> Of:
+    return Of(lambda value: isinstance(value, str) and value in texts, f"one of {', '.join(sorted(texts))}")
+
+
 _NAMES = {dict: "an object", str: "a string", bool: "true or false", float: "a number", int: "an integer"}
 
 
 def mismatch(value: Any, schema: Any, key: str = "") -> str | None:
     """What is wrong with a JSON value; None if it has this schema.
 
-    schema: a type; a Range, Each or Of; None; a set of possible values; [schema] for a list; (schema, ...) for one of
-    several; or {key: schema} for an object, which may have more keys, and may lack those that are written `key?`.
+    schema: a type; an Of or Each; [schema] for a list; (None, schema, ...) for null or one of several; or {key: schema}
+    for an object, which may have more keys, and may lack those that are written `key?`.
     """
     match schema:
-        case dict() if isinstance(value, dict):
-            for name, child in schema.items():
-                if (plain := name.removesuffix("?")) in value or plain == name:
-                    path = f"{key}.{plain}".lstrip(".")
-                    if plain not in value:
-                        return f"{path!r} is absent"
-                    if what := mismatch(value[plain], child, path):
-                        return what
-            return None
+        case Of(holds, name):
+            return None if holds(value) else f"{key!r} is {value!r:.80}, expected {name}"
         case Each(child) if isinstance(value, dict):
-            return next(filter(None, (mismatch(v, child, f"{key}.{name}") for name, v in value.items())), None)
-        case Range(least, most):
-            holds = type(value) is int and least <= value <= most
-        case Of(holds_for, _):
-            holds = holds_for(value)
-        case [child] if isinstance(schema, list) and isinstance(value, list):
-            return next(filter(None, (mismatch(v, child, f"{key}[{n}]") for n, v in enumerate(value))), None)
+            parts = [(value[name], child, f"{key}.{name}") for name in value]
         case tuple():
-            holds = any(mismatch(value, option) is None for option in schema)
-        case set():
-            holds = isinstance(value, str) and value in schema
-        case type():
-            holds = type(value) is schema or (schema is float and type(value) is int)
+            whats = [None if value is None else mismatch(value, option, key) for option in schema[1:]]
+            return None if None in whats else whats[0]
+        case dict() if isinstance(value, dict):
+            children = {name.removesuffix("?"): child for name, child in schema.items()}
+            if absent := [f"{key}.{name}".lstrip(".") for name in schema if name not in value and name in children]:
+                return f"{absent[0]!r} is absent"
+            parts = [
+                (value[name], child, f"{key}.{name}".lstrip(".")) for name, child in children.items() if name in value
+            ]
+        case [child] if isinstance(value, list):
+            parts = [(item, child, f"{key}[{number}]") for number, item in enumerate(value)]
+        case type() if type(value) is schema or (schema is float and type(value) is int):
+            return None
         case _:
-            holds = schema is None and value is None
-    return None if holds else f"{key!r} is {value!r:.80}, expected {_described(schema)}"
-
-
-def _described(schema: Any) -> str:
-    match schema:
-        case Range(least, most):
-            return f"{least} to {most}"
-        case Of(_, name):
-            return name
-        case dict() | Each():
-            return "an object"
-        case list():
-            return "a list"
-        case tuple():
-            return " or ".join(map(_described, schema))
-        case set():
-            return f"one of {', '.join(sorted(schema))}"
-    return _NAMES.get(schema, "null")
+            kind = "a list" if isinstance(schema, list) else _NAMES[schema if isinstance(schema, type) else dict]
+            return f"{key!r} is {value!r:.80}, expected {kind}"
+    return next(filter(None, (mismatch(*part) for part in parts)), None)

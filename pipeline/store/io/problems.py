@@ -16,24 +16,20 @@ class Remedy(StrEnum):
         "deletes the commit records of damaged blocks and of all later blocks of their streams, then the damaged "
         "objects. The job's command computes these blocks again, and keeps their sound objects."
     )
-    summarise = (
-        "takes the damaged summary out of the root, and deletes its files. The job's command writes it again, and "
+    finish = (
+        "takes the summary out of the root, and deletes what is damaged. The job's command writes it again, and "
         "pipeline.finalize with index=true the index of ids."
     )
-    discard = "deletes objects that belong to no committed block."
-    leftover = "deletes what a job that was killed has left; otherwise the next one adopts it."
-    recreate = "deletes the zarr.json of these arrays. The job's command writes it again."
-    regenerate = "deletes damaged groups. The next run that needs them generates them again."
+    discard = "deletes objects that belong to no committed block, and damaged groups: the next run makes them again."
     other_dtype = (
         "The step produced these values; recomputing them would give the same ones. The largest finite value is 65504 "
         "in float16. Set capture.dtype=bfloat16 or capture.dtype=float32, and a new store.path."
     )
-    restore = "The store's root zarr.json cannot be recomputed: restore it from a copy, or set a new store.path."
 
     @property
     def is_repair(self) -> bool:
         """Whether `verify.repair=true` does this."""
-        return self not in (Remedy.other_dtype, Remedy.restore)
+        return self is not Remedy.other_dtype
 
 
 @dataclass(frozen=True)

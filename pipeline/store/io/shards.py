@@ -79,9 +79,9 @@ def checksum(content: Buffer) -> bytes:
 
 def encode_shard(values: Shaped[np.ndarray, "..."], format: ShardFormat) -> tuple[list[Buffer], bytes]:
     """The parts of a shard in order, and its chunks' checksums (decoded). Uncompressed chunks are views of `values`."""
-    values = np.ascontiguousarray(values, format.dtype)
-    if values.shape != format.shape:
-        raise ValueError(f"a store shard has the shape {format.shape}, got {values.shape}")
+    values = np.ascontiguousarray(values)
+    if (values.dtype, values.shape) != (format.dtype, format.shape):
+        raise ValueError(f"a store shard is {format.dtype} {format.shape}, got {values.dtype} {values.shape}")
     content = memoryview(values.reshape(-1).view(np.uint8))
     fill_checksum, fill_value = checksum(format.fill_chunk), format.fill_chunk[: values.itemsize]
     codec = _codec(format)

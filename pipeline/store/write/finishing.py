@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from pipeline.store.format.arrays import grow_rows
-from pipeline.store.format.block_table import StreamBlocks, join_streams
+from pipeline.store.format.block_table import BlockTable, StreamBlocks, join_streams, num_rows
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import StoreRoot, change_root
 from pipeline.store.format.statistics import encode_statistics, merge_streams
@@ -35,8 +35,9 @@ def finish_store(
         streams = read()
         if not (force or is_reached([stream.table for stream in streams.values()], root.target)):
             return None
-        summary = _summary(storage, root, streams)
-        grow_rows(storage, layout, _num_rows(layout, streams))
+        blocks = join_streams(streams)
+        summary = _summary(storage, root, blocks, streams)
+        grow_rows(storage, layout, num_rows(blocks, layout))
         num_documents.update({stream: blocks.last.next["ordinal"] for stream, blocks in streams.items() if blocks.last})
         return replace(root, complete=True, summary=summary)
 
@@ -46,18 +47,12 @@ def finish_store(
     return root
 
 
-def _summary(storage: Storage, root: StoreRoot, streams: Streams) -> dict[str, str | int | None]:
+def _summary(storage: Storage, root: StoreRoot, table: BlockTable, streams: Streams) -> dict[str, str | int | None]:
     """The root's summary, whose files are then stored."""
     before = root.summary or {}
-    blocks = put_summary(storage, BLOCKS, join_streams(streams).encode())
+    blocks = put_summary(storage, BLOCKS, table.encode())
     if blocks == before.get(BLOCKS):
         return dict(before)
     statistics = merge_streams(storage, [stream.last for stream in streams.values() if stream.last])
     sha256 = put_summary(storage, STATISTICS, encode_statistics(statistics)) if statistics else None
     return {IDS: None, **before, BLOCKS: blocks, STATISTICS: sha256}
-
-
-def _num_rows(layout: StoreLayout, streams: Streams) -> int:
-    """The number of rows up to the last one with tokens."""
-    last = [stream.table[-1] for stream in streams.values() if len(stream.table)]
-    return max((layout.first_row(block.stream, block.block) + block.rows for block in last), default=0)

@@ -5,6 +5,9 @@ which succeeds only if no other process has written the object since. A process 
 `lease_s`, by its own clock, may take it over, also with a conditional write; clocks are never compared. Each write has
 new content, since equal contents have equal generations on S3. A process deletes the lease of a stream that it gives
 up. The lease of a process that died stays until another process takes it over.
+
+A process's first lease is also where it tries whether the storage honours the conditions of writes. Some servers ignore
+them, so that processes would replace each other's objects.
 """
 
 import itertools
@@ -19,7 +22,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
-from pipeline.core.errors import StoreError
+from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.io.storage import NO_OBJECT, Storage, StorageLike
 
@@ -41,10 +44,12 @@ class Leases:
     """This process's leases on the streams of one store. A thread renews them until they are released or lost.
 
     lease_s: how long a lease of another process must be unchanged before this process takes it over.
+    is_exclusive: no other process writes the store, so that its storage may ignore the conditions of writes.
     """
 
-    def __init__(self, place: StorageLike, lease_s: float) -> None:
+    def __init__(self, place: StorageLike, lease_s: float, is_exclusive: bool = False) -> None:
         self.lease_s = lease_s
+        self._needs_conditions = not is_exclusive  # and they have not been tried yet
         self._storage = Storage.open(place).with_own_requests(_NUM_REQUESTS)
         self._seen: dict[int, _Seen] = {}
         self._held: dict[int, bytes | None] = {}  # the generation by stream; None if the lease is lost
@@ -69,12 +74,14 @@ class Leases:
         return vacant
 
     def take(self, stream: int) -> bool:
-        """Leases a stream that was `vacant`. Returns False if another process was faster. Raises StoreError."""
+        """Leases a stream that was `vacant`. Returns False if another process was faster. Raises StoreInvalid if the
+        storage ignores the conditions of writes, and StoreError."""
         before = self._seen[stream].generation
         with self._lock:
             generation = None if self._closed.is_set() else self._write(stream, before)
             if generation is not None:
                 self._held[stream] = generation
+                self._try_conditions(stream)
         if generation is not None and before != NO_OBJECT:
             log.warning("taking over stream %d from a process that stopped renewing its lease", stream)
         return generation is not None
@@ -101,6 +108,19 @@ class Leases:
         self._thread.join()
         for stream in list(self._held):
             self.release(stream)
+
+    def _try_conditions(self, stream: int) -> None:
+        """Renews a lease that was just taken; then neither may it be put if absent, nor replaced if it is as before."""
+        if self._needs_conditions:
+            before, self._held[stream] = self._held[stream], self._write(stream, self._held[stream])
+            key, storage = lease_key(stream), self._storage
+            if storage.put(key, b"") or storage.write(key, b"", before) is not None:
+                raise StoreInvalid(
+                    f"the storage of {storage.path} ignores the conditions of writes, so that processes could replace "
+                    "each other's objects. Use another store.path; or, if no other process writes this store, "
+                    "run.exclusive=true."
+                )
+            self._needs_conditions = False
 
     def _renew(self) -> None:
         while not self._closed.wait(self.lease_s / _RENEWALS_PER_LEASE):

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.core.errors import StoreInvalid
 from pipeline.store.features.index_file import index_keys
-from pipeline.store.format.arrays import create_arrays, layout_of
+from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import JOBS_PREFIX
-from pipeline.store.format.layout import MAX_ROWS, StoreLayout
+from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import (
     ROOT_KEY,
     Json,
@@ -37,7 +36,7 @@ from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, Recent
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.leases import process_name
-from pipeline.store.write.vacancy import probe_storage, require_vacant
+from pipeline.store.write.vacancy import require_vacant
 
 _BLOCKS_AT_ONCE = 32
 
@@ -70,25 +69,18 @@ class StoreWriter:
         return cls.plan(place, metadata, layout).create()
 
     @classmethod
-    def plan(
-        cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout, exclusive: bool = False
-    ) -> "StoreWriter":
+    def plan(cls, place: StorageLike, metadata: StoreMetadata, layout: StoreLayout) -> "StoreWriter":
         """Opens the store at `place` (a local path, `gs://`, `s3://`, `memory://`, or a Storage), or plans a new one,
         which is created with its first block, or by `create`: a run that fails before leaves no store.
 
-        First tests the storage, see `probe_storage`. exclusive: no other process writes the store. Completes an
-        interrupted creation. Raises StoreMismatch if the store's fingerprint differs from that of
-        `metadata`, StoreInvalid if the store is damaged or the path has other objects, and StoreError.
+        Raises StoreMismatch if the store's fingerprint differs from that of `metadata`, StoreInvalid if the store is
+        damaged or the path has other objects, and StoreError.
         """
         storage = Storage.open(place)
         is_new = storage.read(ROOT_KEY) is None and require_vacant(storage)
-        probe_storage(storage, process_name(), exclusive)
         root = new_root(metadata, layout) if is_new else require_root(storage)
         root.metadata.require_same(metadata, storage.path)
-        writer = cls(storage, root, is_new)
-        if not is_new:
-            create_arrays(storage, writer.layout)
-        return writer
+        return cls(storage, root, is_new)
 
     def create(self) -> "StoreWriter":
         """Creates the store unless it exists, with what was recorded so far. Raises as `plan`."""
@@ -97,7 +89,6 @@ class StoreWriter:
             self.storage.put(ROOT_KEY, planned.to_json())
             root = require_root(self.storage)  # perhaps of another process
             root.metadata.require_same(planned.metadata, self.path)
-            create_arrays(self.storage, self.layout)
             self.root, self._is_new = root, False  # not before: after an error, the next call tries again
             recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
             self.reopen(planned.target)
@@ -150,16 +141,13 @@ class StoreWriter:
         summarise: called in another thread when all arrays are stored, with the names of such arrays. Returns the
         block's statistics (None if the store has none) and its indexes by feature, by key.
 
-        Raises StoreInvalid for a block beyond the last row that a store can have, StoreError, and ValueError for arrays
-        that do not match the layout, or a complete store.
+        Raises StoreError, and ValueError for a complete store. The future also does so for arrays of other dtypes or
+        shapes.
         """
         self.create()
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
         stream, number = record.stream, record.block
-        if self.layout.first_row(stream, number) + self.layout.rows_per_block > MAX_ROWS:
-            raise StoreInvalid(f"block {number} of stream {stream} is beyond row {MAX_ROWS}, the limit of a store.")
-        self._check_arrays(arrays)
         before = self._last.get(stream)
         before = None if before is None or before.done() else before
 
@@ -208,12 +196,6 @@ class StoreWriter:
         root = finish_store(self.storage, self.layout, self.streams.read_all_again, force)
         self.root = self.root if root is None else root
         return root is not None
-
-    def _check_arrays(self, arrays: Mapping[str, np.ndarray]) -> None:
-        given = {name: (array.dtype.name, array.shape) for name, array in arrays.items()}
-        expected = {s.name: (s.dtype, self.layout.block_shape(s)) for s in self.layout.all_arrays}
-        if given != expected:
-            raise ValueError(f"a block needs the arrays {expected}, got {given}")
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Checks before a store is written: its path has no other objects, and its storage honours conditions of writes."""
+"""Checks before a store is created that its path has no other objects."""
 
 from itertools import islice
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.commits import COMMITS_PREFIX
-from pipeline.store.format.keys import JOBS_PREFIX, Kind, parse_key
+from pipeline.store.format.keys import Kind, parse_key
 from pipeline.store.format.metadata import ROOT_KEY
 from pipeline.store.io.local_files import files_below
 from pipeline.store.io.storage import Storage
@@ -52,25 +52,3 @@ def _may_stay(key: str) -> bool:
         return True
     parsed = parse_key(key)
     return (parsed is not None and parsed.kind in (Kind.root, Kind.job)) or key.startswith((".", "lost+found/"))
-
-
-def probe_storage(storage: Storage, process: str, is_exclusive: bool) -> None:
-    """Writes and deletes an object, to notice now if the storage cannot be written.
-
-    Raises StoreInvalid if the storage ignores the conditions on which objects are put and changed, unless
-    `is_exclusive`: no other process writes the store. Raises StoreError.
-    """
-    key = f"{JOBS_PREFIX}probe-{process}"
-    storage.put(key, b"1")
-    ignores_absent = storage.put(key, b"2")
-    [(_, generation)] = storage.read_with_generations([key])
-    storage.write(key, b"3", generation)
-    ignores_equal = storage.write(key, b"4", generation) is not None
-    storage.write(key, None)
-    if (ignores_absent or ignores_equal) and not is_exclusive:
-        condition = "if-absent" if ignores_absent else "if-unchanged"
-        raise StoreInvalid(
-            f"the storage of {storage.path} ignores the condition {condition} of a write, so that processes could "
-            "replace each other's objects. Use another store.path; or, if no other process writes this store, "
-            "run.exclusive=true."
-        )

@@ -76,7 +76,8 @@ def test_documents_are_prompts_and_completions(reference):
     assert {*samples.values()} == {1 + 10}  # the samples 0 and 1
     reasons = {skip["reason"] for record in records for skip in record.skipped}
     assert {reason.partition(" has ")[0] for reason in reasons} == {"the prompt"}
-    (measured,) = (json.loads(file.read_text()) for file in reference.glob("_jobs/*-generate.json"))
+    logs = [json.loads(file.read_text().splitlines()[-1]) for file in reference.glob("_jobs/*.jsonl")]
+    (measured,) = (log for log in logs if "completions" in log)
     assert measured["prompts"] == len(samples)
     assert measured["completions"] == len(rows)
     assert measured["tokens"] == sum(row["n_completion"] for row in rows)
