@@ -20,6 +20,7 @@ from tests.jobs import (
     start,
     wait_for_blocks,
     wait_until,
+    write_text,
 )
 
 pytestmark = pytest.mark.heavy
@@ -50,6 +51,16 @@ def test_kills_at_random_moments_leave_the_same_store(small_job, small_store, tm
         kill_at_random_moments(store, 2, 1, *small_job)
     run_here(*small_job, f"store.path={store}")
     assert_same_store(store, small_store)
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_leave_the_same_store(small_job, tmp_path):
+    """On a longer text, so that the job still runs at every kill."""
+    job = [*small_job, f"data.path={write_text(tmp_path / 'text', files=4, documents=900)}"]
+    run_here(*job, f"store.path={tmp_path / 'reference'}")
+    kill_at_random_moments(tmp_path / "store", 20, 0, *job)
+    run_here(*job, f"store.path={tmp_path / 'store'}")
+    assert_same_store(tmp_path / "store", tmp_path / "reference")
 
 
 def test_a_stop_signal_commits_complete_blocks_and_exits_42(small_job, small_store, tmp_path):

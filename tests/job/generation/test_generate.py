@@ -2,6 +2,7 @@
 prompts from completions."""
 
 import json
+import random
 import signal
 from collections import Counter
 from pathlib import Path
@@ -21,12 +22,14 @@ from tests.jobs import (
     GENERATING_JOB,
     assert_same_store,
     children,
+    committed,
     create_store,
     killed_after,
     local_processes,
     num_groups,
     read_until,
     rest_of_output,
+    run,
     run_here,
     wait_until,
     write_text,
@@ -150,4 +153,24 @@ def test_a_budget_is_met_and_can_be_raised(overrides, reference, tmp_path):
     assert 1500 <= opened.num_tokens < 1500 + 3 * 4 * 64
     assert num_groups(store) < num_groups(reference) - 10
     run_here(*overrides, f"store.path={store}")
+    assert_same_store(store, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_five_kills_at_random_moments_leave_the_same_store(overrides, reference, tmp_path, processes):
+    rng, store = random.Random(processes), tmp_path / "store"
+    for _ in range(5):
+        progress, wanted = num_groups(store) + committed(store), rng.randrange(1, 10)
+        with local_processes(processes, 1, *overrides, f"store.path={store}") as launcher:
+            aim = progress + wanted
+            wait_until(
+                lambda aim=aim: num_groups(store) + committed(store) >= aim, launcher, f"{aim} groups and blocks"
+            )
+            assert launcher.poll() is None
+            for child in children(launcher):
+                child.kill()
+            launcher.communicate()
+    result = run(*overrides, f"store.path={store}")
+    assert result.returncode == 0, result.stderr
     assert_same_store(store, reference)
