@@ -240,6 +240,11 @@ class Extractor:
         if not documents:
             return iter(())
         batch, length = self.config.batch, self.plan.step.length
+        if long := [len(document.tokens) for document in documents if len(document.tokens) > length]:
+            log.warning(
+                "%d of %d documents are longer than length=%d (the longest has %d tokens): long_documents=%s applies",
+                *(len(long), len(documents), length, max(long), batch.long_documents),
+            )
         totals = (len(restarted(document.tokens, length, self._added)) for document in documents)
         num_windows = 1 if batch.long_documents is LongDocuments.cut else None
         ranges = (windows(total, length, overlap=batch.overlap)[:num_windows] for total in totals)

@@ -35,7 +35,10 @@ def settings(options: Mapping[str, object], owner: str = "Extractor") -> dict[st
         if name not in KEYS:
             hint = did_you_mean(name, KEYS)
             raise ConfigError(f"{owner} has no option {shown(name)}.{hint} It has {', '.join(sorted(KEYS))}.")
-    values = {KEYS[name]: plain(value) for name, value in options.items()}
+    try:
+        values = {KEYS[name]: plain(value) for name, value in options.items()}
+    except TypeError as error:
+        raise ConfigError(f"{owner} cannot take one of its options: {error}.") from error
     sites = values.get("capture.sites")
     sites = [sites] if isinstance(sites, str) else sites
     if isinstance(sites, list):  # also as TransformerLens names them
