@@ -288,10 +288,6 @@ class ActivationStore(HasBatches, HasStatistics):
         id, features = entries["id"][0].as_py(), feature_batches(self._feature_widths, outputs)
         return DocumentActivations(number, id, activations, outputs, features, **fields)
 
-    def __getitem__(self, key: Key) -> "StoredArray":
-        """One array, whose rows are read when it is indexed: store["blocks.2.resid_post"][5]."""
-        return StoredArray(self, self._names.key(key))
-
     def _stored(
         self,
         keys: Key | Sequence[Key],
@@ -335,27 +331,3 @@ def _storage(address: StorageLike) -> Storage:
 
 def _unpickled(path: str, root: StoreRoot, blocks: BlockTable) -> ActivationStore:
     return ActivationStore(_storage(path), root, blocks)
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """An array of activations in a store. Indexing reads its rows, as `ActivationStore.read` does."""
-
-    store: ActivationStore
-    key: ActivationKey
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[rows, S, D]. Only the rows in `store.rows` are stored."""
-        return self.store.arrays[self.key.name].shape
-
-    def __getitem__(self, index: Rows | tuple[Any, ...]) -> np.ndarray:
-        rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        values = self.store.read(self.key, rows)
-        try:
-            return values[tuple(rest)] if is_one_row(rows) else values[(slice(None), *rest)]
-        except (IndexError, TypeError, ValueError) as error:
-            raise ArgumentError(f"the index {shown(index)} does not fit {self.key.name}: {error}.") from error
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype)
