@@ -21,7 +21,6 @@ from typing import Any, SupportsIndex
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import tensorstore as ts
 from jaxtyping import Int16, Int32, Int64
 
@@ -267,25 +266,16 @@ class ActivationStore(HasBatches, HasStatistics):
         A document longer than a row consists of several windows, each computed separately; they are concatenated.
         Raises StoreError for an unknown id or number, or an id that several documents have.
         """
-        names = [key.name for key in self._keys(keys)]
-        number, dtype = None if isinstance(id, str) else integer("id", id), parsed_dtype(dtype)
-        documents = self._documents
-        by_id = documents.with_id(id) if isinstance(id, str) else None
-        number = number if by_id is None else by_id["document"][0].as_py()
-        blocks = documents.blocks_with(number)
-        rows = self._rows.row_numbers(blocks)
+        names, dtype = [key.name for key in self._keys(keys)], parsed_dtype(dtype)
+        number, id = self._documents.find(id if isinstance(id, str) else integer("id", id))
+        rows = self._rows.row_numbers(self._documents.blocks_with(number))
         specs = (spec for spec in self._layout.side_arrays if spec is not SEGMENTS)
-        side_reads = {spec.name: self._rows.start(spec.name, rows) for spec in specs}  # while the table is read
-        entries = documents.with_number(number, blocks) if by_id is None else by_id
-        expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
-        slots, fields = document_slots(number, rows, {name: read.wait() for name, read in side_reads.items()})
-        if (found := len(fields["text"])) != expected:
-            raise StoreError(f"{self.path} has {found} tokens of document {number}, expected {expected}.")
+        slots, fields = document_slots(number, rows, self._rows.read([spec.name for spec in specs], rows))
         outputs = [spec.name for spec in self._layout.outputs]
         values = self._rows.read([*names, *outputs], fields["rows"], slots)
         values = {name: cast(array, dtype) for name, array in values.items()}
         activations, outputs = ByName((name, values[name]) for name in names), {name: values[name] for name in outputs}
-        id, features = entries["id"][0].as_py(), feature_batches(self._feature_widths, outputs)
+        features = feature_batches(self._feature_widths, outputs)
         return DocumentActivations(number, id, activations, outputs, features, **fields)
 
     def _stored(
