@@ -105,7 +105,7 @@ class Buffers:
         """How many batches every rank has in an epoch; None if ranks need not have the same number."""
         if self._options.world == 1 or self._options.epochs is None:
             return None
-        tokens = min(self.order.tokens_per_rank(epoch, self._block_tokens, self._count_tokens))
+        tokens = min(self.order.tokens_per_rank(epoch, self._piece_tokens))
         if tokens < self._options.batch_size:
             refuse_epoch(tokens, self._options)
         return tokens // self._options.batch_size
@@ -116,25 +116,19 @@ class Buffers:
             raise TypeError("a reader with a token_filter has no length: only reading tells how many tokens pass it")
         if self._options.world > 1:
             return sum(map(self.max_batches, epochs))
-        tokens, size = int(self._block_tokens.sum()), self._options.batch_size
+        tokens, size = self._blocks.total("activations"), self._options.batch_size
         return (tokens // size if self._options.drop_last else -(-tokens // size)) * len(epochs)
 
     @cached_property
-    def _block_tokens(self) -> Int64[np.ndarray, " blocks"]:
-        """How many tokens of each block pass the filter. With a filter, reads the segments of the whole store, once."""
-        if not self._options.token_filter.side_arrays:
-            return self._blocks.column("activations")
-        return np.array([sum(pieces) for pieces in self._count_tokens(range(len(self._blocks)))], np.int64)
-
-    def _count_tokens(self, blocks: Sequence[int]) -> list[list[int]]:
-        """How many tokens of each piece of the given blocks pass the filter."""
+    def _piece_tokens(self) -> list[Int64[np.ndarray, " pieces"]]:
+        """How many tokens of each piece of each block pass the filter. Reads the segments of the whole store, once."""
         token_filter, counts = self._options.token_filter, []
-        names, table = ("segments", *token_filter.side_arrays), self._blocks[np.array(blocks, np.int64)]
-        for start in range(0, len(table), BLOCKS_COUNTED_AT_ONCE):
-            some = table[start : start + BLOCKS_COUNTED_AT_ONCE]
+        names = ("segments", *token_filter.side_arrays)
+        for start in range(0, len(self._blocks), BLOCKS_COUNTED_AT_ONCE):
+            some = self._blocks[start : start + BLOCKS_COUNTED_AT_ONCE]
             for side_arrays in read_block_arrays(self._reads[0], names, some):
                 per_row = token_filter.keeps(side_arrays).sum(axis=1)
-                counts.append(np.add.reduceat(per_row, range(0, len(per_row), self.order.piece_rows)).tolist())
+                counts.append(np.add.reduceat(per_row, range(0, len(per_row), self.order.piece_rows)))
         return counts
 
     def _fill(
