@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 # A shuffled reader warns if a buffer holds fewer pieces, each from one place in the store.
 MIN_PLACES = 32
 
-_warned: set[tuple[str, str]] = set()  # the store and text of each warning that was logged
-
 
 class BatchReader(Reader[Batch]):
     """Iterates over the batches of a store, or of several with the same tokens.
@@ -96,22 +94,19 @@ class BatchReader(Reader[Batch]):
     def _order_checksum(self) -> int:
         """Of what the order of tokens depends on, but for the blocks."""
         options, order = self._options, replace(self._buffers.order, block_rows=(), rank=0, world=1)
-        values = (order, options.token_filter, options.batch_size, options.drop_last, *options.token_filter.labels)
+        values = (order, options.token_filter, options.batch_size, options.drop_last)
         return zlib.crc32(repr(values).encode())
 
-    def warn_of_few_places(self, path: str) -> None:
-        """Logs a warning if shuffling mixes tokens from only a few places in the store at `path`."""
+    def warn_of_few_places(self) -> None:
+        """Logs a warning if shuffling mixes tokens from only a few places in the store."""
         places, options, piece_mib = self._buffers.order.pieces_per_buffer, self._options, self._buffers.piece_mib
         if options.shuffle and places < min(MIN_PLACES, self._buffers.num_pieces // options.world):
-            warning = (
+            log.warning(
                 f"a buffer of {options.buffer_mib:g} MiB shuffles tokens from only {places} places in the store, "
                 f"{piece_mib:.0f} MiB each, so a batch has few documents. Use "
                 f"buffer_mib={math.ceil(MIN_PLACES * piece_mib)} for {MIN_PLACES} places (there are two buffers), or "
                 "fewer keys."
             )
-            if (path, warning) not in _warned:
-                _warned.add((path, warning))
-                log.warning(warning)
 
 
 def _parsed(state: Mapping[str, Any] | None, store_id: str) -> dict[str, Any]:
@@ -228,7 +223,7 @@ class HasBatches:
         )
         stores, blocks = self._stored(keys, options, normalisation)
         reader = BatchReader(stores, blocks, options, state)
-        reader.warn_of_few_places(stores[0][0].storage.path)
+        reader.warn_of_few_places()
         return reader
 
     def _stored(self, keys: Any, options: BatchOptions, normalisation: Any) -> tuple[Stores, BlockTable]:

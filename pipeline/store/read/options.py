@@ -60,7 +60,7 @@ class TokenFilter:
     norms: Limits = field(default_factory=dict)
     part: Part | str | None = None
     documents: tuple[int, ...] | None = None
-    labels: tuple[str, ...] = field(default=(), repr=False)  # earlier states of readers have no labels in the repr
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", tuple(sorted(names("labels", self.labels))))
@@ -136,7 +136,10 @@ class BatchOptions:
     def __post_init__(self) -> None:
         parsed: dict[str, Any] = {"framework": parsed_framework(self.framework), "dtype": parsed_dtype(self.dtype)}
         parsed |= {name: flag(name, getattr(self, name)) for name in _FLAGS}
-        parsed |= {"batch_size": integer("batch_size", self.batch_size, 1), "seed": integer("seed", self.seed)}
+        parsed |= {
+            "batch_size": integer("batch_size", self.batch_size, 1, _MAX_TOKEN),
+            "seed": integer("seed", self.seed),
+        }
         parsed |= {"rank": integer("rank", self.rank), "world": integer("world", self.world, 1, _MAX_WORLD)}
         parsed["epochs"] = None if self.epochs is None else integer("epochs", self.epochs, 1)
         parsed["token_filter"] = TokenFilter() if self.token_filter is None else self.token_filter
