@@ -49,18 +49,14 @@ class BatchReader(Reader[Batch]):
         saved = _parsed(state, store_id)
         if "blocks" in saved:
             blocks = _covered(blocks, saved["blocks"], num_streams)
-        fixed_state = {"store": store_id, "blocks": _packed_counts(blocks, num_streams)}
+        counts = _packed_counts(blocks, num_streams)
         if (documents := options.token_filter.documents) is not None:
             blocks = blocks_with_documents(blocks, num_streams, np.array(documents, np.int64))
         self._options = options
         self._buffers = Buffers(stores, blocks[blocks.column("rows") > 0], options)
-        self._fixed_state = {
-            **fixed_state,
-            "order": self._order_checksum(),
-            "rank": options.rank,
-            "world": options.world,
-        }
-        position = _restored(saved, self._fixed_state) if "blocks" in saved else Position(saved["epoch"])
+        order = replace(self._buffers.order, block_rows=()), options.token_filter, options.batch_size, options.drop_last
+        self._fixed_state = {"store": store_id, "blocks": counts, "order": zlib.crc32(repr(order).encode())}
+        position = _restored(saved, self._fixed_state["order"])
         end, epochs = None, options.epochs
         if epochs is not None:  # at the end of a pass, nothing of it is left
             begins_pass = "blocks" not in saved or position.batch > 0
@@ -86,16 +82,10 @@ class BatchReader(Reader[Batch]):
 
     def state(self) -> dict[str, Any]:
         """The reader's position, as JSON values: epoch, batch, buffer, token, the number of blocks of each stream that
-        it reads, a checksum of everything else that the order depends on, rank, world, the store's identity and a
-        checksum of all this. It is valid as long as the store exists, also after an extension, for a reader with the
-        same arguments. A state {"epoch": 3} is the beginning of that epoch, for any rank and world."""
+        it reads, a checksum of everything else that the order depends on, the store's identity and a checksum of all
+        this. It is valid as long as the store exists, also after an extension, for a reader with the same arguments. A
+        state {"epoch": 3} is the beginning of that epoch, for any arguments."""
         return sealed(self._position.numbers | self._fixed_state)
-
-    def _order_checksum(self) -> int:
-        """Of what the order of tokens depends on, but for the blocks."""
-        options, order = self._options, replace(self._buffers.order, block_rows=(), rank=0, world=1)
-        values = (order, options.token_filter, options.batch_size, options.drop_last)
-        return zlib.crc32(repr(values).encode())
 
     def warn_of_few_places(self) -> None:
         """Logs a warning if shuffling mixes tokens from only a few places in the store."""
@@ -136,24 +126,17 @@ def _covered(blocks: BlockTable, packed_counts: str, num_streams: int) -> BlockT
     return blocks.first_blocks(counts)
 
 
-def _restored(state: Mapping[str, Any], own: Mapping[str, Any]) -> Position:
-    """The position from an earlier reader's state. own: this reader's `_fixed_state`. Raises ArgumentError if that
-    reader had different options."""
-    if state["order"] != own["order"]:
+def _restored(state: Mapping[str, Any], order: int) -> Position:
+    """The position of a parsed state. Raises ArgumentError if it is in a different order."""
+    if "blocks" not in state:
+        return Position(state["epoch"])
+    if state["order"] != order:
         raise ArgumentError(
             "the state belongs to a different reader configuration: the order of tokens depends on the keys, "
-            "batch_size, seed, filter, outputs and buffer_mib. Use those of the reader that the state came from, "
-            "or start again without a state."
+            "batch_size, seed, filter, outputs, buffer_mib, rank and world. Use those of the reader that the state "
+            f"came from, or begin an epoch: state={{'epoch': {state['epoch'] + 1}}}."
         )
-    position = Position.of(state)
-    if position.batch and any(state[name] != own[name] for name in ("rank", "world")):
-        raise ArgumentError(
-            f"the state is from rank {state['rank']} of {state['world']}, after {position.batch} batches of epoch "
-            f"{position.epoch}; this reader is rank {own['rank']} of {own['world']}, which reads a different share "
-            "of the epoch. Finish the epoch with the old rank and world, and then begin the next one: "
-            f"state={{'epoch': {position.epoch + 1}}}."
-        )
-    return position
+    return Position.of(state)
 
 
 class HasBatches:
