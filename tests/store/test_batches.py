@@ -208,7 +208,9 @@ def test_contradictory_arguments_are_refused(store, options, message):
 
 def test_a_filter_that_passes_no_token_is_reported(store):
     reader = store.batches(NAME, 4, epochs=None, token_filter=TokenFilter(drop_tokens=range(1000)))
-    with pytest.raises(ValueError, match="has 0 tokens for one of 1 readers, less than one batch of 4.*token_filter that passes more"):
+    with pytest.raises(
+        ValueError, match="has 0 tokens for one of 1 readers, less than one batch of 4.*token_filter that passes more"
+    ):
         next(iter(reader))
 
 
