@@ -90,8 +90,8 @@ def test_filters_ranks_states_and_normalisation_apply_to_all_stores(pair):
 @pytest.mark.parametrize(
     ("stream", "block", "name", "place", "message"),
     [
-        (1, 1, "tokens", (1, 3), "block 1 of stream 1: tokens differs between "),
-        (0, 0, "segments", (2, 5), "block 0 of stream 0: segments differs between "),
+        (1, 1, "tokens", (1, 3), "tokens of block 1 of stream 1 differs between "),
+        (0, 0, "segments", (2, 5), "segments of block 0 of stream 0 differs between "),
     ],
 )
 def test_a_store_with_one_changed_value_is_refused(pair, tmp_path, stream, block, name, place, message):
@@ -107,7 +107,9 @@ def test_a_store_with_one_changed_value_is_refused(pair, tmp_path, stream, block
 def test_unequal_stores_are_refused(pair, tmp_path):
     short = str(tmp_path / "store-short")
     copy_store(short, finish=False, max_blocks=1)
-    with pytest.raises(StoreMismatch, match=r"block 1 of stream 0 is in .*-a, but not in .*-short\."):
+    with pytest.raises(
+        StoreMismatch, match=r"whether there is a block 1 of stream 0 differs between .*-short and .*-a\."
+    ):
         open_aligned([short, pair[0]])
 
 
