@@ -8,6 +8,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from pipeline.core.addresses import HUB_SCHEME
 from pipeline.core.arguments import integer
+from pipeline.core.errors import ArgumentError
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.reader import ActivationStore, Key
 
@@ -18,15 +19,17 @@ class ActivationDataset(IterableDataset):
         DataLoader(ActivationDataset(store, "blocks.5.resid_post", 4096, shuffle=True), batch_size=None)
 
     An open store's blocks are read, in all passes and workers. The store at a path is opened in every pass and worker:
-    give a path only of a finished one. `options` are the arguments of `ActivationStore.batches`. Each iteration is
-    another pass over the store, in another order; after `set_epoch(n)` every iteration is pass n. The reader uses
-    threads, so `num_workers=0` is fastest. Workers need `multiprocessing_context="spawn"` and divide this rank's share
-    among themselves. Call `set_epoch` before each pass unless they persist: new workers begin with pass 0.
+    give a path only of a finished one. `options` are the arguments of `ActivationStore.batches` except `state`. Each
+    iteration is another pass, in another order; after `set_epoch(n)` every iteration is pass n. The reader
+    uses threads, so `num_workers=0` is fastest. Workers need `multiprocessing_context="spawn"` and divide this rank's
+    share among themselves. Call `set_epoch` before each pass unless they persist: new workers begin with pass 0.
     """
 
     def __init__(
         self, store: ActivationStore | StorageLike, keys: Key | Sequence[Key], batch_size: int, **options: Any
     ):
+        if "state" in options:
+            raise ArgumentError("an ActivationDataset has no state: its passes begin with set_epoch. Remove it.")
         # On the Hub, the path with the commit, so that every epoch and worker reads the same.
         store = Storage.open(store) if str(store).startswith(HUB_SCHEME) else store
         self._store = store.path if isinstance(store, Storage) else store
@@ -45,11 +48,8 @@ class ActivationDataset(IterableDataset):
         if worker := get_worker_info():
             options["rank"] = integer("rank", options.get("rank", 0)) * worker.num_workers + worker.id
             options["world"] = integer("world", options.get("world", 1)) * worker.num_workers
-        epochs, state = integer("epochs", options.get("epochs", 1) or 1, 1), options.get("state")
-        first = integer("the state's epoch", state["epoch"]) // epochs if isinstance(state, dict) and state else 0
-        number = first + self._num_passes if int(self._epoch) < 0 else int(self._epoch)
+        number = self._num_passes if int(self._epoch) < 0 else int(self._epoch)
         self._num_passes += 1
-        if number != first:
-            options["state"] = {"epoch": number * epochs}
+        options["state"] = {"epoch": number * (options.get("epochs") or 1)}
         store = self._store if isinstance(self._store, ActivationStore) else ActivationStore.open(self._store)
         return (vars(batch) for batch in store.batches(self._keys, self._batch_size, **options))
