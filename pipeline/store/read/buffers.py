@@ -1,11 +1,10 @@
 """Reads pieces of blocks, from one store or several with the same tokens, into the memories of buffers."""
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property, partial
-from itertools import count
+from itertools import chain, count, cycle, pairwise
 
 import numpy as np
 from jaxtyping import Int64
@@ -63,22 +62,15 @@ class Buffers:
         pieces, sides = ([reads.another(most) for reads in self._reads] for most in (REMOTE_PIECES, REMOTE_REQUESTS))
         fill = partial(self._fill, pieces, sides, {})
         rows = self.order.piece_rows * min(self.order.pieces_per_buffer, self.num_pieces)
-        free = [TokenMemory(self.arrays, rows) for _ in range(2)]
-        started: deque[tuple[Filling, TokenMemory, Future[list[Future[None]]]]] = deque()
+        memories = cycle([TokenMemory(self.arrays, rows) for _ in range(2)])
         filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
         try:
-            for filling in self._fillings(start, end):
-                memory = free.pop()
-                task = filler.submit(fill, memory, filling)
-                started.append((filling, memory, task))
-                if len(started) > 1:
-                    before, memory, task = started.popleft()
-                    _wait(task)
-                    yield before, memory, before.epoch != filling.epoch
-                    free.append(memory)
-            for filling, memory, task in started:
-                _wait(task)
-                yield filling, memory, True
+            fillings = zip(self._fillings(start, end), memories, strict=False)
+            started = ((filling, memory, filler.submit(fill, memory, filling)) for filling, memory in fillings)
+            for (filling, memory, task), following in pairwise(chain(started, [None])):
+                for check in task.result():
+                    check.result()
+                yield filling, memory, following is None or following[0].epoch != filling.epoch
         finally:
             # Without waiting, since a dropped reader may be garbage-collected in one of these threads. The threads that
             # read shards are not shut down here: garbage collection may run in `filler` while it submits to them and
@@ -221,11 +213,6 @@ def _read_some(reads: ShardReads, names: set[str], blocks: BlockTable) -> list[d
         {name: of_block.pop(name) for name in outputs & of_block.keys()} | slot_side_arrays(of_block)
         for of_block in arrays
     ]
-
-
-def _wait(task: Future[list[Future[None]]]) -> None:
-    for check in task.result():
-        check.result()
 
 
 def reading_order(blocks: BlockTable, stores: Sequence[BatchArrays], options: BatchOptions) -> ReadingOrder:
