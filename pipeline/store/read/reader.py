@@ -176,7 +176,7 @@ class ActivationStore(HasBatches, HasStatistics):
         """Activations [n, S, D] of n rows ([S, D] for one), zeros where there is no token.
 
         key: the array, e.g. "blocks.2.resid_post".
-        rows: row numbers, as in `store.rows`, or a mask of these; a slice selects the stored rows in its range.
+        rows: row numbers, as in `store.rows`; a slice selects the stored rows in its range.
         dtype: None for the store's, but float32 if that is narrower; "stored"; or another floating-point dtype. Raises
         StoreError for a row that is not stored or damaged.
         """

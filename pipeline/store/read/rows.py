@@ -73,12 +73,10 @@ class StoredRows:
             index = np.asarray(rows)
         except Exception as error:  # whatever a wrong object's conversion raises
             raise ArgumentError(f"rows is {shown(rows)}, expected row numbers.") from error
-        if index.dtype == bool and index.shape == (self._num_rows.sum(),):
-            return self.numbers[index]
         if index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
             raise StoreError(
-                f"rows have the shape {list(index.shape)} and dtype {index.dtype}; expected a row number, a list of "
-                f"them, a slice, or a mask of the {self._num_rows.sum()} rows of the store {self._reads.storage.path}."
+                f"rows have the shape {list(index.shape)} and dtype {index.dtype}; expected a row number of the store "
+                f"{self._reads.storage.path}, a list of them, or a slice. For a mask, use store.rows[mask]."
             )
         given, numbers = np.atleast_1d(index), np.atleast_1d(index).astype(np.int64)
         absent = given[(numbers != given) | ~self._are_stored(numbers)][:8].tolist()
