@@ -9,7 +9,6 @@
 There are two memories: batches are taken from one while the other is filled. Each arrow is a thread or several.
 """
 
-import base64
 import logging
 import math
 import zlib
@@ -49,7 +48,7 @@ class BatchReader(Reader[Batch]):
         saved = _parsed(state, store_id)
         if "blocks" in saved:
             blocks = _covered(blocks, saved["blocks"], num_streams)
-        counts = _packed_counts(blocks, num_streams)
+        counts = blocks.per_stream(num_streams).tolist()
         if (documents := options.token_filter.documents) is not None:
             blocks = blocks_with_documents(blocks, num_streams, np.array(documents, np.int64))
         self._options = options
@@ -110,20 +109,13 @@ def _parsed(state: Mapping[str, Any] | None, store_id: str) -> dict[str, Any]:
     return content
 
 
-def _packed_counts(blocks: BlockTable, num_streams: int) -> str:
-    """The number of blocks of each stream, for a state."""
-    counts = blocks.per_stream(num_streams).astype("<u4")
-    return base64.b64encode(zlib.compress(counts.tobytes())).decode()
-
-
-def _covered(blocks: BlockTable, packed_counts: str, num_streams: int) -> BlockTable:
-    """Those of the store's blocks that a state covers. Raises ArgumentError if some are missing."""
-    counts = np.frombuffer(zlib.decompress(base64.b64decode(packed_counts)), "<u4")
-    if (counts > blocks.per_stream(num_streams)).any():
+def _covered(blocks: BlockTable, counts: Sequence[int], num_streams: int) -> BlockTable:
+    """The first `counts` blocks of each stream. Raises ArgumentError if some are missing."""
+    if (np.array(counts) > blocks.per_stream(num_streams)).any():
         raise ArgumentError(
             "the state covers blocks that were committed after this store was opened. Open it again, or use refresh()."
         )
-    return blocks.first_blocks(counts)
+    return blocks.first_blocks(np.array(counts))
 
 
 def _restored(state: Mapping[str, Any], order: int) -> Position:
