@@ -9,10 +9,7 @@ import pytest
 from pipeline.core.errors import ArgumentError
 from pipeline.store import ActivationStore, Batch, Normalisation, TokenFilter
 from pipeline.store.format.normalisation import l2_norms
-from pipeline.store.io.options import StorageOptions
-from pipeline.store.io.storage import Storage
 from pipeline.store.read import batches
-from pipeline.store.read.shard_reads import REMOTE_REQUESTS
 from tests.store.emulators import new_bucket
 from tests.store.example_store import (
     LENGTH,
@@ -310,11 +307,3 @@ def test_a_remote_store_has_the_batches_of_a_local_one(request, tmp_path, kind, 
     found += ActivationStore.open(remote).batches(NAME, **options, state=state)
     assert len(found) == len(expected)
     assert all(map(same, found, expected))
-
-
-def test_a_reader_has_more_requests_in_flight_by_default_than_a_writer(gcs):
-    path = f"{new_bucket('gs', gcs.backend)}/store"
-    copy_store(path)
-    for place, limit in ((path, REMOTE_REQUESTS), (Storage.open(path, StorageOptions(concurrency=7)), 7)):
-        context = ActivationStore.open(place).storage.context
-        assert context["gcs_request_concurrency"].to_json() == {"limit": limit}

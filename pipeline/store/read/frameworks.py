@@ -104,24 +104,3 @@ def to_numpy(array: Any, framework: Framework) -> np.ndarray:
     if framework is Framework.torch:
         return (array.float() if array.is_floating_point() else array).numpy(force=True)
     return np.asarray(array)
-
-
-def scattered(index: Any, value: Any, width: int, framework: Framework) -> Any:
-    """[n, width]: row i has value[i, j] at index[i, j], and 0 elsewhere.
-
-    index, value: [n, k], arrays of the framework. An index of -1, whose value is 0, is ignored. The other indices of a
-    row are distinct.
-    """
-    match framework:
-        case Framework.numpy:
-            out = np.zeros((len(index), width), value.dtype)
-            rows, slots = np.nonzero(index >= 0)
-            out[rows, index[rows, slots]] = value[rows, slots]
-            return out
-        case Framework.torch:
-            return value.new_zeros((len(index), width)).scatter_add(1, index.clamp(min=0).long(), value)
-        case Framework.jax:
-            import jax.numpy as jnp
-
-            rows = np.arange(len(index))[:, None]
-            return jnp.zeros((len(index), width), value.dtype).at[rows, index.clip(0)].add(value)
