@@ -17,7 +17,6 @@ from pipeline.store.inspection.summary import document_lengths
 
 MAX_HISTOGRAMS = 24
 TEXT_ROWS, TEXT_TOKENS = 3, 256
-_LINES = ("#c3cad2", "#8a6fb3", "#b36fa8", "#2f6db3", "#3a9a5b", "#c07a1f")  # by `Role`
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #1d2733; background: #fff; max-width: 1000px; margin: 28px auto;
@@ -107,23 +106,20 @@ def _text(view: ActivationView, sample: StoreSample, tokenizer: TextTokenizer | 
             if (text["segments"][t], text["documents"][t]) != window:  # joined documents share a segment
                 window = (text["segments"][t], text["documents"][t])
                 spans.append(f'{"<br>" if spans else ""}<b title="document {text["documents"][t]}">▸</b>')
-            title, styles = f"token {token}, position {text['positions'][t]}", []
+            title, colour = f"token {token}, position {text['positions'][t]}", None
             if "labels" in text:
                 label = text["labels"][t]
                 role, part = (np.clip(label[Label.role], 0, max(Role)), np.clip(label[Label.part], 0, max(Part)))
                 title += f", message {label[Label.message]}: {Role(role).name}, {Part(part).name}"
-                styles.append(_line(Role(role)))
             if not math.isnan(norm):
                 title += f", norm {number(norm)}"
-                styles.append(f"background:{heat((math.log(max(norm, 1e-9)) - log_low) / log_range)}")
-            spans.append(_token(token, tokenizer, title, styles))
+                colour = heat((math.log(max(norm, 1e-9)) - log_low) / log_range)
+            spans.append(_token(token, tokenizer, title, colour))
         rows.append(f'<div class="text" title="row {sample.rows[text_row]}">{"".join(spans)}</div>')
-    roles = ", ".join(f'<span style="{_line(role)}">{role.name}</span>' for role in Role)
     return (
         f"<h2>Text, coloured by norm</h2><p>{escape(view.name)}, the first {TEXT_TOKENS} tokens of some rows. Colours "
         f"are logarithmic: {number(low)}{_scale()}{number(high)}. Hover over a token to see its id, position and norm; "
-        f"<b>▸</b> marks the start of a document, or of a window of a long document."
-        f"{'' if sample.text.labels is None else f' Lines below tokens: {roles}.'}</p>{''.join(rows)}"
+        f"<b>▸</b> marks the start of a document, or of a window of a long document.</p>{''.join(rows)}"
     )
 
 
@@ -160,7 +156,7 @@ def _context(context: Context, maximum: float, tokenizer: TextTokenizer | None) 
     spans = []
     for index, (token, value) in enumerate(zip(context.tokens.tolist(), context.values.tolist(), strict=True)):
         title = f"token {token}, {number(value)}" if value > 0 else ""
-        colour = [f"background:{heat(value / max(value, maximum))}"] if title else []
+        colour = heat(value / max(value, maximum)) if title else None
         spans.append(_token(token, tokenizer, title, colour, "u" if index == context.strongest else "span"))
     title = f"document {context.document}, position {context.position}, row {context.row}"
     strongest = number(float(context.values[context.strongest]))
@@ -169,15 +165,11 @@ def _context(context: Context, maximum: float, tokenizer: TextTokenizer | None) 
     )
 
 
-def _token(token: int, tokenizer: TextTokenizer | None, title: str, styles: Sequence[str], tag: str = "span") -> str:
+def _token(token: int, tokenizer: TextTokenizer | None, title: str, colour: str | None, tag: str = "span") -> str:
     """A token's text, or its id without a tokenizer, in an element if it has a title."""
     shown = escape(tokenizer.decode([token]).replace("\n", "↵") if tokenizer else f"{token} ")
-    style = f' style="{";".join(styles)}"' if styles else ""
+    style = f' style="background:{colour}"' if colour else ""
     return f'<{tag}{style} title="{title}">{shown}</{tag}>' if title else shown
-
-
-def _line(role: Role) -> str:
-    return f"border-bottom:2px solid {_LINES[role]}"
 
 
 def heat(share: float) -> str:
