@@ -42,9 +42,7 @@ _NOT_A_STORE = re.compile(r"README\.md|LICENSE.*|\.gitattributes")  # allowed in
 Progress = Callable[[int, int], None]
 
 
-def push_store(
-    path: str, repo: str, branch: str = "main", private: bool | None = None, progress: Progress | None = None
-) -> str:
+def push_store(path: str, repo: str, branch: str, private: bool | None, progress: Progress) -> str:
     """Pushes the store at `path`, with a card, to a branch of a dataset repository. Creates these if needed. Returns a
     line about what was pushed.
 
@@ -79,8 +77,7 @@ def push_store(
             repository.commit(f"{len(pending)} objects of an activation store", [*pending, *first_root])
             pending, first_root = [], []
         num_done, num_new = num_done + len(group), num_new + len(new)
-        if progress is not None:
-            progress(num_done, len(keys))
+        progress(num_done, len(keys))
     last = [CommitOperationAdd(CARD_KEY, readme.encode()), CommitOperationAdd(ROOT_KEY, root.to_json())]
     pending += [file for file in last if _is_new(file, before.files.get(file.path_in_repo))]
     if pending:
@@ -108,17 +105,14 @@ def _require_all(store: ActivationStore, keys: Sequence[str]) -> None:
 
 
 def _require_same_store(storage: Storage, root: StoreRoot, keys: Sequence[str], stored: HubFiles, repo: str) -> None:
-    """Raises StoreMismatch if the repository has something other than this store or a part of it."""
+    """Raises StoreMismatch, or StoreInvalid, if the repository has something other than this store or a part of it."""
     other = "Choose a different repository."
     text = stored.get(ROOT_KEY)
     if text is None:
         if others := [key for key in stored.files if not _NOT_A_STORE.fullmatch(key)]:
             raise StoreMismatch(f"repo={repo} has other files, e.g. {others[0]}, but no store. {other}")
         return
-    try:
-        pushed = StoreRoot.from_json(text, stored.url)
-    except StoreInvalid as error:
-        raise StoreMismatch(f"repo={repo} has a store that cannot be read or updated: {error}") from error
+    pushed = StoreRoot.from_json(text, stored.url)
     if pushed.metadata.fingerprint() != root.metadata.fingerprint():
         different = ", ".join(pair.key for pair in pushed.metadata.differences(root.metadata)[:3])
         raise StoreMismatch(f"repo={repo} has a store whose configuration differs in {different}. {other}")
