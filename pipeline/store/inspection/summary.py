@@ -74,7 +74,7 @@ def _rounding(what: str, errors: Mapping[str, Mapping[str, float | None]] | None
 def document_lengths(store: ActivationStore) -> Int64[np.ndarray, " n"]:
     """The numbers of tokens of the documents in up to MAX_TABLES blocks, without empty ones. Raises StoreError."""
     blocks = store.blocks[:: -(-len(store.blocks) // MAX_TABLES) or 1]
-    lengths = store.documents(["n_tokens"], blocks)["n_tokens"].drop_null().to_numpy()
+    lengths = store._documents.read(blocks, ["n_tokens"])["n_tokens"].drop_null().to_numpy()
     return lengths[lengths > 0]
 
 

@@ -150,16 +150,14 @@ class ActivationStore(HasBatches, HasStatistics):
         """The numbers of the stored rows, ascending. All other rows of an array are padding."""
         return self._rows.numbers
 
-    def documents(self, columns: Sequence[str] | None = None, blocks: BlockTable | None = None) -> pa.Table:
+    def documents(self, columns: Sequence[str] | None = None) -> pa.Table:
         """The document tables: one row per document and block with tokens of it.
 
         The columns are stream, block and those of `_documents`: document, id, source, index, n_tokens, n_cut,
-        first_token, last_token, and the source's own. columns, blocks: read only these; None for all.
+        first_token, last_token, and the source's own. columns: read only these; None for all.
         """
         columns = None if columns is None else arguments.names("columns", columns)
-        if not (blocks is None or isinstance(blocks, BlockTable)):
-            raise ArgumentError(f"blocks is {shown(blocks)}, expected store.blocks or a part of it.")
-        table = self._documents.read(blocks, columns)
+        table = self._documents.read(columns=columns)
         self._reads.require_same_store()
         return table
 
