@@ -26,11 +26,8 @@ WINDOW_MIB = 64.0
 # Without shuffling, a buffer of this size is enough to read ahead.
 SEQUENTIAL_BUFFER_MIB = 64.0
 
-# If tokens are selected, side arrays of all positions are read, this much at a time, and reduced to the selected ones.
+# How much of all positions' side arrays is read at a time. If tokens are selected, it is then reduced to these.
 WHOLE_MIB = 64.0
-
-# How many blocks' side arrays are read at a time to count tokens.
-BLOCKS_COUNTED_AT_ONCE = 64
 
 _Kept = dict[int, tuple[int, Sequence[dict[str, np.ndarray]]]]
 """By block: its window, and for each store its arrays [rows, S, ...] by name."""
@@ -116,11 +113,9 @@ class Buffers:
         """How many tokens of each piece of each block pass the filter. Reads the segments of the whole store, once."""
         token_filter, counts = self._options.token_filter, []
         names = ("segments", *token_filter.side_arrays)
-        for start in range(0, len(self._blocks), BLOCKS_COUNTED_AT_ONCE):
-            some = self._blocks[start : start + BLOCKS_COUNTED_AT_ONCE]
-            for side_arrays in read_block_arrays(self._reads[0], names, some):
-                per_row = token_filter.keeps(side_arrays).sum(axis=1)
-                counts.append(np.add.reduceat(per_row, range(0, len(per_row), self.order.piece_rows)))
+        for side_arrays in read_block_arrays(self._reads[0], names, self._blocks):
+            per_row = token_filter.keeps(side_arrays).sum(axis=1)
+            counts.append(np.add.reduceat(per_row, range(0, len(per_row), self.order.piece_rows)))
         return counts
 
     def _fill(
@@ -178,18 +173,17 @@ class Buffers:
             row += piece.num_rows
 
 
-def read_block_arrays(reads: ShardReads, names: Sequence[str], blocks: BlockTable) -> list[dict[str, np.ndarray]]:
+def read_block_arrays(reads: ShardReads, names: Sequence[str], blocks: BlockTable) -> Iterator[dict[str, np.ndarray]]:
     """Side arrays, outputs and `COMPLETIONS` of the given blocks, at the slots for activations: [rows, S] or
     [rows, S, k] by name.
 
     Raises StoreError if an array is damaged or missing, and for `COMPLETIONS` in a store without them.
     """
-    layout, at_once = reads.layout, len(blocks) or 1
-    if layout.selected is not None:
-        row_bytes = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.length
-        at_once = max(1, int(WHOLE_MIB * MIB / (row_bytes * layout.rows_per_block)))
-    parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
-    return [arrays for part in parts for arrays in _read_some(reads, set(names), part)]
+    layout = reads.layout
+    block_bytes = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.length * layout.rows_per_block
+    at_once = max(1, int(WHOLE_MIB * MIB / block_bytes))
+    for start in range(0, len(blocks), at_once):
+        yield from _read_some(reads, set(names), blocks[start : start + at_once])
 
 
 def _read_some(reads: ShardReads, names: set[str], blocks: BlockTable) -> list[dict[str, np.ndarray]]:
