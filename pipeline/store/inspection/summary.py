@@ -9,6 +9,7 @@ from jaxtyping import Int64
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError, PipelineError
+from pipeline.core.messages import counted
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.store import ActivationStore
 from pipeline.store.check.skips import describe_skips
@@ -38,7 +39,7 @@ def store_facts(store: ActivationStore) -> dict[str, str]:
         "rows": _joined(f"{layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
         "tokens": f"{store.num_tokens:,} in {num_rows:,} rows; {padding:.1%} of their slots are "
         f"padding{' or context' if batch.get('overlap') else ''}",
-        "blocks": f"{len(blocks):,} of {layout.rows_per_block} rows, in {metadata.num_streams} streams",
+        "blocks": f"{len(blocks):,} of {layout.rows_per_block} rows, in {counted(metadata.num_streams, 'stream')}",
         "documents": f"{blocks.total('documents'):,}, counted once per block that has tokens of the document; "
         f"{blocks.total('tokens_cut'):,} tokens cut",
         "skipped": describe_skips(store.storage, blocks),
