@@ -29,8 +29,6 @@ from pipeline.store import ActivationStore
 from pipeline.store.read.exports.delphi import write_latents
 from pipeline.store.read.exports.saelens import write_cached_activations
 
-DEFAULT_SPLITS = 5  # the default of delphi
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -49,47 +47,29 @@ class Settings:
         one_of("float32", "float16"),
         default="float32",
     )
-    splits: int | None = setting(
-        "export.splits",
-        f"with export.format=delphi: files per SAE; default: {DEFAULT_SPLITS}",
-        whole_number(1),
-        default=None,
-    )
+    splits: int = setting(
+        "export.splits", "with export.format=delphi: files per SAE", whole_number(1), default=5
+    )  # the default is delphi's
 
 
 def export(settings: Settings) -> None:
     """Writes the copy."""
     store = ActivationStore.open(settings.store)
+    is_delphi = settings.format == "delphi"
+    features = (sae["features"].removeprefix("features.") for sae in store.metadata.encoders)
+    arrays = settings.arrays or tuple(features if is_delphi else (key.name for key in store.keys))
+    if not arrays:
+        raise ConfigError(
+            f"{settings.store} has no {'features' if is_delphi else 'activations'} to export. Set export.format to "
+            f"{'saelens to export its activations' if is_delphi else 'delphi to export its features'}."
+        )
     path, context = Path(settings.path).expanduser(), settings.context or store.length
-    if settings.format == "delphi":
-        _export_features(settings, store, path, context)
+    if is_delphi:
+        contexts, left, firings, lost = write_latents(store, path, arrays, context, settings.splits, settings.dtype)
+        print(f"{firings:,} feature values; {lost:,} more were not stored (capture.encode_top)")
     else:
-        _export_activations(settings, store, path, context)
-
-
-def _export_activations(settings: Settings, store: ActivationStore, path: Path, context: int) -> None:
-    if settings.splits is not None:
-        raise ConfigError(f"export.splits={settings.splits} applies only to export.format=delphi. Remove it.")
-    arrays = settings.arrays or tuple(key.name for key in store.keys)
-    if not arrays:
-        raise ConfigError(
-            f"{settings.store} has features, but no activations to export. Set export.format=delphi to export the "
-            f"features."
-        )
-    contexts, left = write_cached_activations(store, path, arrays, context, settings.dtype)
+        contexts, left = write_cached_activations(store, path, arrays, context, settings.dtype)
     print(f"{settings.path}: {contexts:,} contexts of {context} tokens; {left} tokens left out")
-
-
-def _export_features(settings: Settings, store: ActivationStore, path: Path, context: int) -> None:
-    arrays = settings.arrays or tuple(sae["features"].removeprefix("features.") for sae in store.metadata.encoders)
-    if not arrays:
-        raise ConfigError(
-            f"{settings.store} has no features to export: it was made without capture.encode. Set "
-            f"export.format=saelens to export its activations."
-        )
-    done = write_latents(store, path, arrays, context, settings.splits or DEFAULT_SPLITS, settings.dtype)
-    print(f"{settings.path}: {done.contexts:,} contexts of {context} tokens; {done.left_tokens} tokens left out")
-    print(f"{done.firings:,} feature values; {done.not_stored:,} more were not stored (capture.encode_top)")
 
 
 main = command("export", __doc__, Settings, export)

@@ -1,10 +1,9 @@
 """Shows what is in a store: `python -m pipeline.inspect store.path=... [inspect.html=page.html]`.
 
 Prints a summary of the store and, from a sample of its rows, the norms of its activations. `inspect.html` also writes
-them, with charts and text, to one self-contained HTML page. The store may be unfinished or remote.
-
-`inspect.features_html` writes a page about the features of an SAE (`capture.encode`): how often they fire, and for some
-of them, their values and the contexts of their strongest firings.
+them, with charts and text, to one self-contained HTML page. If the store has features of an SAE (`capture.encode`), the
+page shows how often they fire, and for some of them, their values and the contexts of their strongest firings. The
+store may be unfinished or remote.
 
 Exit codes: 0 done; 1 the store cannot be reached; 2 there is no store, or a setting is wrong; 42 interrupted.
 """
@@ -39,29 +38,25 @@ class Settings:
         "directory or Hub id with tokenizer.json; default: the run's (if it is gone, the page shows token ids)",
         default=None,
     )
-    features_html: str | None = setting(
-        "inspect.features_html", "a local file for the page of an SAE's features", local_path, default=None
-    )
     sae: str | None = setting(
-        "inspect.sae", "for that page: which SAE, if the store has several, e.g. blocks.5.resid_post", default=None
+        "inspect.sae",
+        "the SAE whose features the page shows, e.g. blocks.5.resid_post; default: the first",
+        default=None,
     )
     features: tuple[int, ...] = setting(
         "inspect.features",
-        "for that page, e.g. [12,99]; default: those that fire most and least often",
+        "the features that it shows, e.g. [12,99]; default: those that fire most and least often",
         whole_numbers,
         default=(),
-    )
-    extremes: int = setting(
-        "inspect.extremes", "number of most frequent, and of least frequent, features", whole_number(1), default=8
     )
     contexts: int = setting("inspect.contexts", "maximum number of contexts per feature", whole_number(1), default=8)
 
 
 def inspect_store(settings: Settings) -> None:
-    """Prints the report and writes the files."""
-    if settings.features_html is None and (settings.sae or settings.features):
+    """Prints the summary and writes the page."""
+    if settings.html is None and (settings.sae or settings.features):
         given = "inspect.sae" if settings.sae else "inspect.features"
-        raise ConfigError(f"{given} is only for the page of features. Set inspect.features_html to the file to write.")
+        raise ConfigError(f"{given} is only for the page. Set inspect.html to the file to write.")
     store = ActivationStore.open(settings.path)
     facts = store_facts(store)
     sample = take_sample(store, settings.tokens, settings.seed) if len(store.blocks) else None
@@ -70,23 +65,16 @@ def inspect_store(settings: Settings) -> None:
         _print_table([HEADER, *(view.table_row() for view in sample.views)])
     if sae_rows := summary_rows(store):
         _print_table([SUMMARY_HEADER, *sae_rows])
-    if settings.html is None and settings.features_html is None:
+    if settings.html is None:
         return
-    from pipeline.store.inspection import page  # imports matplotlib
+    from pipeline.store.inspection.page import store_page  # imports matplotlib
 
     tokenizer = find_tokenizer(store.metadata, settings.tokenizer)
-    if settings.html is not None:
-        _write("inspect.html", settings.html, page.store_page(store, facts, sample, tokenizer))
-    if settings.features_html is not None:
-        sae = view_features(store, settings.sae, settings.features, settings.extremes, settings.contexts)
-        _write("inspect.features_html", settings.features_html, page.features_page(store, sae, tokenizer))
-
-
-def _write(setting: str, file: str, page: str) -> None:
-    path = Path(file).expanduser()
-    with named_writing_errors(f"{setting}={file}"):
+    sae = view_features(store, settings.sae, settings.features, settings.contexts)
+    page, path = store_page(store, facts, sample, sae, tokenizer), Path(settings.html).expanduser()
+    with named_writing_errors(f"inspect.html={settings.html}"):
         path.write_text(page, encoding="utf-8")
-    print(f"{file}: {path.stat().st_size / 1024:.0f} KiB")
+    print(f"{settings.html}: {path.stat().st_size / 1024:.0f} KiB")
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:

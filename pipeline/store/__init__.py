@@ -13,7 +13,6 @@ statistics.
 `ActivationStore.batches` returns a `BatchReader`, an iterator of `Batch`: shuffled, resumable, divided among readers,
 filtered (`TokenFilter`) and normalised (`Normalisation`), as numpy, JAX or torch arrays.
 `open_aligned` opens several stores of the same tokens; its batches contain the activations from each of them.
-`pipeline.store.read.torch_dataset.ActivationDataset` gives the same batches to torch's `DataLoader`.
 
 Errors are `pipeline.core.errors.StoreError` (the store cannot be read now) and its subclass `StoreInvalid` (it is
 damaged, or not a store). `docs/reading.md` has examples; `docs/store-format.md` describes the format.

@@ -45,8 +45,8 @@ def main() -> None:
     for name in JOBS:
         show(DEMO / "stores" / name)
     show_features(DEMO / "stores" / "text")
-    page = [f"inspect.features_html={DEMO / 'features.html'}", "inspect.extremes=4"]
-    python("-m", "pipeline.inspect", f"store.path={DEMO / 'stores' / 'text'}", *page)
+    page = f"inspect.html={DEMO / 'features.html'}"
+    python("-m", "pipeline.inspect", f"store.path={DEMO / 'stores' / 'text'}", page)
     print(f"\nThe demo took {time.monotonic() - began:.0f} s.")
 
 

@@ -64,7 +64,7 @@ def test_the_files_contain_the_stored_features(store, tmp_path, context, splits,
         for first, last in ranges:
             split = load_file(folder / f"{first}_{last}.safetensors")
             np.testing.assert_array_equal(split["tokens"], tokens[: contexts * context].reshape(contexts, context))
-            assert split["locations"].dtype == np.uint16
+            assert split["locations"].dtype == np.uint32
             assert split["activations"].dtype == np.float32
             row, position, feature = split["locations"].astype(np.int64).T
             flat = np.ravel_multi_index((row, position, feature), found.shape)
@@ -87,12 +87,6 @@ def test_batches_of_rows_give_the_same_files(store, tmp_path, monkeypatch, capsy
     assert all((whole / file).read_bytes() == (in_parts / file).read_bytes() for file in files)
 
 
-def test_locations_beyond_16_bits_get_32(store, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.store.read.exports.delphi._UINT16_VALUES", 4)
-    folder = exported(store, tmp_path / "latents") / NAMES[0]
-    assert {load_file(file)["locations"].dtype for file in folder.glob("*.safetensors")} == {np.dtype(np.uint32)}
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -101,7 +95,6 @@ def test_locations_beyond_16_bits_get_32(store, tmp_path, monkeypatch, capsys):
         (["export.splits=41"], "has only 40 features"),
         (["export.splits=0"], "export.splits=0"),
         (["export.format=csv"], "export.format=csv"),
-        (["export.format=saelens", "export.splits=2"], "applies only to export.format=delphi"),
     ],
 )
 def test_wrong_settings_are_refused(store, arguments, message, tmp_path, capsys):

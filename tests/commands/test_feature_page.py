@@ -12,7 +12,7 @@ from pipeline.inspect import main
 from pipeline.store import ActivationStore
 from pipeline.store.format.metadata import change_root
 from pipeline.store.inspection.features import TOKENS_AFTER, TOKENS_BEFORE, most_and_least_frequent, view_features
-from pipeline.store.inspection.page import features_page
+from pipeline.store.inspection.page import store_page
 from pipeline.store.io.storage import Storage
 from tests.commands.test_inspect import Page
 from tests.store.test_feature_batches import ENCODERS, write
@@ -36,22 +36,15 @@ def dense(store) -> np.ndarray:
     return values[..., :768]
 
 
-def test_the_most_and_the_least_frequent_features_are_chosen():
+def test_the_most_and_the_least_frequent_features_are_chosen(store, dense):
     assert most_and_least_frequent(np.array([3, 0, 9, 9, 1, 0, 5]), 2) == (2, 3, 0, 4)
     assert most_and_least_frequent(np.array([3, 0, 9]), 2) == (2, 0)
     assert most_and_least_frequent(np.zeros(3, int), 2) == ()
-
-
-def test_a_features_numbers_agree_with_the_arrays(store, dense):
-    sae = view_features(store, extremes=3)
+    sae = view_features(store)
     counts = (dense > 0).sum(axis=(0, 1))
-    assert [view.feature for view in sae.features] == list(most_and_least_frequent(counts, 3))
-    np.testing.assert_allclose(sae.frequencies, counts / store.num_tokens)
+    assert [view.feature for view in sae.features] == list(most_and_least_frequent(counts, 4))
     for view in sae.features:
-        values = dense[..., view.feature][dense[..., view.feature] > 0]
-        assert (view.count, view.frequency) == (len(values), len(values) / store.num_tokens)
-        assert (view.mean, view.maximum) == (pytest.approx(values.mean(), rel=1e-5), values.max())
-        np.testing.assert_array_equal(view.values, values)
+        np.testing.assert_array_equal(view.values, dense[..., view.feature][dense[..., view.feature] > 0])
 
 
 @pytest.mark.parametrize("most", [None, 0], ids=["all firings", "the strongest"])
@@ -62,7 +55,6 @@ def test_contexts_come_from_the_rows_with_the_strongest_firings(store, dense, mo
     cut = 0
     for view in view_features(store, features=(12, 99, 500), contexts=5).features:
         values = dense[..., view.feature]
-        assert (view.values is None) == (most == 0)
         strongest = values.max(axis=1)
         assert [c.values[c.strongest] for c in view.contexts] == np.sort(strongest[strongest > 0])[::-1][:5].tolist()
         assert len({context.row for context in view.contexts}) == len(view.contexts)
@@ -82,21 +74,24 @@ def test_contexts_come_from_the_rows_with_the_strongest_firings(store, dense, mo
     assert cut  # some contexts are cut where their window begins or ends
 
 
-def test_the_page_is_complete_and_loads_nothing(encoded_store, store, tmp_path, capsys):
-    file = tmp_path / "features.html"
-    arguments = [f"store.path={encoded_store}", f"inspect.features_html={file}", "inspect.features=[12,99]"]
+def test_the_page_shows_features(encoded_store, store, tmp_path, capsys):
+    file = tmp_path / "page.html"
+    arguments = [f"store.path={encoded_store}", f"inspect.html={file}", "inspect.features=[12,99]"]
     assert main([*arguments, "inspect.contexts=3", "inspect.tokens=512"]) == 0
     assert f"{file}: " in capsys.readouterr().out
     text = file.read_text()
     page = Page(text)
-    assert page.tags.count("svg") == 3
-    assert '<meta name="viewport"' in text
-    assert re.findall(r'<h2 id="f(\d+)">', text) == ["12", "99"]
+    for caption, count in (("How often features fire", 1), ("Values of firings", 2)):
+        assert text.count(f"<figcaption>{caption}") == count
+    assert re.findall(r"<h2>Feature (\d+)", text) == ["12", "99"]
     assert text.count('class="context"') == 6
-    assert f"explains{store.feature_statistics(KEY).explained_variance:.1%} of the activations' variance" in page.text
-    tokenizer = load_tokenizer("pipeline/assets/tiny-qwen2")
+    statistics, tokenizer = store.feature_statistics(KEY), load_tokenizer("pipeline/assets/tiny-qwen2")
+    assert f"{statistics.explained_variance:.1%}" in page.text
     for view in view_features(store, features=(12, 99), contexts=3).features:
-        assert f"({view.count:,}); mean {view.mean:.4g}, maximum {view.maximum:.4g}." in page.text
+        count, mean, maximum = (
+            values[view.feature] for values in (statistics.count, statistics.mean, statistics.maximum)
+        )
+        assert f"({count:,}); mean {mean:.4g}, maximum {maximum:.4g}." in page.text
         for context in view.contexts:
             shown = "".join(tokenizer.decode([token]) for token in context.tokens)
             assert shown.replace("\n", "↵") in page.text
@@ -110,47 +105,36 @@ def test_the_numbers_of_firing_features_are_printed(encoded_store, store, dense,
     assert re.search(" +".join([KEY, "768", r"16\.0", r"8\d\.\d%", *map(str, counts)]), capsys.readouterr().out)
 
 
-def test_the_page_shows_a_feature_that_never_fires(store):
+def test_a_feature_that_never_fires_and_one_with_too_many_firings_have_no_histogram(store):
     sae = view_features(store, features=(12, 99))
     count = sae.statistics.count.copy()
     count[12] = 0
-    silent = replace(sae.features[0], count=0, frequency=0.0, values=np.empty(0, np.float32), contexts=())
-    statistics = replace(sae.statistics, count=count)
-    page = Page(features_page(store, replace(sae, statistics=statistics, features=(silent, sae.features[1])), None))
-    assert page.text.count("This feature is not stored for any token.") == 1
-    never = int((count == 0).sum())
-    assert f"{never:,} features ({never / 768:.1%})" in page.text
-    assert "".join(f"{token} " for token in sae.features[1].contexts[0].tokens) in page.text  # without a tokenizer
+    silent, many = replace(sae.features[0], values=np.empty(0, np.float32), contexts=()), sae.features[1]
+    views = (silent, replace(many, values=many.values[:64]))
+    sae = replace(sae, statistics=replace(sae.statistics, count=count), features=views)
+    page = Page(store_page(store, {}, None, sae, None))
+    assert "Stored in 0 % of tokens (0)" in page.text
+    assert "Values of firings" not in page.text
+    assert "".join(f"{token} " for token in many.contexts[0].tokens) in page.text  # without a tokenizer
 
 
-def test_a_feature_with_too_many_firings_has_no_histogram(encoded_store, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.store.inspection.features.MAX_FIRINGS", 0)
-    file = tmp_path / "features.html"
-    assert main([f"store.path={encoded_store}", f"inspect.features_html={file}", "inspect.features=12"]) == 0
-    page = Page(file.read_text())
-    assert page.tags.count("svg") == 1
-    assert "There is no histogram" in page.text
-
-
-def test_both_pages_report_a_missing_tokenizer_once(encoded_store, tmp_path, capsys):
+def test_a_missing_tokenizer_is_reported(encoded_store, tmp_path, capsys):
     path = shutil.copytree(encoded_store, tmp_path / "store")
     gone = {"config": {"model": {"path": str(tmp_path / "gone")}, "run": {"max_tokens": None}}}
     change_root(Storage.open(str(path)), lambda root: replace(root, metadata=replace(root.metadata, **gone)))
-    pages = [f"inspect.html={tmp_path / 'page.html'}", f"inspect.features_html={tmp_path / 'features.html'}"]
-    assert main([f"store.path={path}", *pages, "inspect.features=12", "inspect.tokens=512"]) == 0
+    assert main([f"store.path={path}", f"inspect.html={tmp_path / 'page.html'}", "inspect.tokens=512"]) == 0
     assert capsys.readouterr().err.count("tokens are shown as ids") == 1
 
 
 def test_features_that_cannot_be_shown_are_refused(small_store, encoded_store, tmp_path, capsys):
-    two, page = write(str(tmp_path / "two"), keeps_activations=True), f"inspect.features_html={tmp_path / 'p'}"
+    two, page = write(str(tmp_path / "two"), keeps_activations=True), f"inspect.html={tmp_path / 'p'}"
     for store, *arguments, message in (
         (encoded_store, page, "inspect.features=[768]", "inspect.features contains 768, but"),
         (encoded_store, page, "inspect.features=[1,,2]", "inspect.features=[1,,2]: expected whole numbers"),
-        (encoded_store, page, "inspect.sae=blocks.2.resid_post", "the store has features of blocks.4"),
-        (encoded_store, "inspect.features=[1]", "inspect.features is only for the page of features"),
-        (small_store, page, "has no features"),
-        (two, page, "inspect.sae is missing"),
-        (two, page, f"inspect.sae={ENCODERS[0][0]}", "has no index by feature"),
+        (encoded_store, page, "inspect.sae=blocks.2.resid_post", "statistics, of: blocks.4.resid_post. Choose one"),
+        (encoded_store, "inspect.features=[1]", "inspect.features is only for the page"),
+        (small_store, page, "inspect.features=[1]", "statistics, of: no SAE"),
+        (two, page, f"inspect.sae={ENCODERS[0][0]}", "statistics, of: no SAE"),
     ):
         assert main([f"store.path={store}", "inspect.tokens=512", *arguments]) == 2
         assert message in capsys.readouterr().err
@@ -161,5 +145,5 @@ def test_an_index_that_contradicts_the_arrays_is_reported(encoded_store, tmp_pat
     copy = shutil.copytree(encoded_store, tmp_path / "store")
     array = ActivationStore.open(copy).arrays[f"features.{KEY}.index"]
     array.write(np.zeros(array.shape, np.int32)).result()
-    assert main([f"store.path={copy}", f"inspect.features_html={tmp_path / 'p'}", "inspect.features=12"]) == 2
+    assert main([f"store.path={copy}", f"inspect.html={tmp_path / 'p'}", "inspect.features=12"]) == 2
     assert "the index by feature has a firing of feature 12" in capsys.readouterr().err

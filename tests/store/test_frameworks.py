@@ -1,5 +1,3 @@
-import sys
-
 import jax
 import ml_dtypes
 import numpy as np
@@ -26,12 +24,6 @@ def test_torch_uses_the_memory_without_a_copy(dtype):
     assert tensor.dtype == getattr(torch, dtype)
     assert tensor.data_ptr() == array.ctypes.data
     np.testing.assert_array_equal(tensor.double().numpy(), array.astype(np.float64))
-
-
-def test_without_torch_its_arrays_are_refused_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match="PyTorch, which is not installed.*pip install torch"):
-        converter(Framework.torch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -65,9 +57,3 @@ def test_dtypes_of_all_libraries_are_accepted():
         assert parsed_dtype(given) == name
     with pytest.raises(ArgumentError, match=r"dtype is torch.int8. Choose one of bfloat16, "):
         parsed_dtype(torch.int8)
-
-
-@pytest.mark.parametrize("given", [object, "int8", np.int32, bool, complex, "U4", 5, [], "nonsense", "", {}])
-def test_other_dtypes_are_refused(given):
-    with pytest.raises(ArgumentError, match="dtype is .*Choose one of bfloat16, .* or 'stored'"):
-        parsed_dtype(given)

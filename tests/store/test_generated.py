@@ -112,7 +112,10 @@ def test_damage_is_reported(groups, tmp_path):
     flip(storage, group_key(STREAM, 0), 20)
     with pytest.raises(StoreInvalid, match="group-000000.parquet cannot be read"):
         groups.read(0)
-    storage.write(group_key(STREAM, 1), None)
+    (problem,) = check_groups(storage, STREAM)
+    assert (problem.where, problem.remedy) == (group_key(STREAM, 0), Remedy.regenerate)
+    storage.write(group_key(STREAM, 1), None)  # is generated again
+    assert len(check_groups(storage, STREAM)) == 1
     assert groups.stored() == [0, 2]
     with pytest.raises(StoreInvalid, match="group-000001.parquet is missing"):
         groups.read(1)

@@ -150,12 +150,12 @@ def test_documents_missing_from_an_index_are_read_from_the_tables(tmp_path):
     write_store(str(path))
     assert verify_store(str(path)) == []
     assert_all_found(str(path))
-    gone = path / "_documents/stream-00000/block-000000.parquet"  # in the index, so not read again
+    gone = path / "_documents/stream-00000/block-000000.parquet"  # in the index, so not read
     content = gone.read_bytes()
     gone.unlink()
     assert ActivationStore.open(path).document("stream 1 document 3").document == 7
-    assert finalize([f"store.path={path}", "index=true"]) == 0
     gone.write_bytes(content)
+    assert finalize([f"store.path={path}", "index=true"]) == 0
     assert_all_found(str(path))
     assert verify_store(str(path)) == []
     with pytest.raises(StoreError, match="no document has it"):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.core.errors import ArgumentError, StoreInvalid
-from pipeline.store import ActivationStore, TokenFilter, open_aligned
+from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.io.storage import Storage
 from tests.store.example_store import (
     LENGTH,
@@ -77,21 +77,6 @@ def test_a_reader_and_its_state_keep_their_blocks(store_path, change, finish):
     if "extended" in change:
         with pytest.raises(ArgumentError, match=r"covers blocks that were committed after this store was opened"):
             store.batches(NAME, **OPTIONS, state=fresh.batches(NAME, **OPTIONS).state())
-
-
-def test_aligned_readers_continue_over_the_same_blocks(store_path):
-    paths = [f"{store_path}-a", f"{store_path}-b"]
-    for path in paths:
-        copy_store(path, finish=False, max_blocks=1)
-    reader = open_aligned(paths).batches([NAME, "embed"], **OPTIONS)
-    expected = tokens_of(open_aligned(paths).batches([NAME, "embed"], **OPTIONS))
-    received = [next(reader)]
-    for path in paths:
-        write_store(path)
-    assert (
-        tokens_of([*received, *open_aligned(paths).batches([NAME, "embed"], **OPTIONS, state=reader.state())])
-        == expected
-    )
 
 
 READS: dict[str, Callable[[ActivationStore], object]] = {

@@ -68,8 +68,6 @@ def calls(store: ActivationStore, path: str) -> dict[str, Call]:
         "sample": (store.sample, {"keys": "embed", "num_tokens": 9}),
         "feature": (store.feature, {"name": "embed", "feature": 0}),
         "feature_statistics": (store.feature_statistics, {"name": "embed"}),
-        "item": (store.__getitem__, {"key": "embed"}),
-        "rows of item": (store["embed"].__getitem__, {"index": 0}),
         "batches": (store.batches, batches),
         "shuffled": (store.batches, {**batches, "shuffle": True, "epochs": None}),
         "ranks": (store.batches, {**batches, "world": 2}),

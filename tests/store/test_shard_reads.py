@@ -117,16 +117,3 @@ def test_damage_is_an_error_of_every_read(storage, damage):
             read(reads, ROWS, num_rows)
     np.testing.assert_array_equal(read(reads, 0, ROWS), values[:ROWS])
     np.testing.assert_array_equal(read(reads, 2 * ROWS, 2 * ROWS), values[2 * ROWS :])
-
-
-def test_an_object_that_its_service_reported_as_missing_is_read_again(storage, monkeypatch):
-    reads, values = write(storage, LENGTH * 8, "none")
-    content = storage.read(KEY)
-    storage.write(KEY, None)
-    pauses = iter([lambda: None, lambda: storage.write(KEY, content)])
-    monkeypatch.setattr("time.sleep", lambda _: next(pauses, lambda: None)())
-    if storage.directory is None:
-        monkeypatch.setattr(storage, "is_remote", True)
-    else:
-        next(pauses)
-    np.testing.assert_array_equal(read(reads, ROWS, 2), values[ROWS : ROWS + 2])

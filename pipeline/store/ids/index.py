@@ -68,19 +68,15 @@ def encode_index(parts: Sequence[Entries], covered: Sequence[int]) -> bytes:
 def index_ids(storage: Storage, progress: Callable[[int], None] = lambda _: None) -> int:
     """Writes the index of the ids of a finished store's documents, and names it in the root. Returns how many it has.
 
-    Blocks that the store's index covers are not read again. `progress` is called with the number of blocks done since
-    the previous call. Raises StoreInvalid for damage, and StoreError, also for a store that was never finished.
+    `progress` is called with the number of blocks done since the previous call. Raises StoreInvalid for damage, and
+    StoreError, also for a store that was never finished.
     """
     root = require_root(storage)
     if root.summary is None:
         raise StoreError(f"{storage.path} is not finished. Finish it, or run pipeline.finalize with force=true.")
     num_streams, blocks = root.metadata.num_streams, read_blocks(storage, root)
-    covered, parts = np.zeros(num_streams, np.int64), []
-    if (known := open_ids(storage, root)) is not None:
-        covered, parts = known.covered, [known.entries()]
-    progress(int(covered.sum()))
-    new = blocks[np.flatnonzero(blocks.column("block") >= covered[blocks.column("stream")])]
-    for block, documents in zip(new, read_tables(storage, new), strict=True):
+    parts = []
+    for block, documents in zip(blocks, read_tables(storage, blocks), strict=True):
         parts.append(block_entries(documents["id"].to_pylist(), block.block * num_streams + block.stream))
         progress(1)
     content = encode_index(parts, blocks.per_stream(num_streams).tolist())
@@ -149,11 +145,6 @@ class StoredIds:
         shards = blocks.column("block") * self._num_streams + blocks.column("stream")
         hits = np.isin(shards, entries["shard"][entries["hash"] == hash])
         return blocks[np.flatnonzero(self.covers(blocks) & hits)]
-
-    def entries(self) -> Entries:
-        """All entries."""
-        groups = list(range(self._file.metadata.num_row_groups))
-        return self._storage.retry_read(partial(self._checked, lambda: self._read(groups)))
 
     def _read(self, groups: list[int]) -> Entries:
         table = self._file.read_row_groups(groups, use_threads=False) if groups else _SCHEMA.empty_table()

@@ -18,6 +18,7 @@ from pipeline.store.io.failures import VERIFY_REMEDY
 TOKENS_BEFORE, TOKENS_AFTER = 28, 12  # in a context, around the strongest firing
 # If a feature fires more than MAX_FIRINGS times, only its TOP_PER_CONTEXT strongest firings per context are read.
 MAX_FIRINGS, TOP_PER_CONTEXT = 5_000_000, 64
+EXTREMES = 4  # how many of the most frequent, and of the least frequent, features are shown by default
 
 SUMMARY_HEADER = ["features of", "number", "L0", "explained", "never", "in > 1 %", "in > 10 %"]
 
@@ -41,71 +42,50 @@ class Context:
 
 @dataclass(frozen=True)
 class FeatureView:
-    """One feature. count: the number of tokens for which it is stored; frequency: their share of all tokens with stored
-    features. mean, maximum: over its stored values. values: all stored values; None if more than MAX_FIRINGS."""
+    """One feature. values: of its firings; only of the strongest if they are more than MAX_FIRINGS."""
 
     feature: int
-    count: int
-    frequency: float
-    mean: float
-    maximum: float
-    values: Float32[np.ndarray, " n"] | None
+    values: Float32[np.ndarray, " n"]
     contexts: tuple[Context, ...]
 
 
 @dataclass(frozen=True)
 class SAEView:
-    """An SAE of a store. description: its entry in the store's root."""
+    """An SAE of a store, and some of its features."""
 
     name: str
-    description: dict[str, object]
     statistics: FeatureStatistics
     features: tuple[FeatureView, ...]
 
-    @property
-    def frequencies(self) -> np.ndarray:
-        """[F], the share of tokens for which each feature is stored."""
-        return self.statistics.count / max(self.statistics.tokens, 1)
-
 
 def view_features(
-    store: ActivationStore, sae: str | None = None, features: Sequence[int] = (), extremes: int = 8, contexts: int = 8
-) -> SAEView:
-    """Reads some features of an SAE. Raises ConfigError for features that the store does not have, and StoreError.
+    store: ActivationStore, sae: str | None = None, features: Sequence[int] = (), contexts: int = 8
+) -> SAEView | None:
+    """Reads some features of an SAE. None if the store has no SAE whose features can be shown, and none is asked for.
+    Raises ConfigError for an SAE or features that the store does not have, and StoreError.
 
-    sae: its name; None if the store has only one. features: () for the `extremes` features that fire most often and the
-    `extremes` that fire least often. contexts: the maximum number per feature.
+    sae: its name; None for the store's first. features: () for those that fire most and least often. contexts: the
+    maximum number per feature.
     """
-    name = _sae_name(store, sae)
+    can_show = store.metadata.has_statistics and len(store.blocks)
+    names = [name.removeprefix("features.") for name in store.metadata.indexed_features] if can_show else []
+    if not (names or sae or features):
+        return None
+    name = sae or next(iter(names), None)
+    if name not in names:
+        raise ConfigError(
+            f"inspect.sae={sae}, inspect.features={list(features)}: {store.path} has an index by feature, and "
+            f"statistics, of: {', '.join(names) or 'no SAE'}. Choose one of these; see capture.encode."
+        )
     statistics = store.feature_statistics(name)
     width = len(statistics.count)
     if wrong := [feature for feature in features if feature >= width]:
         raise ConfigError(
             f"inspect.features contains {wrong[0]}, but {name} has features 0 to {width - 1}. Choose among these."
         )
-    chosen = features or most_and_least_frequent(statistics.count, extremes)
-    views = tuple(_view(store, name, feature, statistics, contexts) for feature in chosen)
-    described = {sae["features"]: sae for sae in store.metadata.encoders}
-    return SAEView(name, described[features_name(name)], statistics, views)
-
-
-def _sae_name(store: ActivationStore, given: str | None) -> str:
-    names = [sae["features"].removeprefix("features.") for sae in store.metadata.encoders]
-    if not names:
-        raise ConfigError(
-            f"inspect.features_html: {store.path} has no features, because it was made without capture.encode. Make a "
-            f"store with capture.encode."
-        )
-    if given is None and len(names) > 1:
-        raise ConfigError(f"inspect.sae is missing: the store has features of {', '.join(names)}. Choose one.")
-    if given is not None and given not in names:
-        raise ConfigError(f"inspect.sae={given}: the store has features of {', '.join(names)}. Choose one of these.")
-    if features_name(given or names[0]) not in store.metadata.indexed_features:
-        raise ConfigError(
-            f"inspect.features_html: {store.path} has no index by feature, which the page needs: it was made with "
-            f"capture.encode_index=false. Make the store again."
-        )
-    return given or names[0]
+    chosen = features or most_and_least_frequent(statistics.count, EXTREMES)
+    views = (_view(store, name, feature, int(statistics.count[feature]), contexts) for feature in chosen)
+    return SAEView(name, statistics, tuple(views))
 
 
 def most_and_least_frequent(count: Int64[np.ndarray, " F"], num: int) -> tuple[int, ...]:
@@ -116,31 +96,18 @@ def most_and_least_frequent(count: Int64[np.ndarray, " F"], num: int) -> tuple[i
     return tuple(order.tolist() if len(order) <= 2 * num else [*order[:num].tolist(), *order[-num:].tolist()])
 
 
-def _view(
-    store: ActivationStore, name: str, feature: int, statistics: FeatureStatistics, num_contexts: int
-) -> FeatureView:
-    count = int(statistics.count[feature])
-    is_whole = count <= MAX_FIRINGS
-    firings = store.feature(name, feature, None if is_whole else num_contexts * TOP_PER_CONTEXT)
+def _view(store: ActivationStore, name: str, feature: int, count: int, num_contexts: int) -> FeatureView:
+    firings = store.feature(name, feature, None if count <= MAX_FIRINGS else num_contexts * TOP_PER_CONTEXT)
     strongest = np.argsort(-firings.values, kind="stable")
     of_rows = np.sort(np.unique(firings.rows[strongest], return_index=True)[1])  # each row's strongest
     chosen = strongest[of_rows[:num_contexts]]
-    return FeatureView(
-        feature,
-        count,
-        count / max(statistics.tokens, 1),
-        float(statistics.mean[feature]),
-        float(statistics.maximum[feature]),
-        firings.values if is_whole else None,
-        _contexts(store, name, feature, firings.rows[chosen], firings.slots[chosen]),
-    )
+    contexts = _contexts(store, name, feature, firings.rows[chosen], firings.slots[chosen])
+    return FeatureView(feature, firings.values, contexts)
 
 
 def _contexts(
     store: ActivationStore, name: str, feature: int, rows: Int64[np.ndarray, " m"], slots: Int64[np.ndarray, " m"]
 ) -> tuple[Context, ...]:
-    if not len(rows):
-        return ()
     text, selected = store.read_tokens(rows, whole=True), store.read_selected(rows)
     parts = [f"{features_name(name)}.{part}" for part in ("index", "value")]
     index, value = map(store.read_outputs(rows, parts).get, parts)
@@ -148,12 +115,11 @@ def _contexts(
     values = np.full((len(rows), store.length), np.nan, np.float32)
     values[np.nonzero(is_stored)[0], selected[is_stored]] = np.where(index == feature, value, 0).sum(axis=2)[is_stored]
     contexts = []
-    for n, (row, slot) in enumerate(zip(rows.tolist(), slots.tolist(), strict=True)):
-        position = int(selected[n, slot])
+    for n, position in enumerate(selected[np.arange(len(rows)), slots].tolist()):
         if position < 0 or not values[n, position] > 0:
             raise StoreInvalid(
-                f"{store.path}: the index by feature has a firing of feature {feature} of {name} in row {row}, slot "
-                f"{slot}, where the arrays have none. {VERIFY_REMEDY}"
+                f"{store.path}: the index by feature has a firing of feature {feature} of {name} in row {rows[n]}, "
+                f"slot {slots[n]}, where the arrays have none. {VERIFY_REMEDY}"
             )
         window = np.flatnonzero(text.segments[n] == text.segments[n, position])
         window = window[(window >= position - TOKENS_BEFORE) & (window <= position + TOKENS_AFTER)]
@@ -162,7 +128,7 @@ def _contexts(
                 text.tokens[n, window],
                 values[n, window],
                 int(np.searchsorted(window, position)),
-                row,
+                int(rows[n]),
                 int(text.documents[n, position]),
                 int(text.positions[n, position]),
             )
@@ -170,7 +136,7 @@ def _contexts(
     return tuple(contexts)
 
 
-def summary_rows(store: ActivationStore) -> Sequence[list[str]]:
+def summary_rows(store: ActivationStore) -> list[list[str]]:
     """A line per SAE, under SUMMARY_HEADER; no lines for a store without statistics of features."""
     if not len(store.blocks) or not store.metadata.has_statistics:
         return []

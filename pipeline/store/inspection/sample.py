@@ -1,6 +1,6 @@
 """A sample of a store's rows, and the norms of each of its activation arrays.
 
-Shapes: n rows, T positions of a row, S slots of a row for activations, D features of an activation.
+Shapes: n rows, T positions of a row, S slots of a row for activations.
 """
 
 import math
@@ -14,10 +14,6 @@ from pipeline.core.sites import ActivationKey
 from pipeline.store import ActivationStore, TokenRows
 from pipeline.store.format.normalisation import l2_norms
 from pipeline.store.read.order import permutation
-
-# The maximum number of token slots in the sampled rows. With few selected tokens per row, a sample needs many rows, and
-# each row in object storage costs requests.
-MAX_TEXT_SLOTS = 1 << 22
 
 HEADER = ["array", "dtype", "d", "mean norm", "median", "99 %", "maximum", "not finite"]
 
@@ -36,16 +32,11 @@ class ActivationView:
     def finite_norms(self) -> Float32[np.ndarray, " tokens"]:
         return self.norms[np.isfinite(self.norms)]
 
-    @property
-    def not_finite(self) -> int:
-        """The number of tokens with an infinite or NaN feature."""
-        return int(np.isinf(self.norms).sum())
-
     def table_row(self) -> list[str]:
         """The cells in the order of HEADER."""
-        norms = self.finite_norms
+        norms, not_finite = self.finite_norms, int(np.isinf(self.norms).sum())
         values = [norms.mean(), *np.quantile(norms, (0.5, 0.99)), norms.max()] if norms.size else [math.nan] * 4
-        return [self.name, self.dtype, str(self.width), *map(number, values), str(self.not_finite)]
+        return [self.name, self.dtype, str(self.width), *map(number, values), str(not_finite)]
 
 
 @dataclass(frozen=True)
@@ -58,12 +49,11 @@ class StoreSample:
 
 
 def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSample:
-    """Samples random rows with about `num_tokens` slots and at most MAX_TEXT_SLOTS positions. The same store and seed
-    give the same rows. Raises StoreError."""
+    """Samples random rows with about `num_tokens` positions. The same store and seed give the same rows. Raises
+    StoreError."""
     if not store.rows.size:
         raise StoreInvalid(f"{store.path} has no rows yet, so there is nothing to sample.")
-    num_rows = min(len(store.rows), -(-num_tokens // store.slots), max(1, MAX_TEXT_SLOTS // store.length))
-    rows = np.sort(store.rows[permutation(len(store.rows), seed)[:num_rows]])
+    rows = np.sort(store.rows[permutation(len(store.rows), seed)[: -(-num_tokens // store.length)]])
     selected = store.read_selected(rows)
     views = tuple(_view(store, key, rows, selected) for key in store.keys)
     return StoreSample(rows, store.read_tokens(rows, whole=True), views)
@@ -81,7 +71,7 @@ def _view(
 
 
 def number(value: float) -> str:
-    """A number in short form: 0.25, 12, 3.4k, 1.2M."""
+    """A number in short form: 0.25, 12, 34k, 1.2M."""
     for scale, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= scale:
             return f"{value / (1e3 if suffix == 'k' else scale):.4g}{suffix}"

@@ -9,6 +9,7 @@ from jaxtyping import Int64
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError, PipelineError
+from pipeline.core.messages import counted
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.store import ActivationStore
 from pipeline.store.check.skips import describe_skips
@@ -38,8 +39,7 @@ def store_facts(store: ActivationStore) -> dict[str, str]:
         "rows": _joined(f"{layout.length} tokens", batch.get("packing"), batch.get("long_documents")),
         "tokens": f"{store.num_tokens:,} in {num_rows:,} rows; {padding:.1%} of their slots are "
         f"padding{' or context' if batch.get('overlap') else ''}",
-        "blocks": f"{len(blocks):,} of {layout.rows_per_block} rows; by stream: "
-        + _counts(np.bincount(blocks.column("stream"), minlength=metadata.num_streams).tolist()),
+        "blocks": f"{len(blocks):,} of {layout.rows_per_block} rows, in {counted(metadata.num_streams, 'stream')}",
         "documents": f"{blocks.total('documents'):,}, counted once per block that has tokens of the document; "
         f"{blocks.total('tokens_cut'):,} tokens cut",
         "skipped": describe_skips(store.storage, blocks),
@@ -51,40 +51,31 @@ def store_facts(store: ActivationStore) -> dict[str, str]:
             f"{sae['dtype']} ({sae.get('activation')})"
             for sae in metadata.encoders
         ),
-        **_rounding_facts(store),
+        str(model.get("weights_dtype")): _rounding("weights", store.weights_error),
+        "int8 cache": _rounding("keys, values", store.cache_error),
     }
     if layout.selected is not None:
-        stored = store.num_activations
-        share, empty = stored / max(1, store.num_tokens), 1 - stored / max(1, num_rows * layout.selected)
         how = " ".join([metadata.capture["positions"], *metadata.capture.get("labels", [])])
-        facts["activations"] = (
-            f"for {stored:,} selected tokens ({how}), {share:.1%} of all tokens; of the "
-            f"{layout.selected} slots per row, {empty:.1%} are empty"
-        )
+        share = store.num_activations / max(1, store.num_tokens)
+        facts["activations"] = f"for {store.num_activations:,} selected tokens ({how}), {share:.1%} of all tokens"
     return {name: without_credentials(fact) for name, fact in facts.items() if fact}
 
 
-def _rounding_facts(store: ActivationStore) -> dict[str, str]:
-    """The errors of quantised weights, of an int8 cache, and of a scaled dtype, as far as they were measured."""
-    facts = {}
-    weights_dtype = str(store.metadata.model.get("weights_dtype"))
-    measured = {weights_dtype: ("weights", store.weights_error), "int8 cache": ("keys, values", store.cache_error)}
-    for name, (what, errors) in measured.items():
-        of_all, of_median = _range(errors, "relative_error"), _range(errors, "token_median")
-        if of_all and of_median:
-            facts[name] = f"{what}; the relative error of activations is {of_all}, of a median token {of_median}"
-    if store.complete and store.metadata.has_scales and store.metadata.has_statistics and len(store.blocks):
-        errors = [store.statistics(key).relative_error for key in store.keys]
-        if errors := [error for error in errors if error is not None]:
-            text = f"the relative error of storing as {store.metadata.capture['dtype']} is"
-            facts["rounding"] = f"{text} {min(errors):.3g} to {max(errors):.3g}"
-    return facts
+def _rounding(what: str, errors: Mapping[str, Mapping[str, float | None]] | None) -> str:
+    """The errors of quantised weights or of an int8 cache over all arrays; empty if they were not measured."""
+    ranges = []
+    for name in ("relative_error", "token_median"):
+        values = [error[name] for error in (errors or {}).values() if error.get(name) is not None]
+        if not values:
+            return ""
+        ranges.append(f"{min(values)} to {max(values)}")
+    return f"{what}; the relative error of activations is {', of a median token '.join(ranges)}"
 
 
 def document_lengths(store: ActivationStore) -> Int64[np.ndarray, " n"]:
     """The numbers of tokens of the documents in up to MAX_TABLES blocks, without empty ones. Raises StoreError."""
     blocks = store.blocks[:: -(-len(store.blocks) // MAX_TABLES) or 1]
-    lengths = store.documents(["n_tokens"], blocks)["n_tokens"].drop_null().to_numpy()
+    lengths = store._documents.read(blocks, ["n_tokens"])["n_tokens"].drop_null().to_numpy()
     return lengths[lengths > 0]
 
 
@@ -116,15 +107,3 @@ def find_tokenizer(metadata: StoreMetadata, path: str | None) -> TextTokenizer |
 
 def _joined(*parts: object) -> str:
     return ", ".join(str(part) for part in parts if part)
-
-
-def _counts(per_stream: list[int]) -> str:
-    if len(per_stream) <= 16:
-        return " ".join(map(str, per_stream))
-    return f"{min(per_stream)} to {max(per_stream)} in {len(per_stream)} streams"
-
-
-def _range(errors: Mapping[str, Mapping[str, float | None]] | None, measure: str) -> str:
-    """The smallest and the largest of a measured error over all arrays; empty if it was not measured."""
-    values = [error[measure] for error in (errors or {}).values() if error.get(measure) is not None]
-    return f"{min(values)} to {max(values)}" if values else ""

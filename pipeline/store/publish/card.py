@@ -1,9 +1,8 @@
 """The README.md of a store's repository on the Hub: what the store contains, and how to read it."""
 
-import math
+import re
 from urllib.parse import quote
 
-from pipeline.core.errors import ConfigError
 from pipeline.core.hub import is_hub_id
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.read.reader import ActivationStore
@@ -14,29 +13,21 @@ CARD_KEY = "README.md"
 _FRONT_MATTER = "---\ntags: [activations, interpretability, zarr]\nviewer: false\n---"
 _BEGIN = "<!-- begin activation store: python -m pipeline.push replaces the lines from here to the end mark -->"
 _END = "<!-- end activation store -->"
+_MARKED = re.compile(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", re.DOTALL)
 
 
 def card(store: ActivationStore, repo: str, revision: str, present: str) -> str:
-    """The text of the card. `present`: the repository's card, or nothing. Its text outside of the marks is kept.
-
-    Raises ConfigError if the end mark is missing.
-    """
+    """The text of the card. `present`: the repository's card, or nothing. Its text outside of the marks is kept."""
     description = f"{_BEGIN}\n{_description(store, repo, revision)}\n{_END}"
     text = present or f"{_FRONT_MATTER}\n# Activations of {_name(store.metadata, 'model')}\n"
-    if _BEGIN not in text:
-        return f"{text.rstrip()}\n\n{description}\n"
-    before, _, rest = text.partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not end:
-        raise ConfigError(f"{CARD_KEY} in {repo} has the mark {_BEGIN!r} without {_END!r} after it. Add the latter.")
-    return before + description + after
+    changed, count = _MARKED.subn(lambda _: description, text)
+    return changed if count else f"{text.rstrip()}\n\n{description}\n"
 
 
 def _description(store: ActivationStore, repo: str, revision: str) -> str:
     suffix = "" if revision == "main" else f"@{quote(revision, safe='')}"
     arrays = [
-        f"| `{name}` | {' x '.join(f'{n:,}' for n in array.shape)} | {array.dtype.name} "
-        f"| {math.prod(array.shape) * array.dtype.numpy_dtype.itemsize / 1e6:,.2f} |"
+        f"| `{name}` | {' x '.join(f'{n:,}' for n in array.shape)} | {array.dtype.name} |"
         for name, array in store.arrays.items()
     ]
     return f"""
@@ -50,8 +41,8 @@ Activations of `{_name(store.metadata, "model")}` on `{_name(store.metadata, "da
 | blocks | {len(store.blocks):,} |
 | fingerprint | `{store.metadata.fingerprint()}` |
 
-| array | shape | dtype | MB without compression |
-|---|---|---|---|
+| array | shape | dtype |
+|---|---|---|
 {chr(10).join(arrays)}
 
     from pipeline.store import ActivationStore

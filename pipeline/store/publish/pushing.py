@@ -7,7 +7,6 @@ uploads of folders only commit in several steps with Xet, and from a local folde
 """
 
 import hashlib
-import logging
 import os
 import re
 from collections import Counter
@@ -22,7 +21,6 @@ from pipeline.core.errors import ConfigError, StoreInvalid, StoreMismatch
 from pipeline.store.format.arrays import own_keys
 from pipeline.store.format.commits import COMMITS_PREFIX
 from pipeline.store.format.keys import JOBS_PREFIX
-from pipeline.store.format.layout import MIB
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
 from pipeline.store.format.tables import TABLES_PREFIX
 from pipeline.store.io.failures import VERIFY_REMEDY, storage_errors
@@ -33,14 +31,10 @@ from pipeline.store.publish.card import CARD_KEY, card
 from pipeline.store.publish.repository import open_repository
 from pipeline.store.read.reader import ActivationStore
 
-log = logging.getLogger("pipeline")
-
 # The Hub recommends 100 files per commit, but allows only 128 commits per hour. huggingface_hub's uploads of folders
-# start with this number, too. Small files are part of the commit's request.
+# start with this number, too.
 FILES_PER_COMMIT = 250
-_SMALL_BYTES_PER_COMMIT = 16 * MIB
 _GROUP, _REMOTE_GROUP = 50, 8  # objects that are uploaded together; those of a remote store are held in memory
-MAX_FILES, MAX_FOLDER_FILES = 100_000, 10_000  # in a repository and in a folder of it, as the Hub recommends
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _NOT_A_STORE = re.compile(r"README\.md|LICENSE.*|\.gitattributes")  # allowed in a repository for a new store
@@ -48,9 +42,7 @@ _NOT_A_STORE = re.compile(r"README\.md|LICENSE.*|\.gitattributes")  # allowed in
 Progress = Callable[[int, int], None]
 
 
-def push_store(
-    path: str, repo: str, branch: str = "main", private: bool | None = None, progress: Progress | None = None
-) -> str:
+def push_store(path: str, repo: str, branch: str, private: bool | None, progress: Progress) -> str:
     """Pushes the store at `path`, with a card, to a branch of a dataset repository. Creates these if needed. Returns a
     line about what was pushed.
 
@@ -81,13 +73,11 @@ def push_store(
         new = [file for file in group if _is_new(file, before.files.get(file.path_in_repo))]
         repository.upload(new)  # drops the content of large files
         pending += new
-        small_bytes = sum(file.upload_info.size for file in pending if file.path_or_fileobj != b"")
-        if len(pending) >= FILES_PER_COMMIT or small_bytes >= _SMALL_BYTES_PER_COMMIT:
+        if len(pending) >= FILES_PER_COMMIT:
             repository.commit(f"{len(pending)} objects of an activation store", [*pending, *first_root])
             pending, first_root = [], []
         num_done, num_new = num_done + len(group), num_new + len(new)
-        if progress is not None:
-            progress(num_done, len(keys))
+        progress(num_done, len(keys))
     last = [CommitOperationAdd(CARD_KEY, readme.encode()), CommitOperationAdd(ROOT_KEY, root.to_json())]
     pending += [file for file in last if _is_new(file, before.files.get(file.path_in_repo))]
     if pending:
@@ -100,13 +90,6 @@ def _keys_to_push(storage: Storage, root: StoreRoot) -> list[str]:
     arrays' metadata. Without leases, logs and leftovers of interrupted writes."""
     keys = [key for key in filter(own_keys(root), storage.list_keys()) if key != ROOT_KEY]
     keys = [key for key in keys if not key.endswith(LOCK_SUFFIX) and not key.startswith(JOBS_PREFIX)]
-    largest = max(Counter(key.rpartition("/")[0] for key in keys).values())
-    if len(keys) > MAX_FILES or largest > MAX_FOLDER_FILES:
-        log.warning(
-            f"{storage.path} has {len(keys):,} objects, {largest:,} of them in one folder, but the Hub recommends at "
-            f"most {MAX_FILES:,} files in a repository and {MAX_FOLDER_FILES:,} in a folder. A run with a larger "
-            "store.shard_mib writes fewer objects."
-        )
     return sorted(keys, key=lambda key: (key.endswith("/zarr.json"), key.startswith(COMMITS_PREFIX), key))
 
 
@@ -122,17 +105,14 @@ def _require_all(store: ActivationStore, keys: Sequence[str]) -> None:
 
 
 def _require_same_store(storage: Storage, root: StoreRoot, keys: Sequence[str], stored: HubFiles, repo: str) -> None:
-    """Raises StoreMismatch if the repository has something other than this store or a part of it."""
+    """Raises StoreMismatch, or StoreInvalid, if the repository has something other than this store or a part of it."""
     other = "Choose a different repository."
     text = stored.get(ROOT_KEY)
     if text is None:
         if others := [key for key in stored.files if not _NOT_A_STORE.fullmatch(key)]:
             raise StoreMismatch(f"repo={repo} has other files, e.g. {others[0]}, but no store. {other}")
         return
-    try:
-        pushed = StoreRoot.from_json(text, stored.url)
-    except StoreInvalid as error:
-        raise StoreMismatch(f"repo={repo} has a store that cannot be read or updated: {error}") from error
+    pushed = StoreRoot.from_json(text, stored.url)
     if pushed.metadata.fingerprint() != root.metadata.fingerprint():
         different = ", ".join(pair.key for pair in pushed.metadata.differences(root.metadata)[:3])
         raise StoreMismatch(f"repo={repo} has a store whose configuration differs in {different}. {other}")

@@ -25,8 +25,6 @@ from pipeline.store.read.buffers import Stores
 from pipeline.store.read.options import BatchOptions, Key
 from pipeline.store.read.reader import ActivationStore
 
-_GEOMETRY = ("num_streams", "rows_per_block", "length", "selected")
-
 
 @dataclass(frozen=True)
 class AlignedStores(HasBatches):
@@ -65,7 +63,7 @@ class AlignedStores(HasBatches):
 def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStores:
     """Opens two or more stores with the same tokens in the same rows, to be read together.
 
-    Compares the digests in the blocks' records.
+    Compares the digests in the blocks' records: those of the same values are equal.
 
     Raises StoreMismatch, naming the first difference, if the stores have different tokens; StoreError if one cannot be
     read; ArgumentError for fewer than two.
@@ -74,37 +72,27 @@ def open_aligned(stores: Sequence[StorageLike | ActivationStore]) -> AlignedStor
         raise ArgumentError(f"open_aligned takes a list of two or more stores, got {shown(stores)}")
     opened = tuple(store if isinstance(store, ActivationStore) else ActivationStore.open(store) for store in stores)
     for other in opened[1:]:
-        _require_same_geometry(opened[0], other)
-        _require_same_tokens(opened[0], other)
+        if difference := _difference(opened[0], other):
+            raise StoreMismatch(
+                f"{difference} differs between {opened[0].path} and {other.path}. Make both from the same data, with "
+                "the same tokenizer, batch, capture.positions, run.max_tokens and store.rows_per_block, and wait until "
+                "both jobs have finished."
+            )
     return AlignedStores(opened)
 
 
-def _require_same_geometry(store: ActivationStore, other: ActivationStore) -> None:
-    for name in _GEOMETRY:
-        ours, theirs = getattr(store._layout, name), getattr(other._layout, name)
-        if ours != theirs:
-            raise StoreMismatch(
-                f"{name} is {ours} in {store.path} and {theirs} in {other.path}, so their rows have different tokens. "
-                "Make both with the same data, tokenizer, batch, capture.positions and store.rows_per_block."
-            )
-
-
-def _require_same_tokens(store: ActivationStore, other: ActivationStore) -> None:
-    """Compares the digests in the blocks' records: those of the same values are equal. Raises StoreMismatch."""
-    has_same = store.metadata.tokenizer == other.metadata.tokenizer  # other tokenizers may give the same tokens, too
-    hint = "" if has_same else " Their tokenizers differ: use models with the same one, or set model.tokenizer of one."
+def _difference(store: ActivationStore, other: ActivationStore) -> str | None:
+    """What tells the tokens of two stores apart; None if nothing does."""
+    for name in ("num_streams", "rows_per_block", "length", "selected"):
+        if getattr(store._layout, name) != getattr(other._layout, name):
+            return name
     ours, theirs = (dict.fromkeys((block.stream, block.block) for block in each.blocks) for each in (store, other))
     for stream, block in ours.keys() ^ theirs.keys():
-        first, second = (store, other) if (stream, block) in ours else (other, store)
-        raise StoreMismatch(
-            f"block {block} of stream {stream} is in {first.path}, but not in {second.path}. Make both with the same "
-            f"run.max_tokens, and wait until both jobs have finished.{hint}"
-        )
+        return f"whether there is a block {block} of stream {stream}"
     names = [spec.name for spec in store._layout.side_arrays if spec is not LABELS_ARRAY]
     records = (read_commit_records(each.storage, list(ours)) for each in (store, other))
     for (stream, block), *pair in zip(ours, *records, strict=True):
-        if different := [name for name in names if pair[0].digests.get(name) != pair[1].digests.get(name)]:
-            raise StoreMismatch(
-                f"block {block} of stream {stream}: {different[0]} differs between {store.path} and {other.path}. Make "
-                f"both from the same data, with the same tokenizer and run.max_tokens.{hint}"
-            )
+        for name in names:
+            if pair[0].digests.get(name) != pair[1].digests.get(name):
+                return f"{name} of block {block} of stream {stream}"
+    return None

@@ -9,7 +9,6 @@
 There are two memories: batches are taken from one while the other is filled. Each arrow is a thread or several.
 """
 
-import base64
 import logging
 import math
 import zlib
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 # A shuffled reader warns if a buffer holds fewer pieces, each from one place in the store.
 MIN_PLACES = 32
 
-_warned: set[tuple[str, str]] = set()  # the store and text of each warning that was logged
-
 
 class BatchReader(Reader[Batch]):
     """Iterates over the batches of a store, or of several with the same tokens.
@@ -51,18 +48,14 @@ class BatchReader(Reader[Batch]):
         saved = _parsed(state, store_id)
         if "blocks" in saved:
             blocks = _covered(blocks, saved["blocks"], num_streams)
-        fixed_state = {"store": store_id, "blocks": _packed_counts(blocks, num_streams)}
+        counts = blocks.per_stream(num_streams).tolist()
         if (documents := options.token_filter.documents) is not None:
             blocks = blocks_with_documents(blocks, num_streams, np.array(documents, np.int64))
         self._options = options
         self._buffers = Buffers(stores, blocks[blocks.column("rows") > 0], options)
-        self._fixed_state = {
-            **fixed_state,
-            "order": self._order_checksum(),
-            "rank": options.rank,
-            "world": options.world,
-        }
-        position = _restored(saved, self._fixed_state) if "blocks" in saved else Position(saved["epoch"])
+        order = replace(self._buffers.order, block_rows=()), options.token_filter, options.batch_size, options.drop_last
+        self._fixed_state = {"store": store_id, "blocks": counts, "order": zlib.crc32(repr(order).encode())}
+        position = _restored(saved, self._fixed_state["order"])
         end, epochs = None, options.epochs
         if epochs is not None:  # at the end of a pass, nothing of it is left
             begins_pass = "blocks" not in saved or position.batch > 0
@@ -88,30 +81,21 @@ class BatchReader(Reader[Batch]):
 
     def state(self) -> dict[str, Any]:
         """The reader's position, as JSON values: epoch, batch, buffer, token, the number of blocks of each stream that
-        it reads, a checksum of everything else that the order depends on, rank, world, the store's identity and a
-        checksum of all this. It is valid as long as the store exists, also after an extension, for a reader with the
-        same arguments. A state {"epoch": 3} is the beginning of that epoch, for any rank and world."""
+        it reads, a checksum of everything else that the order depends on, the store's identity and a checksum of all
+        this. It is valid as long as the store exists, also after an extension, for a reader with the same arguments. A
+        state {"epoch": 3} is the beginning of that epoch, for any arguments."""
         return sealed(self._position.numbers | self._fixed_state)
 
-    def _order_checksum(self) -> int:
-        """Of what the order of tokens depends on, but for the blocks."""
-        options, order = self._options, replace(self._buffers.order, block_rows=(), rank=0, world=1)
-        values = (order, options.token_filter, options.batch_size, options.drop_last, *options.token_filter.labels)
-        return zlib.crc32(repr(values).encode())
-
-    def warn_of_few_places(self, path: str) -> None:
-        """Logs a warning if shuffling mixes tokens from only a few places in the store at `path`."""
+    def warn_of_few_places(self) -> None:
+        """Logs a warning if shuffling mixes tokens from only a few places in the store."""
         places, options, piece_mib = self._buffers.order.pieces_per_buffer, self._options, self._buffers.piece_mib
         if options.shuffle and places < min(MIN_PLACES, self._buffers.num_pieces // options.world):
-            warning = (
+            log.warning(
                 f"a buffer of {options.buffer_mib:g} MiB shuffles tokens from only {places} places in the store, "
                 f"{piece_mib:.0f} MiB each, so a batch has few documents. Use "
                 f"buffer_mib={math.ceil(MIN_PLACES * piece_mib)} for {MIN_PLACES} places (there are two buffers), or "
                 "fewer keys."
             )
-            if (path, warning) not in _warned:
-                _warned.add((path, warning))
-                log.warning(warning)
 
 
 def _parsed(state: Mapping[str, Any] | None, store_id: str) -> dict[str, Any]:
@@ -125,40 +109,26 @@ def _parsed(state: Mapping[str, Any] | None, store_id: str) -> dict[str, Any]:
     return content
 
 
-def _packed_counts(blocks: BlockTable, num_streams: int) -> str:
-    """The number of blocks of each stream, for a state."""
-    counts = blocks.per_stream(num_streams).astype("<u4")
-    return base64.b64encode(zlib.compress(counts.tobytes())).decode()
-
-
-def _covered(blocks: BlockTable, packed_counts: str, num_streams: int) -> BlockTable:
-    """Those of the store's blocks that a state covers. Raises ArgumentError if some are missing."""
-    counts = np.frombuffer(zlib.decompress(base64.b64decode(packed_counts)), "<u4")
-    if (counts > blocks.per_stream(num_streams)).any():
+def _covered(blocks: BlockTable, counts: Sequence[int], num_streams: int) -> BlockTable:
+    """The first `counts` blocks of each stream. Raises ArgumentError if some are missing."""
+    if (np.array(counts) > blocks.per_stream(num_streams)).any():
         raise ArgumentError(
             "the state covers blocks that were committed after this store was opened. Open it again, or use refresh()."
         )
-    return blocks.first_blocks(counts)
+    return blocks.first_blocks(np.array(counts))
 
 
-def _restored(state: Mapping[str, Any], own: Mapping[str, Any]) -> Position:
-    """The position from an earlier reader's state. own: this reader's `_fixed_state`. Raises ArgumentError if that
-    reader had different options."""
-    if state["order"] != own["order"]:
+def _restored(state: Mapping[str, Any], order: int) -> Position:
+    """The position of a parsed state. Raises ArgumentError if it is in a different order."""
+    if "blocks" not in state:
+        return Position(state["epoch"])
+    if state["order"] != order:
         raise ArgumentError(
             "the state belongs to a different reader configuration: the order of tokens depends on the keys, "
-            "batch_size, seed, filter, outputs and buffer_mib. Use those of the reader that the state came from, "
-            "or start again without a state."
+            "batch_size, seed, filter, outputs, buffer_mib, rank and world. Use those of the reader that the state "
+            f"came from, or begin an epoch: state={{'epoch': {state['epoch'] + 1}}}."
         )
-    position = Position.of(state)
-    if position.batch and any(state[name] != own[name] for name in ("rank", "world")):
-        raise ArgumentError(
-            f"the state is from rank {state['rank']} of {state['world']}, after {position.batch} batches of epoch "
-            f"{position.epoch}; this reader is rank {own['rank']} of {own['world']}, which reads a different share "
-            "of the epoch. Finish the epoch with the old rank and world, and then begin the next one: "
-            f"state={{'epoch': {position.epoch + 1}}}."
-        )
-    return position
+    return Position.of(state)
 
 
 class HasBatches:
@@ -228,7 +198,7 @@ class HasBatches:
         )
         stores, blocks = self._stored(keys, options, normalisation)
         reader = BatchReader(stores, blocks, options, state)
-        reader.warn_of_few_places(stores[0][0].storage.path)
+        reader.warn_of_few_places()
         return reader
 
     def _stored(self, keys: Any, options: BatchOptions, normalisation: Any) -> tuple[Stores, BlockTable]:

@@ -1,11 +1,10 @@
 """Reads pieces of blocks, from one store or several with the same tokens, into the memories of buffers."""
 
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cached_property, partial
-from itertools import count
+from itertools import chain, count, cycle, pairwise
 
 import numpy as np
 from jaxtyping import Int64
@@ -27,11 +26,8 @@ WINDOW_MIB = 64.0
 # Without shuffling, a buffer of this size is enough to read ahead.
 SEQUENTIAL_BUFFER_MIB = 64.0
 
-# If tokens are selected, side arrays of all positions are read, this much at a time, and reduced to the selected ones.
+# How much of all positions' side arrays is read at a time. If tokens are selected, it is then reduced to these.
 WHOLE_MIB = 64.0
-
-# How many blocks' side arrays are read at a time to count tokens.
-BLOCKS_COUNTED_AT_ONCE = 64
 
 _Kept = dict[int, tuple[int, Sequence[dict[str, np.ndarray]]]]
 """By block: its window, and for each store its arrays [rows, S, ...] by name."""
@@ -63,22 +59,15 @@ class Buffers:
         pieces, sides = ([reads.another(most) for reads in self._reads] for most in (REMOTE_PIECES, REMOTE_REQUESTS))
         fill = partial(self._fill, pieces, sides, {})
         rows = self.order.piece_rows * min(self.order.pieces_per_buffer, self.num_pieces)
-        free = [TokenMemory(self.arrays, rows) for _ in range(2)]
-        started: deque[tuple[Filling, TokenMemory, Future[list[Future[None]]]]] = deque()
+        memories = cycle([TokenMemory(self.arrays, rows) for _ in range(2)])
         filler = ThreadPoolExecutor(1, thread_name_prefix="fill")
         try:
-            for filling in self._fillings(start, end):
-                memory = free.pop()
-                task = filler.submit(fill, memory, filling)
-                started.append((filling, memory, task))
-                if len(started) > 1:
-                    before, memory, task = started.popleft()
-                    _wait(task)
-                    yield before, memory, before.epoch != filling.epoch
-                    free.append(memory)
-            for filling, memory, task in started:
-                _wait(task)
-                yield filling, memory, True
+            fillings = zip(self._fillings(start, end), memories, strict=False)
+            started = ((filling, memory, filler.submit(fill, memory, filling)) for filling, memory in fillings)
+            for (filling, memory, task), following in pairwise(chain(started, [None])):
+                for check in task.result():
+                    check.result()
+                yield filling, memory, following is None or following[0].epoch != filling.epoch
         finally:
             # Without waiting, since a dropped reader may be garbage-collected in one of these threads. The threads that
             # read shards are not shut down here: garbage collection may run in `filler` while it submits to them and
@@ -105,7 +94,7 @@ class Buffers:
         """How many batches every rank has in an epoch; None if ranks need not have the same number."""
         if self._options.world == 1 or self._options.epochs is None:
             return None
-        tokens = min(self.order.tokens_per_rank(epoch, self._block_tokens, self._count_tokens))
+        tokens = min(self.order.tokens_per_rank(epoch, self._piece_tokens))
         if tokens < self._options.batch_size:
             refuse_epoch(tokens, self._options)
         return tokens // self._options.batch_size
@@ -116,25 +105,17 @@ class Buffers:
             raise TypeError("a reader with a token_filter has no length: only reading tells how many tokens pass it")
         if self._options.world > 1:
             return sum(map(self.max_batches, epochs))
-        tokens, size = int(self._block_tokens.sum()), self._options.batch_size
+        tokens, size = self._blocks.total("activations"), self._options.batch_size
         return (tokens // size if self._options.drop_last else -(-tokens // size)) * len(epochs)
 
     @cached_property
-    def _block_tokens(self) -> Int64[np.ndarray, " blocks"]:
-        """How many tokens of each block pass the filter. With a filter, reads the segments of the whole store, once."""
-        if not self._options.token_filter.side_arrays:
-            return self._blocks.column("activations")
-        return np.array([sum(pieces) for pieces in self._count_tokens(range(len(self._blocks)))], np.int64)
-
-    def _count_tokens(self, blocks: Sequence[int]) -> list[list[int]]:
-        """How many tokens of each piece of the given blocks pass the filter."""
+    def _piece_tokens(self) -> list[Int64[np.ndarray, " pieces"]]:
+        """How many tokens of each piece of each block pass the filter. Reads the segments of the whole store, once."""
         token_filter, counts = self._options.token_filter, []
-        names, table = ("segments", *token_filter.side_arrays), self._blocks[np.array(blocks, np.int64)]
-        for start in range(0, len(table), BLOCKS_COUNTED_AT_ONCE):
-            some = table[start : start + BLOCKS_COUNTED_AT_ONCE]
-            for side_arrays in read_block_arrays(self._reads[0], names, some):
-                per_row = token_filter.keeps(side_arrays).sum(axis=1)
-                counts.append(np.add.reduceat(per_row, range(0, len(per_row), self.order.piece_rows)).tolist())
+        names = ("segments", *token_filter.side_arrays)
+        for side_arrays in read_block_arrays(self._reads[0], names, self._blocks):
+            per_row = token_filter.keeps(side_arrays).sum(axis=1)
+            counts.append(np.add.reduceat(per_row, range(0, len(per_row), self.order.piece_rows)))
         return counts
 
     def _fill(
@@ -192,18 +173,17 @@ class Buffers:
             row += piece.num_rows
 
 
-def read_block_arrays(reads: ShardReads, names: Sequence[str], blocks: BlockTable) -> list[dict[str, np.ndarray]]:
+def read_block_arrays(reads: ShardReads, names: Sequence[str], blocks: BlockTable) -> Iterator[dict[str, np.ndarray]]:
     """Side arrays, outputs and `COMPLETIONS` of the given blocks, at the slots for activations: [rows, S] or
     [rows, S, k] by name.
 
     Raises StoreError if an array is damaged or missing, and for `COMPLETIONS` in a store without them.
     """
-    layout, at_once = reads.layout, len(blocks) or 1
-    if layout.selected is not None:
-        row_bytes = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.length
-        at_once = max(1, int(WHOLE_MIB * MIB / (row_bytes * layout.rows_per_block)))
-    parts = (blocks[start : start + at_once] for start in range(0, len(blocks), at_once))
-    return [arrays for part in parts for arrays in _read_some(reads, set(names), part)]
+    layout = reads.layout
+    block_bytes = sum(spec.position_bytes for spec in SIDE_ARRAYS) * layout.length * layout.rows_per_block
+    at_once = max(1, int(WHOLE_MIB * MIB / block_bytes))
+    for start in range(0, len(blocks), at_once):
+        yield from _read_some(reads, set(names), blocks[start : start + at_once])
 
 
 def _read_some(reads: ShardReads, names: set[str], blocks: BlockTable) -> list[dict[str, np.ndarray]]:
@@ -227,11 +207,6 @@ def _read_some(reads: ShardReads, names: set[str], blocks: BlockTable) -> list[d
         {name: of_block.pop(name) for name in outputs & of_block.keys()} | slot_side_arrays(of_block)
         for of_block in arrays
     ]
-
-
-def _wait(task: Future[list[Future[None]]]) -> None:
-    for check in task.result():
-        check.result()
 
 
 def reading_order(blocks: BlockTable, stores: Sequence[BatchArrays], options: BatchOptions) -> ReadingOrder:

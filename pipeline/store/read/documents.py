@@ -1,6 +1,5 @@
 """The documents of a store: their table, and the location of one document, given its number or id."""
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,14 +21,6 @@ from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.features import FeatureBatch
 from pipeline.store.read.rows import slot_side_arrays
-
-log = logging.getLogger("pipeline")
-
-_MANY_TABLES = 1000
-_MANY_READ = (
-    "%s: finding an id requires reading the document tables of %d blocks. To avoid that, write an index of ids: "
-    "python -m pipeline.finalize index=true store.path=%s"
-)
 
 
 @dataclass(frozen=True)
@@ -144,8 +135,6 @@ class StoredDocuments:
     def _not_indexed(self) -> pa.Table:
         """The document tables of the blocks that the index of ids does not cover."""
         if self._ids is None:
-            if len(self._blocks) > _MANY_TABLES and self._storage.is_remote:
-                log.warning(_MANY_READ, self._storage.path, len(self._blocks), self._storage.path)
             return self.table
         return self.read(self._blocks[np.flatnonzero(~self._ids.covers(self._blocks))])
 
@@ -171,24 +160,21 @@ class StoredDocuments:
         numbers, first = np.unique(documents["document"].to_numpy(), return_index=True)
         return Labels(column, numbers, values.to_numpy()[first])
 
-    def with_number(self, number: int, blocks: BlockTable) -> pa.Table:
-        """A document's rows in the blocks' document tables. Raises StoreError if it has none."""
-        return self._one_document(self.read(blocks), "document", number)
-
-    def with_id(self, id: str) -> pa.Table:
-        """A document's rows in the document tables of all blocks. Reads those of the blocks that may contain the id
-        according to the index of ids, and of all blocks without one. Raises StoreError unless exactly one document has
-        the id."""
-        hits = BlockTable() if self._ids is None else self._ids.find(id, self._blocks)
-        return self._one_document(_joined([self._not_indexed, self.read(hits)]), "id", id)
-
-    def _one_document(self, table: pa.Table, column: str, value: str | int) -> pa.Table:
-        entries = table.filter(pc.equal(table[column], value))
+    def find(self, document: str | int) -> tuple[int, str]:
+        """The number and the id of the document with this id or number. For an id, reads the document tables of those
+        blocks that may contain it according to the index of ids, and of all blocks without an index. Raises StoreError
+        unless exactly one document has it."""
+        if isinstance(document, str):
+            column, hits = "id", BlockTable() if self._ids is None else self._ids.find(document, self._blocks)
+            table = _joined([self._not_indexed, self.read(hits)])
+        else:
+            column, table = "document", self.read(self.blocks_with(document))
+        entries = table.filter(pc.equal(table[column], document))
         numbers = pc.unique(entries["document"]).to_pylist()
         if len(numbers) != 1:
             hint = f"documents {sorted(numbers)} have it; pass a number" if numbers else "no document has it"
-            raise StoreError(f"{column} {value!r} in the store {self._storage.path}: {hint}. See store.documents().")
-        return entries
+            raise StoreError(f"{column} {document!r} in the store {self._storage.path}: {hint}. See store.documents().")
+        return numbers[0], entries["id"][0].as_py()
 
 
 def _joined(tables: Sequence[pa.Table]) -> pa.Table:

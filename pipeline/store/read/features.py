@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float32, Int64
 
 from pipeline.store.format.layout import FEATURE_PARTS
-from pipeline.store.read.frameworks import Framework, scattered, to_numpy
+from pipeline.store.read.frameworks import Framework, converter, parsed_dtype, to_numpy
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,11 @@ class FeatureBatch:
 
     def dense(self) -> Any:
         """The values of all features, [n, F], in the dtype of `value`; features that are not stored are 0."""
-        return scattered(self.index, self.value, self.width, self.framework)
+        index, value = to_numpy(self.index, self.framework), to_numpy(self.value, self.framework)
+        out = np.zeros((len(index), self.width), value.dtype)
+        rows, slots = np.nonzero(index >= 0)
+        out[rows, index[rows, slots]] = value[rows, slots]
+        return converter(self.framework, parsed_dtype(self.value.dtype))(out)
 
     def csr(self) -> tuple[Float32[np.ndarray, " nnz"], Int64[np.ndarray, " nnz"], Int64[np.ndarray, " n+1"]]:
         """data, indices and indptr of a sparse CSR matrix [n, F], as numpy arrays. Each token's indices are sorted.

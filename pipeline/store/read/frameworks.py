@@ -4,7 +4,6 @@ Shapes: n tokens per batch, k stored features per token.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from typing import Any
 
@@ -71,28 +70,17 @@ def converter(framework: Framework, dtype: str | None = None, pin_memory: bool =
     torch shares the array's memory (with `pin_memory` it is copied to page-locked memory), and JAX on CPU does where it
     can. Without `jax_enable_x64` JAX has no int64, and int64 arrays (document numbers) stay numpy arrays.
     """
-    # In a thread, which Ctrl-C does not interrupt: an interrupted import of torch crashes the process at the next one.
-    convert = ThreadPoolExecutor(1, "import").submit(_converter, framework, pin_memory).result()
-    return lambda array: convert(cast(array, dtype, framework))
-
-
-def _converter(framework: Framework, pin_memory: bool) -> Callable[[np.ndarray], Any]:
     match framework:
         case Framework.numpy:
-            return lambda array: array
+            return lambda array: cast(array, dtype)
         case Framework.torch:
-            try:
-                import torch
-            except ModuleNotFoundError as error:
-                raise ImportError(
-                    'framework="torch" needs PyTorch, which is not installed. Install it (pip install torch), or use '
-                    'framework="numpy".'
-                ) from error
+            import torch
 
             if pin_memory and not torch.cuda.is_available():
                 raise ArgumentError("pin_memory=True needs a GPU with CUDA, but torch finds none. Remove it.")
 
             def to_torch(array: np.ndarray) -> torch.Tensor:
+                array = cast(array, dtype, framework)
                 has_buffer = array.dtype.name not in _WITHOUT_BUFFER
                 tensor = torch.from_numpy(array if has_buffer else array.view(f"i{array.dtype.itemsize}"))
                 tensor = tensor.pin_memory() if pin_memory else tensor
@@ -103,6 +91,7 @@ def _converter(framework: Framework, pin_memory: bool) -> Callable[[np.ndarray],
             import jax
 
             def to_jax(array: np.ndarray) -> np.ndarray | jax.Array:
+                array = cast(array, dtype, framework)
                 if array.dtype == np.int64 and not jax.config.jax_enable_x64:
                     return array
                 return jax.device_put(array)
@@ -115,24 +104,3 @@ def to_numpy(array: Any, framework: Framework) -> np.ndarray:
     if framework is Framework.torch:
         return (array.float() if array.is_floating_point() else array).numpy(force=True)
     return np.asarray(array)
-
-
-def scattered(index: Any, value: Any, width: int, framework: Framework) -> Any:
-    """[n, width]: row i has value[i, j] at index[i, j], and 0 elsewhere.
-
-    index, value: [n, k], arrays of the framework. An index of -1, whose value is 0, is ignored. The other indices of a
-    row are distinct.
-    """
-    match framework:
-        case Framework.numpy:
-            out = np.zeros((len(index), width), value.dtype)
-            rows, slots = np.nonzero(index >= 0)
-            out[rows, index[rows, slots]] = value[rows, slots]
-            return out
-        case Framework.torch:
-            return value.new_zeros((len(index), width)).scatter_add(1, index.clamp(min=0).long(), value)
-        case Framework.jax:
-            import jax.numpy as jnp
-
-            rows = np.arange(len(index))[:, None]
-            return jnp.zeros((len(index), width), value.dtype).at[rows, index.clip(0)].add(value)

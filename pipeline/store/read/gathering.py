@@ -116,18 +116,15 @@ class TokenMemory:
         """New memory for a batch of `num_tokens` tokens, for each store by name. stack: that of activations is a part
         of `STACKED`."""
         memory: list[dict[str, np.ndarray]] = []
-        try:
-            for store, arrays in zip(self._stores, self.arrays, strict=True):
-                batch = {}
-                if stack:
-                    first, shape = arrays[store.names[0]], (num_tokens, len(store.names))
-                    batch[STACKED] = aligned_empty((*shape, *first.shape[2:]), first.dtype)
-                    batch |= {name: batch[STACKED][:, k] for k, name in enumerate(store.names)}
-                for name in arrays.keys() - batch.keys():
-                    batch[name] = aligned_empty((num_tokens, *arrays[name].shape[2:]), arrays[name].dtype)
-                memory.append(batch)
-        except (MemoryError, ValueError) as error:
-            raise ArgumentError(f"batch_size is {num_tokens}: a batch would not fit into memory. Lower it.") from error
+        for store, arrays in zip(self._stores, self.arrays, strict=True):
+            batch = {}
+            if stack:
+                first, shape = arrays[store.names[0]], (num_tokens, len(store.names))
+                batch[STACKED] = aligned_empty((*shape, *first.shape[2:]), first.dtype)
+                batch |= {name: batch[STACKED][:, k] for k, name in enumerate(store.names)}
+            for name in arrays.keys() - batch.keys():
+                batch[name] = aligned_empty((num_tokens, *arrays[name].shape[2:]), arrays[name].dtype)
+            memory.append(batch)
         return memory
 
     def gather(self, start: int, stop: int, out: Sequence[Mapping[str, np.ndarray]], at: int) -> None:
@@ -168,9 +165,10 @@ def gathered(
         for batch in _submitted(gatherers, filled, start, _batch_maker(stores, options), options, limit):
             ahead.append(batch)
             if len(ahead) > AHEAD:
-                yield _done(ahead.popleft())
-        while ahead:
-            yield _done(ahead.popleft())
+                gathered, after = ahead.popleft()
+                yield gathered.result(), after
+        for gathered, after in ahead:
+            yield gathered.result(), after
     finally:  # without waiting, since a dropped reader may be garbage-collected in one of these threads
         gatherers.shutdown(wait=False, cancel_futures=True)
 
@@ -251,14 +249,10 @@ def _batch_maker(
 
 def refuse_epoch(num_tokens: int, options: BatchOptions) -> NoReturn:
     """Raises ArgumentError for an epoch with so few tokens that it has no batch."""
-    size, world = options.batch_size, options.world
-    if world > 1:
-        raise ArgumentError(
-            f"one of {world} readers has {num_tokens} tokens in an epoch, less than one batch of {size}. Use fewer "
-            "readers or a smaller batch_size."
-        )
-    remedy = "Use a smaller batch_size." if num_tokens else "The store is empty, or no token passes the filter."
-    raise ArgumentError(f"an epoch has {num_tokens} tokens, less than one batch of {size}. {remedy}")
+    raise ArgumentError(
+        f"an epoch has {num_tokens} tokens for one of {options.world} readers, less than one batch of "
+        f"{options.batch_size}. Use fewer readers, a smaller batch_size, or a token_filter that passes more."
+    )
 
 
 def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, Statistics]:
@@ -273,7 +267,3 @@ def sample_statistics(batches: Iterator[Batch], num_tokens: int) -> dict[str, St
     if not parts:
         raise ArgumentError("no token passes the filter: nothing to sample. Allow more tokens.")
     return {name: merge(part[name] for part in parts) for name in parts[0]}
-
-
-def _done(started: tuple[Future[Batch], Position]) -> tuple[Batch, Position]:
-    return started[0].result(), started[1]

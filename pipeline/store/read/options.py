@@ -5,7 +5,6 @@ Shapes: T positions per row.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
@@ -33,13 +32,6 @@ _FLAGS = ("shuffle", "stack", "features", "pin_memory", "drop_last", "labels")
 COMPLETIONS = "completions"  # the name of an additional side array: whether a slot holds a completion's token
 
 
-class Part(StrEnum):
-    """The part of a document with a completion (data=generate)."""
-
-    prompt = "prompt"
-    completion = "completion"
-
-
 @dataclass(frozen=True)
 class TokenFilter:
     """Which tokens to leave out, in addition to padding.
@@ -49,7 +41,7 @@ class TokenFilter:
     row has several windows.
     norms: the minimum and maximum L2 norm, by array name. A token is left out if any of its activations is outside.
     `store.statistics(...).norm_quantile` gives suitable limits.
-    part: keep only tokens of prompts, or only tokens of completions.
+    part: "prompt" or "completion": keep only the tokens of prompts, or of completions (data=generate).
     documents: keep only tokens of these documents, by number; None for all. Other blocks are not read.
     labels: keep only tokens with these labels (data.messages): `written` by the assistant, one of the given roles, and
     one of the given parts, as in `capture.labels`.
@@ -58,17 +50,16 @@ class TokenFilter:
     drop_tokens: tuple[int, ...] = ()
     skip_first: int = 0
     norms: Limits = field(default_factory=dict)
-    part: Part | str | None = None
+    part: str | None = None
     documents: tuple[int, ...] | None = None
-    labels: tuple[str, ...] = field(default=(), repr=False)  # earlier states of readers have no labels in the repr
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", tuple(sorted(names("labels", self.labels))))
         if unknown := [word for word in self.labels if word not in WORDS]:
             raise ArgumentError(f"labels contains {shown(unknown[0])}. Choose from {', '.join(WORDS)}.")
-        if self.part is not None and not (isinstance(self.part, str) and self.part in list(Part)):
-            raise ArgumentError(f"part is {shown(self.part)}. Choose one of {', '.join(Part)}, or None.")
-        object.__setattr__(self, "part", None if self.part is None else Part(self.part))
+        if self.part is not None and not (isinstance(self.part, str) and self.part in ("prompt", "completion")):
+            raise ArgumentError(f"part is {shown(self.part)}. Choose one of prompt, completion, or None.")
         # Plain numbers in a fixed order: a reader's state has a checksum of the repr, so equal filters need equal ones.
         given = items("drop_tokens", self.drop_tokens, "a list of token ids")
         tokens = tuple(integer("an entry of drop_tokens", token, most=_MAX_TOKEN) for token in given)
@@ -103,7 +94,7 @@ class TokenFilter:
         if self.documents is not None:
             keep &= np.isin(side_arrays["documents"], self.documents)
         if self.part is not None:
-            keep &= side_arrays[COMPLETIONS] == (self.part is Part.completion)
+            keep &= side_arrays[COMPLETIONS] == (self.part == "completion")
         if self.labels:
             keep &= chosen(self.labels, side_arrays[LABELS_ARRAY.name])
         return keep
@@ -136,7 +127,10 @@ class BatchOptions:
     def __post_init__(self) -> None:
         parsed: dict[str, Any] = {"framework": parsed_framework(self.framework), "dtype": parsed_dtype(self.dtype)}
         parsed |= {name: flag(name, getattr(self, name)) for name in _FLAGS}
-        parsed |= {"batch_size": integer("batch_size", self.batch_size, 1), "seed": integer("seed", self.seed)}
+        parsed |= {
+            "batch_size": integer("batch_size", self.batch_size, 1, _MAX_TOKEN),
+            "seed": integer("seed", self.seed),
+        }
         parsed |= {"rank": integer("rank", self.rank), "world": integer("world", self.world, 1, _MAX_WORLD)}
         parsed["epochs"] = None if self.epochs is None else integer("epochs", self.epochs, 1)
         parsed["token_filter"] = TokenFilter() if self.token_filter is None else self.token_filter

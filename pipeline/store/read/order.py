@@ -5,9 +5,9 @@ in random order, so that only the side arrays of one window need to be in memory
 `pieces_per_buffer` pieces and yields their tokens in random order. Without a seed, everything is in storage order.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -80,24 +80,12 @@ class ReadingOrder:
         """The slots of a filled buffer, in the order in which batches use them."""
         return slots[self._permuted(len(slots), filling.epoch, _TOKENS, self.rank, filling.index)]
 
-    def tokens_per_rank(
-        self, epoch: int, block_tokens: Int64[np.ndarray, " blocks"], count: Callable[[list[int]], list[list[int]]]
-    ) -> list[int]:
-        """How many tokens each rank has in an epoch.
-
-        block_tokens: the number of tokens of each block. count: returns the number of tokens of each piece of the given
-        blocks; it is called with those that ranks share.
-        """
-        blocks, ends, *_ = self._share(epoch)
-        sums = np.cumsum([0, *block_tokens[blocks]])
-        ends = np.array([0, *ends])
-        bounds = np.array([int(ends[-1]) * rank // self.world for rank in range(self.world + 1)])
-        whole_blocks = np.searchsorted(ends, bounds, side="right") - 1  # how many end before each bound
-        split = np.flatnonzero(bounds > ends[whole_blocks])
-        tokens = sums[whole_blocks]
-        for i, pieces in zip(split.tolist(), count(blocks[whole_blocks[split]].tolist()), strict=True):
-            tokens[i] += sum(pieces[: bounds[i] - ends[whole_blocks[i]]])
-        return np.diff(tokens).tolist()
+    def tokens_per_rank(self, epoch: int, block_tokens: Sequence[Int64[np.ndarray, " pieces"]]) -> list[int]:
+        """How many tokens each rank has in an epoch. block_tokens: how many each piece of each block has."""
+        blocks, *_ = self._share(epoch)
+        sums = np.cumsum([0, *chain.from_iterable(block_tokens[block] for block in blocks.tolist())])
+        bounds = [(len(sums) - 1) * rank // self.world for rank in range(self.world + 1)]
+        return np.diff(sums[bounds]).tolist()
 
     def _share(self, epoch: int) -> tuple[Int64[np.ndarray, " blocks"], Int64[np.ndarray, " blocks"], int, int]:
         """The epoch's blocks in order, the number of pieces up to and including each, and the range of this rank's

@@ -21,7 +21,6 @@ from typing import Any, SupportsIndex
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import tensorstore as ts
 from jaxtyping import Int16, Int32, Int64
 
@@ -151,16 +150,14 @@ class ActivationStore(HasBatches, HasStatistics):
         """The numbers of the stored rows, ascending. All other rows of an array are padding."""
         return self._rows.numbers
 
-    def documents(self, columns: Sequence[str] | None = None, blocks: BlockTable | None = None) -> pa.Table:
+    def documents(self, columns: Sequence[str] | None = None) -> pa.Table:
         """The document tables: one row per document and block with tokens of it.
 
         The columns are stream, block and those of `_documents`: document, id, source, index, n_tokens, n_cut,
-        first_token, last_token, and the source's own. columns, blocks: read only these; None for all.
+        first_token, last_token, and the source's own. columns: read only these; None for all.
         """
         columns = None if columns is None else arguments.names("columns", columns)
-        if not (blocks is None or isinstance(blocks, BlockTable)):
-            raise ArgumentError(f"blocks is {shown(blocks)}, expected store.blocks or a part of it.")
-        table = self._documents.read(blocks, columns)
+        table = self._documents.read(columns=columns)
         self._reads.require_same_store()
         return table
 
@@ -177,7 +174,7 @@ class ActivationStore(HasBatches, HasStatistics):
         """Activations [n, S, D] of n rows ([S, D] for one), zeros where there is no token.
 
         key: the array, e.g. "blocks.2.resid_post".
-        rows: row numbers, as in `store.rows`, or a mask of these; a slice selects the stored rows in its range.
+        rows: row numbers, as in `store.rows`; a slice selects the stored rows in its range.
         dtype: None for the store's, but float32 if that is narrower; "stored"; or another floating-point dtype. Raises
         StoreError for a row that is not stored or damaged.
         """
@@ -267,30 +264,17 @@ class ActivationStore(HasBatches, HasStatistics):
         A document longer than a row consists of several windows, each computed separately; they are concatenated.
         Raises StoreError for an unknown id or number, or an id that several documents have.
         """
-        names = [key.name for key in self._keys(keys)]
-        number, dtype = None if isinstance(id, str) else integer("id", id), parsed_dtype(dtype)
-        documents = self._documents
-        by_id = documents.with_id(id) if isinstance(id, str) else None
-        number = number if by_id is None else by_id["document"][0].as_py()
-        blocks = documents.blocks_with(number)
-        rows = self._rows.row_numbers(blocks)
+        names, dtype = [key.name for key in self._keys(keys)], parsed_dtype(dtype)
+        number, id = self._documents.find(id if isinstance(id, str) else integer("id", id))
+        rows = self._rows.row_numbers(self._documents.blocks_with(number))
         specs = (spec for spec in self._layout.side_arrays if spec is not SEGMENTS)
-        side_reads = {spec.name: self._rows.start(spec.name, rows) for spec in specs}  # while the table is read
-        entries = documents.with_number(number, blocks) if by_id is None else by_id
-        expected = pc.sum(pc.subtract(entries["last_token"], entries["first_token"])).as_py()
-        slots, fields = document_slots(number, rows, {name: read.wait() for name, read in side_reads.items()})
-        if (found := len(fields["text"])) != expected:
-            raise StoreError(f"{self.path} has {found} tokens of document {number}, expected {expected}.")
+        slots, fields = document_slots(number, rows, self._rows.read([spec.name for spec in specs], rows))
         outputs = [spec.name for spec in self._layout.outputs]
         values = self._rows.read([*names, *outputs], fields["rows"], slots)
         values = {name: cast(array, dtype) for name, array in values.items()}
         activations, outputs = ByName((name, values[name]) for name in names), {name: values[name] for name in outputs}
-        id, features = entries["id"][0].as_py(), feature_batches(self._feature_widths, outputs)
+        features = feature_batches(self._feature_widths, outputs)
         return DocumentActivations(number, id, activations, outputs, features, **fields)
-
-    def __getitem__(self, key: Key) -> "StoredArray":
-        """One array, whose rows are read when it is indexed: store["blocks.2.resid_post"][5]."""
-        return StoredArray(self, self._names.key(key))
 
     def _stored(
         self,
@@ -335,27 +319,3 @@ def _storage(address: StorageLike) -> Storage:
 
 def _unpickled(path: str, root: StoreRoot, blocks: BlockTable) -> ActivationStore:
     return ActivationStore(_storage(path), root, blocks)
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """An array of activations in a store. Indexing reads its rows, as `ActivationStore.read` does."""
-
-    store: ActivationStore
-    key: ActivationKey
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[rows, S, D]. Only the rows in `store.rows` are stored."""
-        return self.store.arrays[self.key.name].shape
-
-    def __getitem__(self, index: Rows | tuple[Any, ...]) -> np.ndarray:
-        rows, *rest = index if isinstance(index, tuple) and index else (index,)
-        values = self.store.read(self.key, rows)
-        try:
-            return values[tuple(rest)] if is_one_row(rows) else values[(slice(None), *rest)]
-        except (IndexError, TypeError, ValueError) as error:
-            raise ArgumentError(f"the index {shown(index)} does not fit {self.key.name}: {error}.") from error
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.asarray(self[:], dtype)

@@ -5,9 +5,8 @@ are -1 in `selected`).
 """
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from functools import cached_property
-from typing import NamedTuple, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -21,19 +20,6 @@ from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.read.shard_reads import ShardReads
 
 Rows = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray
-
-
-class StartedRead(NamedTuple):
-    """Values that are being read."""
-
-    values: np.ndarray
-    reads: Sequence[Future[None]]
-
-    def wait(self) -> np.ndarray:
-        """The values. Raises StoreError."""
-        for read in self.reads:
-            read.result()
-        return self.values
 
 
 class StoredRows:
@@ -87,12 +73,10 @@ class StoredRows:
             index = np.asarray(rows)
         except Exception as error:  # whatever a wrong object's conversion raises
             raise ArgumentError(f"rows is {shown(rows)}, expected row numbers.") from error
-        if index.dtype == bool and index.shape == (self._num_rows.sum(),):
-            return self.numbers[index]
         if index.ndim > 1 or (index.size and index.dtype.kind not in "iu"):
             raise StoreError(
-                f"rows have the shape {list(index.shape)} and dtype {index.dtype}; expected a row number, a list of "
-                f"them, a slice, or a mask of the {self._num_rows.sum()} rows of the store {self._reads.storage.path}."
+                f"rows have the shape {list(index.shape)} and dtype {index.dtype}; expected a row number of the store "
+                f"{self._reads.storage.path}, a list of them, or a slice. For a mask, use store.rows[mask]."
             )
         given, numbers = np.atleast_1d(index), np.atleast_1d(index).astype(np.int64)
         absent = given[(numbers != given) | ~self._are_stored(numbers)][:8].tolist()
@@ -101,27 +85,22 @@ class StoredRows:
             raise StoreError(f"rows {absent} are not in the store {path}; `rows` lists those that are.")
         return numbers
 
-    def start(
-        self, name: str, rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"] | None = None
-    ) -> StartedRead:
-        """Starts reading an array's rows in any order, [n, S, ...], or one slot of each, [n, ...]."""
-        values = self._reads.memory(name, len(rows) if slots is None else 1)
-        num_slots, *sizes = values.shape[1:]
-        if slots is not None:
-            values = np.empty((len(rows), *sizes), values.dtype)
-        wanted = rows[:, None] * num_slots + (np.arange(num_slots) if slots is None else slots[:, None])
-        return StartedRead(values, self._reads.start_slots(name, wanted.ravel(), values.reshape(-1, *sizes)))
-
     def read(
         self, names: Sequence[str], rows: Int64[np.ndarray, " n"], slots: Int64[np.ndarray, " n"] | None = None
     ) -> dict[str, np.ndarray]:
-        """The values of arrays by name, see `start`; activations that are scaled are dequantised. Raises StoreError if
-        one is damaged or missing."""
+        """The values of arrays by name, of rows in any order, [n, S, ...], or of one slot of each, [n, ...]. Scaled
+        activations are dequantised. Raises StoreError if one is damaged or missing."""
         scales = {spec.name for spec in self._layout.scales} & set(map(scale_name, names))
-        started = {name: self.start(name, rows, slots) for name in (*names, *scales)}
-        check = self._reads.start_check()
-        values = {name: read.wait() for name, read in started.items()}
-        check.result()
+        values, reads = {}, []
+        for name in dict.fromkeys((*names, *scales)):
+            row = self._reads.memory(name, 1)
+            num_slots, *sizes = row.shape[1:]
+            wanted = rows[:, None] * num_slots + (np.arange(num_slots) if slots is None else slots[:, None])
+            out = np.empty((wanted.size, *sizes), row.dtype)
+            reads += self._reads.start_slots(name, wanted.ravel(), out)
+            values[name] = out if slots is not None else out.reshape(len(rows), num_slots, *sizes)
+        for read in (*reads, self._reads.start_check()):
+            read.result()
         for name in (name for name in dict.fromkeys(names) if scale_name(name) in scales):
             values[name] = dequantised(values[name], values.pop(scale_name(name)))
         return values

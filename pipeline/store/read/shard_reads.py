@@ -102,9 +102,7 @@ class ShardReads:
 
     def start(self, name: str, first_row: int, out: Shaped[np.ndarray, "rows S ..."]) -> list[Future[None]]:
         """Starts reading consecutive rows of an array into `out`, in pieces. Raises StoreError, as the futures do."""
-        return self._start(name, first_row * out.shape[1], out.reshape(-1, *out.shape[2:]))
-
-    def _start(self, name: str, begin: int, out: Shaped[np.ndarray, "n ..."]) -> list[Future[None]]:
+        begin, out = first_row * out.shape[1], out.reshape(-1, *out.shape[2:])
         format = self._formats[name]
         slots_per_shard, piece = math.prod(format.shape[:2]), _piece_slots(format)
         reads, at = [], 0
@@ -128,11 +126,7 @@ class ShardReads:
             is_far |= np.diff(ascending // size) > 0
         reads = []
         for places in np.split(order, np.flatnonzero(is_far) + 1) if len(slots) else ():
-            first, last = places[[0, -1]].tolist()
-            if (np.diff(slots[places]) == 1).all() and (np.diff(places) == 1).all():
-                reads += self._start(name, int(slots[first]), out[first : last + 1])
-            else:
-                reads.append(self._submit(partial(self._read_scattered, name, slots[places], out, places)))
+            reads.append(self._submit(partial(self._read_scattered, name, slots[places], out, places)))
         return reads
 
     def _read_scattered(

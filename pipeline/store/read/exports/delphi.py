@@ -10,7 +10,6 @@ Shapes: n rows, S slots per row, k features stored per token, m firings.
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -29,23 +28,7 @@ from pipeline.store.read.rows import at_selected
 
 BATCH_MIB = 4  # of stored features, read at a time; processing them takes about ten times as much memory
 _PREFIX = "features."
-_UINT16_VALUES = 1 << 16
-_DTYPES = {"int64": "I64", "float32": "F32", "float16": "F16", "uint32": "U32", "uint16": "U16"}
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What was exported.
-
-    contexts: the number of contexts. left_tokens: tokens at the end, fewer than a context, that were left out.
-    firings: the number of firings of all SAEs. not_stored: the number of further firings, which the store lacks because
-    of `capture.encode_top`.
-    """
-
-    contexts: int
-    left_tokens: int
-    firings: int
-    not_stored: int
+_DTYPES = {"int64": "I64", "float32": "F32", "float16": "F16", "uint32": "U32"}
 
 
 class _Split(NamedTuple):
@@ -100,8 +83,10 @@ def _write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 def write_latents(
     store: ActivationStore, path: Path, names: Sequence[str], context: int, splits: int, dtype: str
-) -> Exported:
-    """Writes the features of the SAEs `names`, as in `Batch.features`, to the folder `path`.
+) -> tuple[int, int, int, int]:
+    """Writes the features of the SAEs `names`, as in `Batch.features`, to the folder `path`. Returns the number of
+    contexts, of tokens that were left out at the end, of firings, and of firings that the store lacks
+    (`capture.encode_top`).
 
     context: tokens per context. Contexts are cut from the stored tokens in row order, without padding. splits: files
     per SAE. dtype: that of the features' values.
@@ -120,9 +105,7 @@ def write_latents(
     if narrow := sorted(name for name in names if widths[name] < splits):
         raise ConfigError(f"export.splits={splits}: {narrow[0]} has only {widths[narrow[0]]} features. Lower it.")
     with new_folder(path) as folder:
-        num_values = max(contexts, context, *(-(-widths[name] // splits) for name in names))
-        locations = np.uint16 if num_values <= _UINT16_VALUES else np.uint32
-        record = np.dtype([("location", locations, 3), ("activation", dtype)])
+        record = np.dtype([("location", np.uint32, 3), ("activation", dtype)])
         divided = {name: _splits(folder / name, widths[name], splits, record) for name in names}
         firings, not_stored = _write_parts(store, folder / "tokens", divided, contexts, context, dtype)
         tokens = np.fromfile(folder / "tokens", np.int64).reshape(contexts, context)
@@ -132,7 +115,7 @@ def write_latents(
             config = json.dumps(_config(store, contexts, context, splits), indent=4)
             (folder / name / "config.json").write_text(config)
         (folder / "tokens").unlink()
-    return Exported(contexts, store.num_tokens - contexts * context, firings, not_stored)
+    return contexts, store.num_tokens - contexts * context, firings, not_stored
 
 
 def _splits(folder: Path, width: int, splits: int, record: np.dtype) -> list[_Split]:

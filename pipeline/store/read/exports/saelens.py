@@ -11,11 +11,10 @@ from datasets import Array2D, DatasetInfo, Features, List, Value
 from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 
-from pipeline.core.errors import ConfigError, StoreInvalid
-from pipeline.core.sites import Site, find_array
+from pipeline.core.errors import ConfigError
+from pipeline.core.sites import find_array
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB
-from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.read.exports.new_folder import new_folder
 
 FILE = "data-00000-of-00001.arrow"
@@ -78,12 +77,11 @@ def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, st
     hooks: dict[str, str] = {}
     for name in names:
         hook = store._root.hook_names[name]
-        if name.endswith(Site.attn_pattern) and name.replace(Site.attn_pattern, Site.attn_entropy) in names:
-            raise ConfigError(
-                f"export.arrays: in TransformerLens, {name} and its entropy are both {hook}. Export only one of them."
-            )
         if hook in ("", "token_ids", *hooks.values()):
-            raise StoreInvalid(f"{store.path}/zarr.json has the name {hook!r} for {name}. {DAMAGE_REMEDY}")
+            raise ConfigError(
+                f"export.arrays: {store.path}/zarr.json has the name {hook!r} for {name}, as for another column. "
+                "Export only one of them."
+            )
         hooks[name] = hook
     return hooks
 
