@@ -43,7 +43,7 @@ from pipeline.models.families import (
     starcoder2,
 )
 from pipeline.models.families.hf_attention import check_long_ropes
-from pipeline.models.families.hf_config import HfConfig, Reader, refuse_unreadable
+from pipeline.models.families.hf_config import HfConfig, Reader
 from pipeline.models.head import Head, HeadFormat, head_leaf, read_head
 from pipeline.models.model import Model
 from pipeline.models.sae.folder import open_folder
@@ -149,8 +149,10 @@ def open_model(
         raise ConfigError("model.adapter is set, which does not apply with model.init=random. Remove one of them.")
     files = open_files(path, revision)
     checkpoint = Checkpoint(files)
+    checkpoint.packing  # noqa: B018 - refuses formats that are not implemented
     config = HfConfig(checkpoint.config, f"{checkpoint.where}/config.json")
-    refuse_unreadable(config, FAMILIES)
+    config.ignore("quantization_config")  # which `checkpoint.packing` reads
+    config.ignore("auto_map")  # code in the repository is never run; transformers ignores it without trust_remote_code
     name = config.choice("model_type", tuple(FAMILIES))
     family = FAMILIES[name]
     _check_classes(config, family)

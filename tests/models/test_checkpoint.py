@@ -125,6 +125,7 @@ def test_a_damaged_index_is_refused(damage, message: str, tmp_path: Path) -> Non
 def test_rows_have_the_dtype_of_the_file(dtype, tmp_path: Path) -> None:
     values = np.arange(24).reshape(6, 4).astype(dtype)
     save_file({"odd": np.zeros(3, np.uint8), "x": values}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     rows = Checkpoint(open_files(str(tmp_path), None)).rows("x", 2, 5)
     assert rows.dtype == dtype
     np.testing.assert_array_equal(rows, values[2:5])

@@ -42,7 +42,7 @@ REFUSED = {
     "no family": ({k: v for k, v in QWEN2.items() if k != "model_type"}, "no 'model_type'"),
     "unknown class": (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "LlamaForCausalLMEagle3"),
     "heads that do not divide": (QWEN2 | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
-    "own code": (QWEN2 | {"model_type": "mine", "auto_map": {"AutoModel": "modeling.Model"}}, "auto_map.*never run"),
+    "own code": (QWEN2 | {"model_type": "mine", "auto_map": {"AutoModel": "modeling.Model"}}, "model_type is 'mine'"),
     "too few layer types": (QWEN2 | SLIDING | {"layer_types": ["sliding_attention"]}, "for each of the 4 layers"),
     "longrope of other heads": (QWEN2 | {"rope_scaling": LONG | {"short_factor": [1.0]}}, "short_factor has 1 numbers"),
     "longrope of strings": (QWEN2 | {"rope_scaling": LONG | {"long_factor": ["1"]}}, "long_factor: 0 is '1'"),

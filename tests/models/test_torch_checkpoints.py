@@ -92,6 +92,7 @@ def test_tensors_are_read_from_any_part_of_a_storage(tmp_path: Path) -> None:
         **{"parameter": torch.nn.Parameter(x), "long": torch.arange(5), "empty": x[:0], "unit": x[:1].T[None, :, :]},
     }
     torch.save(tensors, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint(open_files(str(tmp_path), None))
     assert {*checkpoint.names} == {*tensors}
     for name, values in tensors.items():
@@ -110,6 +111,7 @@ def test_tensors_are_read_from_any_part_of_a_storage(tmp_path: Path) -> None:
 def test_a_file_may_have_thousands_of_tensors(tmp_path: Path) -> None:
     names = [f"model.layers.{number % 61}.block_sparse_moe.experts.{number}.w1.weight" for number in range(3000)]
     torch.save({name: torch.full((2,), float(number)) for number, name in enumerate(names)}, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint(open_files(str(tmp_path), None))
     assert [checkpoint.rows(name, 1, 2).item() for name in names] == list(range(3000))
 
