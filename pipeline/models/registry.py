@@ -42,7 +42,7 @@ from pipeline.models.families import (
     stablelm,
     starcoder2,
 )
-from pipeline.models.families.hf_attention import check_long_ropes
+from pipeline.models.families.hf_attention import check_sizes
 from pipeline.models.families.hf_config import HfConfig, Reader
 from pipeline.models.head import Head, HeadFormat, head_leaf, read_head
 from pipeline.models.model import Model
@@ -156,9 +156,12 @@ def open_model(
     name = config.choice("model_type", tuple(FAMILIES))
     family = FAMILIES[name]
     _check_classes(config, family)
-    arch, table = family.read(config)
+    try:
+        arch, table = family.read(config)
+    except ArithmeticError as error:
+        raise CheckpointError(f"{config.where}: {error} while sizes were computed. Is the file damaged?") from error
     head = None if family.head is None else read_head(config, family.head)
-    check_long_ropes(config, arch)
+    check_sizes(config, arch)
     config.finish()
     model = Model(name, arch, table, checkpoint, head, seed if init == "random" else None)
     if adapter is not None:

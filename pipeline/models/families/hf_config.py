@@ -6,10 +6,11 @@ attribute stops the program before weights are loaded.
 
 from collections.abc import Callable, Mapping
 
+from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, KeyTable
 from pipeline.models.checkpoints.json_config import REQUIRED, JsonConfig
 
-_MAX_LAYERS = 10_000  # the plan loops over layers
+MAX_LAYERS = 10_000  # the plan loops over layers
 
 # Attributes without an effect on the residual stream at inference.
 _HARMLESS = frozenset(
@@ -76,7 +77,7 @@ class HfConfig(JsonConfig):
         self._nulls = values.keys() - self.values.keys()
 
     def num_layers(self, key: str) -> int:
-        return self.positive_int(key, most=_MAX_LAYERS)
+        return self.positive_int(key, most=MAX_LAYERS)
 
     def optional_int(self, key: str, default: int | None) -> int | None:
         """A whole number above 0; None if the value is null, or if it is absent and the default is None."""
@@ -110,6 +111,11 @@ class HfConfig(JsonConfig):
     def set_defaults(self, **values: object) -> None:
         """Adds the values of absent attributes that most families require."""
         self.values = values | self.values
+
+    def expect(self, is_met: bool, what: str, remedy: str = "Is the file damaged?") -> None:
+        """Raises CheckpointError, which says what is expected and what the file has, unless it `is_met`."""
+        if not is_met:
+            raise CheckpointError(f"{self.where}: expected {what}. {remedy}")
 
     def _is_harmless(self, key: str) -> bool:
         if key in _HARMLESS or key.startswith("_") or key.endswith(("_token_id", "_token_ids", "_token_index")):
