@@ -76,7 +76,7 @@ DAMAGED = {
         r"model\.layers\.4\.mlp\.up_proj\.weight is unexpected",
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no weights.*model.init=random"),
-    "adapter": (only_an_adapter, "weights of an adapter.*model.adapter"),
+    "adapter": (only_an_adapter, "an adapter's weights are for model.adapter"),
     "PEFT folder": (a_peft_folder, "is a PEFT adapter .*Set model.adapter"),
 }
 

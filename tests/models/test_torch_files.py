@@ -160,7 +160,12 @@ REFUSED: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "two ks": ("AutoEncoderTopK", {"k": np.int32(K + 1)}, {}, "k is 6, expected 5 as in config.json"),
     "k": ("AutoEncoderTopK", {}, {"k": WIDTH + 1}, "k is 41, expected a whole number above 0, at most 40"),
     "NaN": ("BatchTopKSAE", {"threshold": np.float32(np.nan)}, {}, "expected a finite number as threshold"),
-    "orientation": ("Qwen-Scope", {"W_dec": np.zeros((1024, D_IN), np.float32)}, {}, r"W_dec has shape.*transposed"),
+    "orientation": (
+        "Qwen-Scope",
+        {"W_dec": np.zeros((1024, D_IN), np.float32)},
+        {},
+        r"W_dec has shape \(1024, 12\), expected \(12, 1024\)",
+    ),
     "axes": ("Qwen-Scope", {"b_enc": np.zeros((K, 1), np.float32)}, {}, "expected b_dec with the axes D, b_enc with"),
     "names": ("Goodfire", {"encoder_linear.weight": np.zeros(3)}, {}, "encoder_linear.weight with the axes F D, got"),
 }
@@ -204,7 +209,7 @@ def test_files_are_named_in_addresses(tmp_path: Path, monkeypatch):
         ("../renamed/layer7.sae.pt", "expected a folder with the name of Qwen-Scope's repository"),
         ("/layer7.sae.pt", "but there is no such file"),
         (f"{tmp_path}/saes/other", "The name of a file of torch tells its format: ae.pt"),
-        (f"{tmp_path}/saes/other/weights.bin", "The name of a file of torch tells its format: ae.pt"),
+        (f"{tmp_path}/saes/other/weights.bin", "expected a folder, a remote folder"),
         (f"{tmp_path}/saes/other/folder.pt", "folder.pt is not an SAE: expected cfg.json"),
         (f"{tmp_path}/saes/absent.bin", "expected a folder, a remote folder"),
         (f"{tmp_path}/saes/other/ae.pt", "got .*weights.bin"),

@@ -214,19 +214,8 @@ class Checkpoint:
         return self._opened[name]
 
     def _no_weights(self) -> CheckpointError:
-        names = self._files.names()
-        if any(name.startswith("adapter_model") for name in names):
-            remedy = (
-                "These are weights of an adapter. Set model.adapter to this path, and model.path to its base model."
-            )
-        elif any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-            remedy = (
-                "Other files of torch are not read. Convert them: AutoModelForCausalLM.from_pretrained(path)"
-                ".save_pretrained(new_path)."
-            )
-        else:
-            remedy = "Download the weights, or set model.init=random."
         return CheckpointError(
             f"{self.where} has no weights: expected {' or '.join(_SINGLE)} or an index of several such files, got "
-            f"{', '.join(names)}. {remedy}"
+            f"{', '.join(self._files.names())}. Download the weights, or set model.init=random; an adapter's weights "
+            f"are for model.adapter. Convert others: AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)."
         )

@@ -144,6 +144,7 @@ def _read_shared_keys(config: HfConfig, arch: Architecture, kinds: str) -> Share
 
 def _read_layer_inputs(config: HfConfig, arch: Architecture) -> int:
     size = config.count("hidden_size_per_layer_input", 256)
+    config.set_defaults(vocab_size_per_layer_input=262144)
     if size:
         config.require({"vocab_size_per_layer_input": arch.vocab_size})
     config.ignore("vocab_size_per_layer_input")
