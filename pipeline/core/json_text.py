@@ -1,20 +1,18 @@
 """JSON from files that anybody may have written: checkpoints, tokenizers and stores."""
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 MAX_JSON_BYTES = 8 << 20  # parsing takes up to 30 times as much memory; 1,000 tensors take 0.1 MB
 MAX_DEPTH = 64  # code that walks a value by recursion could exceed Python's limit beyond this
 
 
-def parse_json(text: bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a JSON text; `pairs` is json's `object_pairs_hook`. Raises ValueError for text that is not JSON, too
-    large, or nested too deeply."""
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text. Raises ValueError for text that is not JSON, too large, or nested too deeply."""
     if len(text) > MAX_JSON_BYTES:
         raise ValueError(f"{len(text):,} bytes, expected at most {MAX_JSON_BYTES:,}")
     try:
-        value = json.loads(text, object_pairs_hook=pairs)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError(f"nested too deeply, expected at most {MAX_DEPTH} levels") from None
     if is_deep(text, value):

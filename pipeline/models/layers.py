@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from pipeline.core.sites import Site
 from pipeline.models.architecture import Activation, Architecture, LatentAttention, LayerKind, Norm
 from pipeline.models.attention.arithmetic import map_parts, mlp_positions, scaled
-from pipeline.models.attention.latent import Latent, LatentAttend
+from pipeline.models.attention.latent import Latent
 from pipeline.models.attention.pattern import attention_entropy, attention_pattern
 from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
 from pipeline.models.quantised_weights import QuantisedWeight
@@ -164,19 +164,18 @@ def attention_block(
 ) -> dict[Site, Array]:
     """The sites of attention on the residual stream x. Heads are axes [N or K, H or W]."""
     x = norm_if_any(x, weights, "norm", arch)
-    sites, latents = {Site.attn_in: x}, None
     if arch.latent is None:
-        sites |= _heads(x, weights, arch, rows, kind)
+        heads, latent = _heads(x, weights, arch, rows, kind), None
     else:
-        heads, latents = _latent_heads(x, weights, arch, arch.latent, rows.ropes[kind.is_local])
-        sites |= heads
+        heads, latent = _latent_heads(x, weights, arch, arch.latent, rows.ropes[kind.is_local])
+    sites = {Site.attn_in: x, **heads}
     segments = rows.chunks if kind.is_local else rows.segments
-    inputs = AttentionInputs(sites[Site.q], sites[Site.k], sites[Site.v], segments, weights.get("sinks"))
+    inputs = AttentionInputs(sites[Site.q], sites[Site.k], sites[Site.v], segments, weights.get("sinks"), latent=latent)
     spec = _attention_spec(arch, kind, rows.segments.shape[1])
     sites[Site.attn_entropy] = entropy(inputs, spec)
     if rows.selected is not None:
         sites[Site.attn_pattern] = attention_pattern(inputs, rows.segments, rows.selected, spec)
-    z = attend(inputs, spec, latents) if isinstance(attend, LatentAttend) else attend(inputs, spec)
+    z = attend(inputs, spec)
     if "gate" in weights:
         z *= jax.nn.sigmoid(project(x, weights, "gate"))
     sites[Site.attn_z] = z
@@ -243,14 +242,14 @@ def _latent_heads(
         up = up.dequantised(x.dtype).reshape(*up.values.shape[:2], -1)
     k, v = jnp.split(project(values, weights, "kv_up"), [num_unrotated], axis=-1)
     k_rotary = rotate_pairs(project(x, weights, "k_rotary")[:, :, None], table, latent.pairs)  # BT1R
-    latents = Latent(values, k_rotary[:, :, 0], up)
+    latent_keys = Latent(values, k_rotary[:, :, 0], up)
     k_rotary = jnp.broadcast_to(k_rotary, (*k.shape[:3], arch.rotary_dim))
     heads = {
         Site.q: jnp.concatenate([q, rotate_pairs(q_rotary, table, latent.pairs)], axis=-1),
         Site.k: jnp.concatenate([k, k_rotary], axis=-1),
         Site.v: v,
     }
-    return heads, latents
+    return heads, latent_keys
 
 
 def _attention_spec(arch: Architecture, kind: LayerKind, length: int) -> AttentionSpec:

@@ -3,7 +3,6 @@
 Letters: L layers of a stack, E experts.
 """
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +23,9 @@ from pipeline.models.architecture import (
     TableEntry,
     our_keys,
 )
-from pipeline.models.quantised_weights import grouped_shape, has_groups
+from pipeline.models.quantised_weights import grouped_shape
 from pipeline.models.runs import layer_runs
 from pipeline.models.weight_specs import WeightKind, WeightSpec, weight_spec
-
-log = logging.getLogger("pipeline")
 
 _BEFORE_MLP = frozenset(takewhile(lambda site: site is not Site.mlp_in, Site))
 
@@ -190,17 +187,8 @@ def _size(arch: Architecture, letters: str) -> int:
 
 
 def quantised_leaves(leaves: LeafTree, dtype: str | None) -> LeafTree:
-    """The leaves with matrices of this dtype: int8, int4, or None for the model's. A matrix whose inputs cannot be
-    divided into groups for int4 is int8."""
-
-    def quantised(leaf: Leaf) -> Leaf:
-        leaf_dtype, num_inputs = dtype if leaf.is_matrix else None, leaf.axes[leaf.order[-1]] if leaf.order else 0
-        if leaf_dtype == "int4" and not has_groups(num_inputs):
-            log.info("%s is int8: %d inputs have no divisor for groups of int4", leaf.key, num_inputs)
-            leaf_dtype = "int8"
-        return replace(leaf, quantised=leaf_dtype)
-
-    return jax.tree.map(quantised, leaves)
+    """The leaves with matrices of this dtype: int8, int4, or None for the model's."""
+    return jax.tree.map(lambda leaf: replace(leaf, quantised=dtype if leaf.is_matrix else None), leaves)
 
 
 def num_params(leaves: LeafTree) -> int:

@@ -9,19 +9,15 @@ read the values for a product: compiled for v5e, 8 rows of 1024 with a matrix of
 memory, and 256 MiB if the values have the matrix's own shape.
 """
 
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Num
-
-log = logging.getLogger("pipeline")
 
 _GROUP = 128  # at most as many neighbouring inputs share a scale; a TPU's vector has 128 lanes
 LARGEST = {"int8": 127, "int4": 7}
@@ -43,24 +39,10 @@ class QuantisedWeight:
         return (self.values.astype(jnp.float32) * jnp.expand_dims(self.scale, inputs)).astype(dtype)
 
 
-def stored_dtype(dtype: np.dtype, devices: Sequence[jax.Device]) -> np.dtype:
-    """The dtype of a leaf's values on these devices: int8 in place of int4 where programs do not take int4 arrays."""
-    return np.dtype(np.int8) if dtype == ml_dtypes.int4 and not _takes_int4(devices[0]) else dtype
-
-
-@cache
-def _takes_int4(device: jax.Device) -> bool:
-    """Whether a compiled program takes an int4 array. JAX 0.10 refuses it on CPUs: it expects packed values, and has
-    them, but the array's layout does not say so."""
-    values = jax.device_put(np.zeros((8, 128), ml_dtypes.int4), device)
-    try:
-        jax.jit(lambda x: x.astype(jnp.int8)).lower(values).compile()(values)
-    except ValueError as error:
-        if "layout" not in str(error):
-            raise
-        log.info("int4 weights take a byte each: JAX cannot pass int4 arrays to programs on %s", device.platform)
-        return False
-    return True
+def stored_dtype(dtype: np.dtype, sharding: Sharding) -> np.dtype:
+    """The dtype of a leaf's values: int8 in place of int4 on CPUs, where JAX cannot pass int4 arrays to programs."""
+    is_on_cpu = next(iter(sharding.addressable_devices)).platform == "cpu"
+    return np.dtype(np.int8) if dtype == ml_dtypes.int4 and is_on_cpu else dtype
 
 
 def grouped_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -68,11 +50,6 @@ def grouped_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     size = shape[-1]
     groups = next(number for number in range(-(-size // _GROUP), size + 1) if size % number == 0)
     return (*shape[:-1], groups, size // groups)
-
-
-def has_groups(size: int) -> bool:
-    """Whether an axis can be divided into groups of which each has enough values for a scale of its own."""
-    return grouped_shape((size,))[-1] >= min(size, _GROUP // 8)
 
 
 def quantise(

@@ -42,8 +42,8 @@ from pipeline.models.families import (
     stablelm,
     starcoder2,
 )
-from pipeline.models.families.hf_attention import check_long_ropes
-from pipeline.models.families.hf_config import HfConfig, Reader, refuse_unreadable
+from pipeline.models.families.hf_attention import check_sizes
+from pipeline.models.families.hf_config import HfConfig, Reader
 from pipeline.models.head import Head, HeadFormat, head_leaf, read_head
 from pipeline.models.model import Model
 from pipeline.models.sae.folder import open_folder
@@ -149,14 +149,19 @@ def open_model(
         raise ConfigError("model.adapter is set, which does not apply with model.init=random. Remove one of them.")
     files = open_files(path, revision)
     checkpoint = Checkpoint(files)
+    checkpoint.packing  # noqa: B018 - refuses formats that are not implemented
     config = HfConfig(checkpoint.config, f"{checkpoint.where}/config.json")
-    refuse_unreadable(config, FAMILIES)
+    config.ignore("quantization_config")  # which `checkpoint.packing` reads
+    config.ignore("auto_map")  # code in the repository is never run; transformers ignores it without trust_remote_code
     name = config.choice("model_type", tuple(FAMILIES))
     family = FAMILIES[name]
     _check_classes(config, family)
-    arch, table = family.read(config)
+    try:
+        arch, table = family.read(config)
+    except ArithmeticError as error:
+        raise CheckpointError(f"{config.where}: {error} while sizes were computed. Is the file damaged?") from error
     head = None if family.head is None else read_head(config, family.head)
-    check_long_ropes(config, arch)
+    check_sizes(config, arch)
     config.finish()
     model = Model(name, arch, table, checkpoint, head, seed if init == "random" else None)
     if adapter is not None:

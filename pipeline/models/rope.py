@@ -94,68 +94,44 @@ def _in_long_windows(
     return jnp.any((segments[:, :, None] == long_segments[:, None, :]) & (long_segments > 0)[:, None, :], axis=2)
 
 
-def apply_rope(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    """Rotates (x[h], x[h + half]) by the position's angle, as HF checkpoints expect. Later dimensions do not rotate."""
-    return jax.lax.platform_dependent(x, table, tpu=_rotate_by_product, default=_rotate)
+def rotate_pairs(
+    x: Float[Array, "B T N H"], table: RopeTable, pairs: RotaryPairs = RotaryPairs.halves
+) -> Float[Array, "B T N H"]:
+    """Rotates pairs of dimensions by the position's angle. Later dimensions do not rotate."""
+    rotating, rest = jnp.split(x, [2 * table.cos.shape[-1]], axis=-1)
+    rotate = partial(_rotate_by_product, pairs=pairs), partial(_rotate, pairs=pairs)
+    rotated = jax.lax.platform_dependent(rotating, table, tpu=rotate[0], default=rotate[1])
+    return jnp.concatenate([rotated, rest], axis=-1) if rest.shape[-1] else rotated
 
 
-def rotate_pairs(x: Float[Array, "B T N H"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N H"]:
-    """`apply_rope` with a choice of the pairs that rotate together."""
-    if pairs is RotaryPairs.halves:
-        return apply_rope(x, table)
-    if x.shape[-1] > (rotary_dim := 2 * table.cos.shape[-1]):
-        rotating, rest = jnp.split(x, [rotary_dim], axis=-1)
-        return jnp.concatenate([rotate_pairs(rotating, table, pairs), rest], axis=-1)
-    rotate = partial(_rotate_neighbours_by_product, pairs=pairs), partial(_rotate_neighbours, pairs=pairs)
-    return jax.lax.platform_dependent(x, table, tpu=rotate[0], default=rotate[1])
+def _rotate(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
+    if pairs is not RotaryPairs.halves:
+        x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
+    first, second = (part.astype(jnp.float32) for part in jnp.split(x, 2, axis=-1))
+    rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]
+    rotated = jnp.concatenate([part.astype(x.dtype) for part in rotated], axis=-1)
+    if pairs is RotaryPairs.adjacent:
+        return rotated.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape)
+    return rotated
 
 
-def _rotate_neighbours(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
-    x = x.reshape(*x.shape[:-1], -1, 2).swapaxes(-1, -2).reshape(x.shape)
-    x = _rotate(x, table)
-    return x.reshape(*x.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(x.shape) if pairs is RotaryPairs.adjacent else x
+def _rotate_by_product(x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs) -> Float[Array, "B T N R"]:
+    """`_rotate` for TPUs, by permutation matrices, which are exact. A TPU would pad and copy halves of 128 lanes, and
+    is slow to transpose arrays whose last axis has size 2.
 
-
-def _rotate_neighbours_by_product(
-    x: Float[Array, "B T N R"], table: RopeTable, pairs: RotaryPairs
-) -> Float[Array, "B T N R"]:
-    """`_rotate_neighbours` for TPUs, by permutation matrices: transposing arrays whose last axis has size 2 is slow.
-
-    Compiled for v5e, with the projection of 16 heads of 192 for 8 rows of 1024: 893 -> 530 MB of memory traffic.
+    Compiled for v5e: 16 rows of 1024 with Qwen2.5-0.5B's shape, 4.76 -> 3.78 ms per layer by XLA's estimate; adjacent
+    dimensions with the projection of 16 heads of 192 for 8 rows of 1024, 893 -> 530 MB of memory traffic.
     """
-    cos, sin = table.cos, table.sin
-    order = np.arange(x.shape[-1]).reshape(-1, 2)
-    axis, first, swapped = -1, order, order[:, ::-1]
-    if pairs is RotaryPairs.to_halves:
-        axis, first, swapped = -2, order.T, order.T[::-1]
-    cos, sin = jnp.stack([cos, cos], axis), jnp.stack([-sin, sin], axis)
+    dims, axis = np.arange(x.shape[-1]), -1 if pairs is RotaryPairs.adjacent else -2
+    order = dims.reshape(2, -1) if pairs is RotaryPairs.halves else dims.reshape(-1, 2).T  # of x, [2, half]
+    cos, sin = jnp.stack([table.cos] * 2, axis), jnp.stack([-table.sin, table.sin], axis)
     cos, sin = (values.reshape(*values.shape[:-2], -1) for values in (cos, sin))
 
-    def permute(indices: Int[np.ndarray, "..."]) -> Float32[Array, "B T N R"]:
-        permutation = jnp.eye(x.shape[-1], dtype=x.dtype)[:, indices.ravel()]
+    def permute(indices: Int[np.ndarray, "2 half"]) -> Float32[Array, "B T N R"]:
+        indices = indices.T.ravel() if pairs is RotaryPairs.adjacent else indices.ravel()
+        if np.array_equal(indices, dims):
+            return x.astype(jnp.float32)
+        permutation = jnp.eye(x.shape[-1], dtype=x.dtype)[:, indices]
         return jnp.einsum("BTNR,RS->BTNS", x, permutation, precision="highest").astype(jnp.float32)
 
-    ordered = x.astype(jnp.float32) if pairs is RotaryPairs.adjacent else permute(first)
-    return (ordered * cos + permute(swapped) * sin).astype(x.dtype)
-
-
-def _rotate(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    half = table.cos.shape[-1]
-    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-    rotated = [first * table.cos - second * table.sin, second * table.cos + first * table.sin]
-    return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
-
-
-def _rotate_by_product(x: Float[Array, "B T N H"], table: RopeTable) -> Float[Array, "B T N H"]:
-    """`_rotate` for TPUs, which would pad and copy halves of 128 lanes. A permutation matrix swaps the halves exactly.
-
-    Compiled for v5e, 16 rows of 1024 with Qwen2.5-0.5B's shape: 4.76 -> 3.78 ms per layer by XLA's estimate.
-    """
-    half = table.cos.shape[-1]
-    cos, sin = jnp.concatenate([table.cos, table.cos], axis=-1), jnp.concatenate([-table.sin, table.sin], axis=-1)
-    rotating, rest = jnp.split(x, [2 * half], axis=-1)
-    permutation = jnp.roll(jnp.eye(2 * half, dtype=x.dtype), half, axis=1)
-    swapped = jnp.einsum("BTNR,RS->BTNS", rotating, permutation, precision="highest")
-    rotated = rotating.astype(jnp.float32) * cos + swapped.astype(jnp.float32) * sin
-    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1)
+    return (permute(order) * cos + permute(order[::-1]) * sin).astype(x.dtype)

@@ -43,14 +43,6 @@ def doubled(instructions: bytes, times: int = 60) -> bytes:
     return instructions + b"".join(b"q%ch%c\x86" % (n, n) for n in range(1, times + 1))
 
 
-def dicts(depth: int) -> bytes:
-    """Dicts of 8 dicts each, all the same."""
-    if not depth:
-        return b"}"
-    others = b"".join(push(key) + b"h%c" % depth for key in "bcdefgh")
-    return b"}(" + push("a") + dicts(depth - 1) + b"q%c" % depth + others + b"u"
-
-
 SYSTEM, DICT, OPEN_ARGUMENTS = named("os system"), named("collections OrderedDict"), push((COMMAND,))
 # In place of a tensor.
 VALUES: Mapping[str, bytes] = {
@@ -72,8 +64,6 @@ VALUES: Mapping[str, bytes] = {
     "APPEND to a dict": b"}" + push(1) + b"a",
     "odd items": b"}(" + push("a") + b"u",
     "dict with itself": b"}q\1" + push("a") + b"h\1s",
-    "2 million dicts": dicts(7),
-    "long names": (b"}" + push("a" * 2000)) * 3 + push(1) + b"s" * 3,
     "a hash of 2**60": b"}" + doubled(push(())) + push(1) + b"s",
     "a list as key": b"}]" + push(1) + b"s",
     "REDUCE of a dict": b"}" + b")R",
@@ -162,7 +152,6 @@ ARCHIVES: Mapping[str, Archive] = {
     "two pickles": lambda members: repeated(members, "x/data.pkl"),
     "no pickle": lambda members: archive({name: members[name] for name in members if name != "x/data.pkl"}),
     "no folder": lambda members: archive({name.removeprefix("x/"): content for name, content in members.items()}),
-    "big-endian": lambda members: archive(members | {"x/byteorder": b"big"}),
     "a pickle of 2 MB": lambda members: archive(members | {"x/data.pkl": b"N0" * (1 << 20) + b"."}),
     "11,000 members": lambda members: archive(members | {f"x/{number}": b"" for number in range(11_000)}),
     "a directory of 2 MB": lambda members: archive(members | LARGE),
@@ -173,7 +162,5 @@ ARCHIVES: Mapping[str, Archive] = {
     "no header": lambda members: patched(members, "x/data/0", 0, b"PK\5\6", in_directory=False),
     "a long name": lambda members: patched(members, "x/data/0", 26, b"\xff\xff\xff\xff", in_directory=False),
     "another checksum": lambda members: patched(members, "x/data/0", 16, b"abcd"),
-    "another name": lambda members: patched(members, "x/data/0", 34, b"9", in_directory=False),
-    "no checksum": lambda members: patched(members, "x/data/0", 16, bytes(4)),
     "a changed pickle": lambda members: patched(members, "x/data.pkl", 60, b"\0", in_directory=False),
 }

@@ -76,7 +76,7 @@ DAMAGED = {
         r"model\.layers\.4\.mlp\.up_proj\.weight is unexpected",
     ),
     "no weights": (lambda p: (p / "model.safetensors").unlink(), "has no weights.*model.init=random"),
-    "adapter": (only_an_adapter, "weights of an adapter.*model.adapter"),
+    "adapter": (only_an_adapter, "an adapter's weights are for model.adapter"),
     "PEFT folder": (a_peft_folder, "is a PEFT adapter .*Set model.adapter"),
 }
 
@@ -125,6 +125,7 @@ def test_a_damaged_index_is_refused(damage, message: str, tmp_path: Path) -> Non
 def test_rows_have_the_dtype_of_the_file(dtype, tmp_path: Path) -> None:
     values = np.arange(24).reshape(6, 4).astype(dtype)
     save_file({"odd": np.zeros(3, np.uint8), "x": values}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
     rows = Checkpoint(open_files(str(tmp_path), None)).rows("x", 2, 5)
     assert rows.dtype == dtype
     np.testing.assert_array_equal(rows, values[2:5])

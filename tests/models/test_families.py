@@ -310,61 +310,37 @@ def test_an_older_config_gives_the_same_architecture(family: str, tmp_path) -> N
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 REFUSED = [
     ("cohere2", {"use_parallel_block": False}, "use_parallel_block is False"),
-    ("cohere2", {"sliding_window": None}, "sliding_window is null, expected a length"),
-    ("exaone4", {"sliding_window": None, "layer_types": ALTERNATING}, "sliding_window is null, expected a length"),
+    ("cohere2", {"sliding_window": None}, "expected a length as sliding_window"),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type is 'rms_norm'"),
-    (
-        "deepseek_v2",
-        {"topk_method": "group_limited_greedy", "n_group": 4},
-        "n_group is 4 and topk_group is 2, expected n_group to divide the 6 experts",
-    ),
-    ("deepseek_v3", {"num_experts_per_tok": 5}, "topk_group groups to contain the 5 experts of a token"),
-    (
-        "deepseek_v32",
-        {"layer_types": ["indexed_attention", "full_attention"] * 2},
-        "expected indexed_attention for each of the 4 layers",
-    ),
-    ("deepseek_v3", {"n_group": 6}, "n_group is 6"),
-    ("deepseek_v3", {"topk_group": 4}, "topk_group is 4, expected at most n_group"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4}, "got 6 in 4 groups, of which it uses 2"),
+    ("deepseek_v3", {"num_experts_per_tok": 5}, "at most 4 experts of a token, got 5"),
+    ("deepseek_v3", {"topk_group": 4}, "got 6 in 3 groups, of which it uses 4"),
+    ("deepseek_v32", {"layer_types": ["indexed_attention", "full_attention"] * 2}, "indexed_attention as layer_types"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "'all'.*implemented: vision"),
-    ("gemma4_text", {"vocab_size_per_layer_input": 198}, "vocab_size, 199"),
+    ("gemma4_text", {"vocab_size_per_layer_input": 198}, "implemented: 199"),
     ("gemma4_text", {"num_kv_shared_layers": 4}, "expected a layer of each kind"),
     ("gemma4_text", {"per_layer_config": {"1": {"head_dim": 10}}}, "none for other layers"),
     ("gemma4_text", {"per_layer_config": {"3": {"sliding_window": 3}}}, "3 sets sliding"),
-    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list is"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "expected 1 as attn_type_list"),
     ("minimax_m2", {"shared_intermediate_size": 8}, "shared_intermediate_size is 8"),
     ("gpt_neo", {"attention_layers": ["global", "block"] * 2}, "expected lists of global"),
     ("gpt_neo", {"attention_layers": None, "attention_types": [[["global"], 3]]}, "for 4 layers in total"),
-    ("gpt_neo", {"attention_layers": None, "attention_types": [3]}, "attention_types is"),
-    (
-        "gpt_neo",
-        {"attention_layers": None, "attention_types": [[[], 10**15], [["global"], 10**15]]},
-        "for 4 layers in total",
-    ),
-    ("gptj", {"rotary_dim": 3}, "rotary_dim is 3, expected an even number"),
-    ("gptj", {"rotary_dim": 10}, "at most the head size, 8"),
-    ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16, expected hidden"),
-    (
-        "mistral3",
-        {"text_config": {"model_type": "mistral4"}},
-        "text_config: model_type is 'mistral4'.*implemented: mistral, ministral3",
-    ),
+    ("gpt_neo", {"attention_layers": None, "attention_types": [3]}, "for 4 layers in total"),
+    ("gpt_neo", {"attention_layers": None, "attention_types": [[["global"], 10**15]]}, "for 4 layers in total"),
+    ("gptj", {"rotary_dim": 10}, "an even number of a head's 8 dimensions to rotate, got 10"),
+    ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16"),
+    ("mistral3", {"text_config": {"model_type": "mistral4"}}, "'mistral4'.*implemented: mistral, ministral3"),
     ("ministral3", {"rope_parameters": LINEAR}, "has no 'llama_4_scaling_beta'"),
     ("qwen2_5_vl", {"hidden_size": 64}, "sets hidden_size=64"),
-    ("lfm2", {"tie_embedding": False}, "tie_embedding and tie_word_embeddings differ"),
+    ("lfm2", {"tie_embedding": False}, "tie_embedding is False"),
     ("lfm2", {"layer_types": ["sliding_attention"] * 4}, "expected conv or full_attention"),
-    (
-        "nemotron_h",
-        {"layers_block_type": ["mlp", "moe"]},
-        r"'moe'\], expected .* layers with experts are not implemented",
-    ),
-    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "the layers are 'MX'"),
+    ("nemotron_h", {"layers_block_type": ["mlp", "moe"]}, r"'moe'\]; layers with experts are not implemented"),
+    ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "got 'MX'"),
     ("nemotron_h", {"n_groups": 4}, "expected a multiple of n_groups"),
     ("olmo3", {"rope_parameters": None, "rope_theta": 1e4}, "transformers 4 and 5 disagree"),
     ("olmo3", {"rope_parameters": LINEAR}, "rope_parameters sets rope_type='linear'"),
-    ("phi3", {"rope_parameters": {"partial_rotary_factor": 0.4}}, "which is 3"),
-    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 numbers"),
-    ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "no window is used"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "expected 4 numbers as no_rope_layers"),
+    ("smollm3", {"layer_types": ["sliding_attention"] * 4}, "use_sliding_window with a sliding_window"),
 ]
 
 
@@ -491,7 +467,7 @@ def test_the_language_model_of_a_checkpoint_with_vision_is_read(family: str, nam
     edit_config(tmp_path / "whole", lambda config: config["text_config"].update(published))
     assert_same_language_model(tmp_path / "whole", tmp_path / "text", "visual")
     edit_config(tmp_path / "whole", lambda config: config["text_config"].update(attn_output_gate=False))
-    with pytest.raises(CheckpointError, match="text_config: attn_output_gate is false"):
+    with pytest.raises(CheckpointError, match="text_config: attn_output_gate is False"):
         open_model(str(tmp_path / "whole"))
 
 

@@ -49,12 +49,6 @@ def renamed(name: str) -> Damage:
     return edit
 
 
-def doubled_header(folder: Path) -> None:
-    header, tensors = split((TINY / "model.safetensors").read_bytes())
-    text = json.dumps({NAME: header[NAME]}).encode()
-    (folder / "model.safetensors").write_bytes(joined(text[:-1] + b"," + text[1:], tensors))
-
-
 def indexed(file: object) -> Damage:
     """Two weight files, whose index says that a tensor is in `file`."""
 
@@ -107,9 +101,7 @@ CASES: dict[str, tuple[Damage, str]] = {
         ),
         f"expected a header of at most {MAX_JSON_BYTES} bytes, got one of {1 << 39}",
     ),
-    "name twice": (doubled_header, f"expected a JSON header, got '{NAME}' occurs twice"),
     "offsets < 0": (entry(data_offsets=[-8, 0]), f"integers as shape and offsets of {NAME}"),
-    "offsets of another": (entry(data_offsets=[0, 98304]), r"to begin at byte \d+, got \d+"),
     "shape, huge": (entry(shape=[10**4000] * 50), "integers as shape and offsets"),
     "a layer's number": (renamed("model.layers." + "9" * 5000 + ".x"), r"model\.layers\.9+ is unexpected"),
     "outside": (

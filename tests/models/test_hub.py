@@ -276,9 +276,8 @@ def test_refused_requests_are_not_repeated(status: int, server: Hub, waits) -> N
 def test_a_local_path_is_not_requested_from_the_hub(path: str, server: Hub, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"expected a directory.*got none of them.*Check the path") as caught:
+    with pytest.raises(CheckpointError, match=r"expected a directory.*got none of them.*Check the path"):
         open_model(path)
-    assert ("the folder folder exists here" in str(caught.value)) == path.startswith("folder/")
     with pytest.raises(InputError, match="is neither a directory nor a Hub id"):
         load_tokenizer(path)
     assert server.requests == []

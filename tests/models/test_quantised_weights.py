@@ -99,14 +99,6 @@ def test_int4_has_a_scale_per_group_of_inputs(size: int, groups: int) -> None:
     assert np.abs(on_device[0].astype(np.int32) - values.astype(np.int32)).max() <= 1
 
 
-def test_a_matrix_without_groups_is_int8(tmp_path) -> None:
-    save_random("llama", tmp_path, num_hidden_layers=1, intermediate_size=131)
-    leaves = open_model(str(tmp_path)).leaves((ActivationKey(0, Site.resid_post),))
-    mlp = quantised_leaves(leaves, "int4")["runs"][0]["mlp"]
-    assert {name: mlp[name].quantised for name in ("up", "down")} == {"up": "int4", "down": "int8"}
-    assert mlp["down"].scale_shape == (32,)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_not_finite_have_such_a_scale(value: float) -> None:
     weight = np.ones((2, 3), np.float32)

@@ -6,13 +6,7 @@ import pytest
 from pipeline.models.architecture import RotaryPairs
 from pipeline.models.families.hf_attention import parse_rope
 from pipeline.models.families.hf_config import HfConfig
-from pipeline.models.rope import (
-    _rotate_by_product,
-    _rotate_neighbours_by_product,
-    apply_rope,
-    rope_table,
-    rotate_pairs,
-)
+from pipeline.models.rope import _rotate_by_product, rope_table, rotate_pairs
 from tests.models.hf_reference import torch, transformers
 
 llama = pytest.importorskip("transformers.models.llama.modeling_llama")
@@ -57,7 +51,7 @@ def test_rotations_equal_transformers_at_near_and_far_positions(case: str) -> No
     rope, parameters = CASES[case]
     positions = np.array([[0, 1, 2, 77, 4095], [31, 8191, 0, 32767, 131071]], np.int32)
     x = np.random.default_rng(0).normal(size=(2, 5, 2, HEAD_DIM)).astype(np.float32)
-    got = apply_rope(jnp.array(x), rope_table(rope, HEAD_DIM, jnp.array(positions), jnp.ones((2, 5), jnp.int32)))
+    got = rotate_pairs(jnp.array(x), rope_table(rope, HEAD_DIM, jnp.array(positions), jnp.ones((2, 5), jnp.int32)))
     per_head = torch.from_numpy(x).transpose(1, 2)
     cos, sin = reference(parameters)(per_head, torch.from_numpy(positions.astype(np.int64)))
     expected = llama.apply_rotary_pos_emb(per_head, per_head, cos, sin)[0].transpose(1, 2).numpy()
@@ -85,28 +79,29 @@ def test_longrope_has_long_factors_in_windows_longer_than_the_original_context(i
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rotating", [HEAD_DIM, 16])
-def test_the_product_for_tpus_is_exact(rotating: int, dtype: str) -> None:
+@pytest.mark.parametrize("pairs", RotaryPairs)
+def test_the_product_for_tpus_is_exact(pairs: RotaryPairs, dtype: str) -> None:
     """Not compiled, since a compiler may fuse either product with the sum and round once."""
-    positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
-    table = rope_table(CASES["default"][0], rotating, positions, jnp.ones_like(positions))
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
-    np.testing.assert_array_equal(_rotate_by_product(x, table), apply_rope(x, table))
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("pairs", [RotaryPairs.adjacent, RotaryPairs.to_halves])
-def test_the_product_of_neighbours_for_tpus_is_exact(pairs: RotaryPairs, dtype: str) -> None:
     positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
     table = rope_table(CASES["linear"][0], HEAD_DIM, positions, jnp.ones_like(positions))
     x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), dtype)
-    np.testing.assert_array_equal(_rotate_neighbours_by_product(x, table, pairs), rotate_pairs(x, table, pairs))
+    np.testing.assert_array_equal(_rotate_by_product(x, table, pairs), rotate_pairs(x, table, pairs))
+
+
+@pytest.mark.parametrize("pairs", RotaryPairs)
+def test_only_the_first_dimensions_rotate(pairs: RotaryPairs) -> None:
+    positions = jnp.array([[0, 1, 2, 77, 131071]], jnp.int32)
+    table = rope_table(CASES["default"][0], 16, positions, jnp.ones_like(positions))
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 5, 2, HEAD_DIM)), jnp.float32)
+    got = rotate_pairs(x, table, pairs)
+    np.testing.assert_array_equal(got[..., 16:], x[..., 16:])
+    np.testing.assert_array_equal(got[..., :16], rotate_pairs(x[..., :16], table, pairs))
 
 
 def test_only_tpus_rotate_by_a_product() -> None:
     """The bits of stores made on CPUs depend on this."""
     table = rope_table(CASES["default"][0], HEAD_DIM, *jnp.ones((2, 1, 5), jnp.int32))
-    traced = jax.jit(apply_rope).trace(jnp.zeros((1, 5, 2, HEAD_DIM)), table)
+    traced = jax.jit(rotate_pairs).trace(jnp.zeros((1, 5, 2, HEAD_DIM)), table)
     multiplies = {
         platform: "dot_general" in traced.lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cpu", "cuda", "tpu")

@@ -526,14 +526,6 @@ def transposed(name: str) -> Callable[[dict[str, np.ndarray]], object]:
     return lambda tensors: tensors.update({name: np.ascontiguousarray(tensors[name].T)})
 
 
-def text(name: str, content: str, weights: str = saelens.WEIGHTS) -> Damage:
-    def damage(folder: Path, rng: np.random.Generator) -> None:
-        (lens("standard")(folder, rng).folder / saelens.WEIGHTS).rename(folder / weights)
-        (folder / name).write_text(content)
-
-    return damage
-
-
 def pickled_npz(folder: Path, rng: np.random.Generator) -> None:
     tensors = dict(sae_files.write_gemma_scope(folder, rng).tensors)
     np.savez(folder / "params.npz", **{**tensors, "b_enc": np.array([{}] * WIDTH, object)})
@@ -581,11 +573,8 @@ def removed(write: Write, name: str) -> Damage:
 
 YAMLS = {
     "an alias": "activation: &a relu\nmodel_name: *a",
-    "a list below": "feature_input_hook:\n- a",
     "no end": "model_name: 'a",
     "twice": "model_name: a\nmodel_name: b",
-    "no mapping": "[a, b]",
-    "no UTF-8": "",
 }
 
 
@@ -594,7 +583,7 @@ def traced(config: str) -> Damage:
 
     def damage(folder: Path, rng: np.random.Generator) -> None:
         sae_files.write_circuit_tracer(folder, rng)
-        (folder / "config.yaml").write_bytes(config.encode() or b"a: \xff")
+        (folder / "config.yaml").write_bytes(config.encode())
 
     return damage
 
@@ -607,10 +596,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "no files": (lambda folder, rng: folder.mkdir(), "is not an SAE: expected cfg.json and sae_weights.* got no files"),
     "without weights": (removed(lens("standard"), "sae_weights.safetensors"), "is not an SAE.*got cfg.json"),
     "another width": (lens("standard", d_sae=WIDTH + 1), r"W_enc has shape \(12, 40\), expected \(12, 41\)"),
-    "temporal": (lens("standard", architecture="temporal"), "'temporal', which is not implemented.*the tokens before"),
-    "temporal, published": (text("conf.yaml", "sae: {}", "latest_ckpt.safetensors"), "is a temporal SAE"),
-    "abstopk": (lens("topk", architecture="abstopk"), "'abstopk'.*may be negative"),
-    "pursuit": (lens("standard", architecture="matching_pursuit"), "'matching_pursuit'.*for each feature that fires"),
+    "temporal": (lens("standard", architecture="temporal"), "'temporal', which is not implemented"),
     "batchtopk": (lens("jumprelu", architecture="batchtopk"), "'batchtopk'.*save_inference_model"),
     "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which its architecture"),
     "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
@@ -635,7 +621,10 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         tensors_changed(lens("standard"), lambda t: t.update(scaling_factor=t["b_enc"])),
         "has scaling_factor, which its architecture",
     ),
-    "transposed": (tensors_changed(lens("standard"), transposed("W_enc")), r"W_enc has shape \(40, 12\).*transposed"),
+    "transposed": (
+        tensors_changed(lens("standard"), transposed("W_enc")),
+        r"W_enc has shape \(40, 12\), expected \(12, 40\)",
+    ),
     "groupmax": (sparse(activation="groupmax"), "activation is 'groupmax', which is not implemented"),
     "gemma, no biases": (
         tensors_changed(GEMMA, lambda t: t.pop("b_enc")),
@@ -645,10 +634,9 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, bomb": (npz_bomb, "W_dec of at most 20 times its"),
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
     **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
-    **{f"tracer, {what}": (traced(yaml), r"config\.yaml cannot be read") for what, yaml in YAMLS.items()},
+    **{f"tracer, {what}": (traced(yaml), r"config\.yaml: expected one string") for what, yaml in YAMLS.items()},
     "tracer, topk": (traced("activation: topk"), "is 'topk', which is not implemented .implemented: relu.. .*no thres"),
     "tracer, jump_relu": (traced("activation: jump_relu"), "is 'jump_relu', .* has no thresholds"),
-    "tracer, large": (traced("# " * (40 << 10)), "81,920 bytes, expected at most 65,536"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),
     "llama, no norms": (llama(dataset_average_activation_norm=None), "dataset_average_activation_norm has no 'in'"),
     "llama, other norms": (

@@ -96,7 +96,6 @@ def test_tensors_of_any_layout_are_read(has_checksums: bool, tmp_path: Path):
         **{"x": x, "permuted": x.permute(2, 0, 1), "part": x[1:3, ::2, 1:3], "last": x[4, 5], "scalar": x[0, 0, 0]},
         **{"half": x.half(), "bfloat16": x.bfloat16(), "empty": torch.zeros(4, 0, 1), "ones": torch.ones(1, 4, 1)},
         "parameter": torch.nn.Parameter(x),
-        "module": torch.nn.Linear(2, 3).state_dict(),
         "_orig_mod.compiled": x + 1,
     }
     plain = {"int": 7, "float": 0.5, "text": "a", "none": None, "flag": True, "list": [1, (2, {})], "large": 1 << 40}
@@ -106,8 +105,7 @@ def test_tensors_of_any_layout_are_read(has_checksums: bool, tmp_path: Path):
     finally:
         torch.serialization.set_crc32_options(True)
     file = TorchFile(Files(str(tmp_path)).open("modèle.pt"))
-    expected = {name.removeprefix("_orig_mod."): values for name, values in tensors.items() if name != "module"}
-    expected |= {f"module.{name}": values for name, values in tensors["module"].items()}
+    expected = {name.removeprefix("_orig_mod."): values for name, values in tensors.items()}
     assert file.shapes.keys() == expected.keys() | plain.keys() | {"steps"}
     for name, values in expected.items():
         read = file.read(name)
@@ -131,14 +129,13 @@ SAVED: dict[str, tuple[Callable[[dict[str, object], Path], object], str]] = {
     ),
     "expanded": (
         lambda state, file: torch.save({"a": torch.ones(3).expand(4, 3)}, file),
-        "strides of a without over.*Save an expanded tensor as tensor.contiguous",
+        "a within 3 elements, got 12 of.*Save an expanded tensor as tensor.contiguous",
     ),
     "float8": (
         lambda state, file: torch.save({"a": torch.ones(3).to(torch.float8_e4m3fn)}, file),
         "_rebuild_tensor_v3",
     ),
     "NumPy's": (lambda state, file: torch.save({"a": np.float32(3)}, file), "multiarray.scalar"),
-    "two of a name": (lambda state, file: torch.save({"a.b": 1, "a": {"b": 2}}, file), "two values with the name a.b"),
     "no tensors": (
         lambda state, file: torch.save({}, file),
         "is not a state dict|has no encoder_linear.weight|expected enc",
@@ -163,7 +160,12 @@ REFUSED: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "two ks": ("AutoEncoderTopK", {"k": np.int32(K + 1)}, {}, "k is 6, expected 5 as in config.json"),
     "k": ("AutoEncoderTopK", {}, {"k": WIDTH + 1}, "k is 41, expected a whole number above 0, at most 40"),
     "NaN": ("BatchTopKSAE", {"threshold": np.float32(np.nan)}, {}, "expected a finite number as threshold"),
-    "orientation": ("Qwen-Scope", {"W_dec": np.zeros((1024, D_IN), np.float32)}, {}, r"W_dec has shape.*transposed"),
+    "orientation": (
+        "Qwen-Scope",
+        {"W_dec": np.zeros((1024, D_IN), np.float32)},
+        {},
+        r"W_dec has shape \(1024, 12\), expected \(12, 1024\)",
+    ),
     "axes": ("Qwen-Scope", {"b_enc": np.zeros((K, 1), np.float32)}, {}, "expected b_dec with the axes D, b_enc with"),
     "names": ("Goodfire", {"encoder_linear.weight": np.zeros(3)}, {}, "encoder_linear.weight with the axes F D, got"),
 }
@@ -207,7 +209,7 @@ def test_files_are_named_in_addresses(tmp_path: Path, monkeypatch):
         ("../renamed/layer7.sae.pt", "expected a folder with the name of Qwen-Scope's repository"),
         ("/layer7.sae.pt", "but there is no such file"),
         (f"{tmp_path}/saes/other", "The name of a file of torch tells its format: ae.pt"),
-        (f"{tmp_path}/saes/other/weights.bin", "The name of a file of torch tells its format: ae.pt"),
+        (f"{tmp_path}/saes/other/weights.bin", "expected a folder, a remote folder"),
         (f"{tmp_path}/saes/other/folder.pt", "folder.pt is not an SAE: expected cfg.json"),
         (f"{tmp_path}/saes/absent.bin", "expected a folder, a remote folder"),
         (f"{tmp_path}/saes/other/ae.pt", "got .*weights.bin"),

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int8, Int32
 
 from pipeline.models.architecture import LocalAttention
-from pipeline.models.attention.latent import Latent, LatentAttend
 from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
 from pipeline.models.attention.xla import SoftmaxSums, attend_xla, products, softmax_sums, sums_of_sinks
 from pipeline.models.partition import Partition
@@ -39,31 +38,25 @@ class Int8Slots(NamedTuple):
 Slots = Float[Array, "B K S H"] | Int8Slots
 
 
-class _RoundedAttention(LatentAttend):
+def attend_rounded(inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
     """`Attend` with keys and values, or latents, rounded like in an int8 cache."""
 
-    def __call__(
-        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
-    ) -> Float[Array, "B T N W"]:
-        def rounded(x: Array) -> Array:
-            slots = Int8Slots.of(x)
-            return (slots.values * slots.scale[..., None]).astype(x.dtype)
+    def rounded(x: Array) -> Array:
+        slots = Int8Slots.of(x)
+        return (slots.values * slots.scale[..., None]).astype(x.dtype)
 
-        if latent is not None:
-            latent = latent._replace(values=rounded(latent.values), rotary=rounded(latent.rotary))
-            return attend_xla(latent.expanded(inputs), spec)
-        return attend_xla(inputs._replace(k=rounded(inputs.k), v=rounded(inputs.v)), spec)
-
-
-attend_rounded = _RoundedAttention()
+    if (latent := inputs.latent) is None:
+        k, v = rounded(inputs.k), rounded(inputs.v)
+    else:
+        latent = latent._replace(values=rounded(latent.values), rotary=rounded(latent.rotary))
+        k, v = latent.expanded(inputs.k.shape[-1])
+    return attend_xla(inputs._replace(k=k, v=v), spec)
 
 
-def _to_cache(
-    inputs: AttentionInputs, latent: Latent | None
-) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T W"]]:
+def _to_cache(inputs: AttentionInputs) -> tuple[Float[Array, "B K T H"], Float[Array, "B K T W"]]:
     """What the cache keeps of these positions: keys and values, or latents and rotary keys as of a single head."""
-    if latent is not None:
-        return latent.values[:, None], latent.rotary[:, None]
+    if inputs.latent is not None:
+        return inputs.latent.values[:, None], inputs.latent.rotary[:, None]
     return jnp.einsum("BTKH->BKTH", inputs.k), jnp.einsum("BTKH->BKTH", inputs.v)
 
 
@@ -73,16 +66,14 @@ def _slot_positions(slots: Int32[Array, " s"], last: Int32[Array, " B"], num_slo
     return last[:, None] - offset + slots - jnp.where(slots > offset, num_slots, 0)
 
 
-class PromptLayer(LatentAttend):
+class PromptLayer:
     """One layer's `Attend` for prompts. It keeps what the cache needs."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
-    def __call__(
-        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
-    ) -> Float[Array, "B P N W"]:
-        self._prompt = _to_cache(inputs, latent)
+    def __call__(self, inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B P N W"]:
+        self._prompt = _to_cache(inputs)
         return self._attend(inputs, spec)
 
     def cache(self, lengths: Int32[Array, " B"], num_slots: int, is_int8: bool) -> tuple[Slots, Slots]:
@@ -110,7 +101,7 @@ class StepSlots(NamedTuple):
     block: int  # attention reads blocks of at least as many slots
 
 
-class CachedLayer(LatentAttend):
+class CachedLayer:
     """One layer's `Attend` during one step. It writes the step's keys and values into `cache` at each row's positions,
     and attends to all positions up to each query's, or those in its window or chunk."""
 
@@ -120,11 +111,9 @@ class CachedLayer(LatentAttend):
         self._num_slots = jax.tree.leaves(cache)[0].shape[2]
 
     @jax.named_scope("cached")
-    def __call__(
-        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
-    ) -> Float[Array, "B T N W"]:
+    def __call__(self, inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
         """`Attend` for the step's positions, after updating the cache."""
-        new, positions = _to_cache(inputs, latent), self._step.positions
+        new, positions = _to_cache(inputs), self._step.positions
         # Out of range: not written.
         slots = jnp.where(positions < self._step.length, positions % self._num_slots, self._num_slots + positions)
         self.cache = jax.tree.map(
@@ -132,13 +121,11 @@ class CachedLayer(LatentAttend):
             self.cache,
             tuple(map(Int8Slots.of, new)) if isinstance(self.cache[0], Int8Slots) else new,
         )
-        return self.attend_again(inputs, spec, latent)
+        return self.attend_again(inputs, spec)
 
-    def attend_again(
-        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
-    ) -> Float[Array, "B T N W"]:
+    def attend_again(self, inputs: AttentionInputs, spec: AttentionSpec) -> Float[Array, "B T N W"]:
         """`Attend` for a later layer that uses this layer's keys and values."""
-        rows, length, num_heads, _ = inputs.q.shape
+        (rows, length, num_heads, _), latent = inputs.q.shape, inputs.latent
         num_kv_heads = jax.tree.leaves(self.cache)[0].shape[1]
 
         def by_kv_head(q: Float[Array, "B T N H"]) -> Float[Array, "B K Q H"]:

@@ -5,13 +5,10 @@ Letters: B rows, T positions, N heads, H head dim, R rotary dims, h = H - R, W h
 a latent.
 """
 
-from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
-
-from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 
 
 class Latent(NamedTuple):
@@ -25,12 +22,12 @@ class Latent(NamedTuple):
     def num_rotary(self) -> int:
         return self.rotary.shape[-1]
 
-    def expanded(self, inputs: AttentionInputs) -> AttentionInputs:
-        """The inputs with keys and values computed from these latents."""
+    def expanded(self, head_dim: int) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N W"]]:
+        """All heads' keys and values."""
         projected = jnp.einsum("BTZ,NXZ->BTNX", self.values, self.up)
-        k, v = jnp.split(projected, [inputs.k.shape[-1] - self.num_rotary], axis=-1)
+        k, v = jnp.split(projected, [head_dim - self.num_rotary], axis=-1)
         rotary = jnp.broadcast_to(self.rotary[:, :, None], (*k.shape[:-1], self.num_rotary))
-        return inputs._replace(k=jnp.concatenate([k, rotary], axis=-1), v=v)
+        return jnp.concatenate([k, rotary], axis=-1), v
 
     def absorb(self, q: Float[Array, "B T N H"]) -> tuple[Float[Array, "B T N Z"], Float[Array, "B T N R"]]:
         """Queries whose products with latents and rotary keys add up to those of q with the heads' keys."""
@@ -41,12 +38,3 @@ class Latent(NamedTuple):
     def outputs(self, z: Float[Array, "B T N Z"], value_dim: int) -> Float[Array, "B T N W"]:
         """The heads' outputs, from their weighted sums of latents."""
         return jnp.einsum("BTNZ,NWZ->BTNW", z, self.up[:, -value_dim:])
-
-
-class LatentAttend(ABC):
-    """An `Attend` that also takes the latents. They are None unless attention is latent."""
-
-    @abstractmethod
-    def __call__(
-        self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None
-    ) -> Float[Array, "B T N W"]: ...

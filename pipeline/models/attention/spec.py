@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pipeline.models.attention.latent import Latent
+
 
 class AttentionInputs(NamedTuple):
     """q and k are already rotated. Query heads n with the same n // (N / K) share a key-value head.
@@ -22,6 +24,7 @@ class AttentionInputs(NamedTuple):
     sinks: Float[Array, " N"] | None = None  # per head, the unscaled score of a key whose value is 0
     key_segments: Int32[Array, "B S"] | None = None
     offset: int | Int32[Array, ""] | None = None  # the position of the first query, minus that of the first key
+    latent: Latent | None = None  # what k and v are computed from; for caches
 
     @property
     def segments_of_keys(self) -> Int32[Array, "B S"]:

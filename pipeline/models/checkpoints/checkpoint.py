@@ -2,19 +2,17 @@
 
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
-from threading import Lock
+from functools import cached_property
 
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
 from pipeline.models.checkpoints.checkpoint_files import Files, read_json
-from pipeline.models.checkpoints.packed import fp8, int4, int4_columns, mxfp4
-from pipeline.models.checkpoints.packed.int4_columns import ColumnFormat
+from pipeline.models.checkpoints.packed.formats import read_packing
+from pipeline.models.checkpoints.packed.packing import Packing, QuantizationConfig
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile, TensorInfo
 from pipeline.models.checkpoints.torch_file import TorchFile
 
@@ -81,8 +79,6 @@ class Checkpoint:
         self.is_remote = files.is_remote
         self._files = files
         self._opened: dict[str, TensorFile] = {}
-        self._whole_parts = lru_cache(maxsize=4)(self._read_whole_parts)  # four leaves are loaded at a time
-        self._whole_locks: dict[str, Lock] = defaultdict(Lock)  # by tensor, which several threads need but one reads
 
     @property
     def commits(self) -> dict[str, str]:
@@ -148,106 +144,42 @@ class Checkpoint:
         return in_language_model if in_language_model in self.file_of else name
 
     def info(self, name: str) -> TensorInfo | None:
-        """A tensor's dtype and shape, after unpacking (MXFP4, FP8, 4 bits); None if the checkpoint lacks the tensor."""
+        """A tensor's dtype and shape, unpacked if it is packed; None if the checkpoint lacks the tensor."""
         name = self._stored_names.get(name, name)
-        if name not in self._packed:
+        if name not in self._parts:
             return self._open_indexed(name).tensors.get(name) if name in self.file_of else None
-        parts = [self._open_indexed(part).tensors.get(part) for part in self._packed[name]]
-        if None in parts:
-            return None
-        if name in self._in_fp8:
-            return fp8.unpacked_info(*parts, self._fp8_block)
-        if name in self._in_columns:
-            return self._columns.unpacked_info(*parts)
-        if name not in self._in_int4:
-            return mxfp4.unpacked_info(*parts)
-        packed, scales, _, *zeros = parts
-        return int4.unpacked_info(packed, scales, *zeros)
+        parts = [self._open_indexed(part).tensors.get(part) for part in self._parts[name]]
+        return None if None in parts else self.packing.info(*parts)
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows start..stop-1 of a tensor's first axis, in the file's dtype; packed ones are unpacked to float32."""
         name = self._stored_names.get(name, name)
-        if name not in self._packed:
-            return self._stored_rows(name, start, stop)
-        if name in self._in_columns:
-            with self._whole_locks[name]:
-                parts = self._whole_parts(self._packed[name])
-            return self._columns.unpacked(parts, start, stop)
-        first, second, *_ = self._packed[name]
-        numbers = self._stored_rows(first, start, stop)
-        if name in self._in_fp8:
-            rows = self._fp8_block[0]
-            scales = self._stored_rows(second, start // rows, -(-stop // rows))
-            return fp8.unpacked(numbers, scales, start, self._fp8_block)
-        scales = self._stored_rows(second, start, stop)
-        if name not in self._in_int4:
-            return mxfp4.unpacked(numbers, scales)
-        if not self._has_zeros:
-            return int4.unpacked(numbers, scales)
-        words = self._stored_rows(name + int4.ZEROS, start // int4.PER_WORD, -(-stop // int4.PER_WORD))
-        return int4.unpacked(numbers, scales, int4.unpacked_zeros(words, start, stop))
+        if name in self._parts:
+            return self.packing.rows(self._stored_rows, self._parts[name], start, stop)
+        return self._stored_rows(name, start, stop)
 
-    def _read_whole_parts(self, names: tuple[str, ...]) -> list[np.ndarray]:
-        files = {name: self._open_indexed(name) for name in names}
-        parts = [file.rows(name, 0, file.tensors[name].shape[0]) for name, file in files.items()]
-        _, _, scales, *groups = parts
-        if groups and not 0 <= groups[0].min() <= groups[0].max() < len(scales):
-            raise CheckpointError(
-                f"{self.where}: {names[-1]} has numbers from {groups[0].min()} to {groups[0].max()}, expected groups "
-                f"from 0 to {len(scales) - 1}. Download the checkpoint again."
-            )
-        return parts
-
-    def _stored_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        return self._open_indexed(name).rows(name, start, stop)
+    def _stored_rows(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
+        file = self._open_indexed(name)
+        return file.rows(name, start, file.tensors[name].shape[0] if stop is None else stop)
 
     @cached_property
     def names(self) -> Collection[str]:
         """The names of all tensors; one name for the parts of a packed tensor."""
-        packed = {part: name for name, parts in self._packed.items() for part in parts}
+        packed = {part: name for name, parts in self._parts.items() for part in parts}
         return dict.fromkeys(packed.get(name, name) for name in self.file_of)
 
     @cached_property
-    def _packed(self) -> Mapping[str, tuple[str, ...]]:
-        """Tensor in MXFP4, FP8 or with 4 bits -> the names of its parts."""
-        return self._parts(mxfp4.SUFFIXES) | self._in_fp8 | self._in_int4 | self._in_columns
+    def packing(self) -> Packing | None:
+        """How matrices are packed; None if they are not. Raises CheckpointError for formats that are not
+        implemented."""
+        config = QuantizationConfig(self.config, f"{self.where}/config.json")
+        config = next((c for c in (config, config.nested("text_config")) if "quantization_config" in c), None)
+        return None if config is None else read_packing(config.nested("quantization_config"))
 
     @cached_property
-    def _in_fp8(self) -> Mapping[str, tuple[str, ...]]:
-        pairs = self._parts(fp8.SUFFIXES)
-        return pairs if pairs and self._fp8_block else {}
-
-    @cached_property
-    def _in_int4(self) -> Mapping[str, tuple[str, ...]]:
-        return self._parts((*int4.SUFFIXES, int4.ZEROS) if self._has_zeros else int4.SUFFIXES)
-
-    @cached_property
-    def _has_zeros(self) -> bool:
-        return bool(self._parts(int4.SUFFIXES)) and int4.has_zeros(self.config)
-
-    @cached_property
-    def _in_columns(self) -> Mapping[str, tuple[str, ...]]:
-        modules = self._parts(int4_columns.SUFFIXES)
-        if not modules or self._columns is None:
-            return {}
-        return {
-            f"{module}.weight": (*parts, *[name for name in [module + int4_columns.GROUPS] if name in self.file_of])
-            for module, parts in modules.items()
-        }
-
-    @cached_property
-    def _columns(self) -> ColumnFormat | None:
-        return ColumnFormat.of(self.config)
-
-    def _parts(self, suffixes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-        """Name without suffix -> the names of its parts, if the files contain all."""
-        names = (name.removesuffix(suffixes[-1]) for name in self.file_of if name.endswith(suffixes[-1]))
-        parts_of = {name: tuple(name + suffix for suffix in suffixes) for name in names}
-        return {name: parts for name, parts in parts_of.items() if self.file_of.keys() >= {*parts}}
-
-    @cached_property
-    def _fp8_block(self) -> tuple[int, int] | None:
-        return fp8.block_shape(self.config)
+    def _parts(self) -> Mapping[str, tuple[str, ...]]:
+        """Packed tensor -> the names of its parts."""
+        return {} if self.packing is None else self.packing.parts(self.file_of)
 
     @cached_property
     def _stored_names(self) -> Mapping[str, str]:
@@ -282,19 +214,8 @@ class Checkpoint:
         return self._opened[name]
 
     def _no_weights(self) -> CheckpointError:
-        names = self._files.names()
-        if any(name.startswith("adapter_model") for name in names):
-            remedy = (
-                "These are weights of an adapter. Set model.adapter to this path, and model.path to its base model."
-            )
-        elif any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-            remedy = (
-                "Other files of torch are not read. Convert them: AutoModelForCausalLM.from_pretrained(path)"
-                ".save_pretrained(new_path)."
-            )
-        else:
-            remedy = "Download the weights, or set model.init=random."
         return CheckpointError(
             f"{self.where} has no weights: expected {' or '.join(_SINGLE)} or an index of several such files, got "
-            f"{', '.join(names)}. {remedy}"
+            f"{', '.join(self._files.names())}. Download the weights, or set model.init=random; an adapter's weights "
+            f"are for model.adapter. Convert others: AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)."
         )

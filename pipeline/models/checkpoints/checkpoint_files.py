@@ -103,12 +103,9 @@ def open_files(path: str, revision: str | None) -> Files:
         return Files(path)
     if is_hub_id(path):
         return Files(path, repository=_open_hub(path, revision))
-    owner = path.partition("/")[0]
-    is_folder = owner.strip(".") and os.path.isdir(owner)
-    why = f" (the folder {owner} exists here, so this is not a Hub id)" if is_folder else ""
     raise CheckpointError(
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
-        f"got none of them{why}. Check the path."
+        f"got none of them. Check the path. Where a folder named owner exists, it is no Hub id."
     )
 
 

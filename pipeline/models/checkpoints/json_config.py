@@ -4,7 +4,7 @@ An attribute that is ignored could make the activations, or the features of an S
 """
 
 from collections.abc import Collection, Mapping
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -80,6 +80,16 @@ class JsonConfig:
     def text(self, key: str) -> str | None:
         """A string; None if it is absent."""
         return self._take(key, (str,), "a string", None)
+
+    def whole_numbers(self, key: str) -> list[int]:
+        """A list of whole numbers; empty if the key is absent."""
+        return self._list(key, int, "a list of whole numbers")
+
+    def _list(self, key: str, kind: type, what: str) -> list[Any]:
+        values = self._take(key, (list,), what, [])
+        if not all(type(value) is kind for value in values):
+            raise self._wrong(key, values, what)
+        return values
 
     def choice(self, key: str, choices: Collection[str], default: object = REQUIRED, remedy: str = "") -> str:
         """One of an attribute's implemented values."""

@@ -121,7 +121,7 @@ def load_params(checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Pla
 
     def load(leaf: Leaf) -> Callable[[], Array | QuantisedWeight]:
         sharding = place(leaf)
-        kept_dtype = stored_dtype(leaf.dtype(dtype), [*sharding.addressable_devices])
+        kept_dtype = stored_dtype(leaf.dtype(dtype), sharding)
         shapes = [leaf.shape, leaf.scale_shape] if leaf.quantised else [leaf.shape]
         shardings = [of_scales(sharding, len(shape)) for shape in shapes]
         exchange = Exchange.of(leaf, sharding)

@@ -44,7 +44,7 @@ def random_params(leaves: LeafTree, seed: int, dtype: str, place: Placement, pro
             return jnp.ones(leaf.shape, dtype, device=sharding)
         suffix = f" {leaf.part.start}" if leaf.part.start else ""
         tensor_ids = np.array([zlib.crc32(f"{seed} {name}{suffix}".encode()) for name in leaf.tensors], np.uint32)
-        kept_dtype = _stored_dtype(leaf, sharding, dtype)
+        kept_dtype = stored_dtype(leaf.dtype(dtype), sharding)
         if leaf.quantised:
             sharding = QuantisedWeight(sharding, of_scales(sharding, len(leaf.scale_shape)), leaf.is_grouped)
         return _normal(leaf.quantised, kept_dtype, sharding)(tensor_ids, leaf.shape, leaf.inputs_per_scale)
@@ -56,11 +56,7 @@ def random_params(leaves: LeafTree, seed: int, dtype: str, place: Placement, pro
 def _local_bits(leaf: Leaf, sharding: Sharding, dtype: str) -> int:
     """The size of a leaf's values on this process's devices."""
     num_values = math.prod(sharding.shard_shape(leaf.shape)) * len(sharding.addressable_devices)
-    return num_values * itemsize_bits(_stored_dtype(leaf, sharding, dtype))
-
-
-def _stored_dtype(leaf: Leaf, sharding: Sharding, dtype: str) -> np.dtype:
-    return stored_dtype(leaf.dtype(dtype), [*sharding.addressable_devices])
+    return num_values * itemsize_bits(stored_dtype(leaf.dtype(dtype), sharding))
 
 
 @cache

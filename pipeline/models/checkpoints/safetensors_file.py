@@ -6,7 +6,6 @@ object storage, where each process reads only its part, and errors must name a d
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -121,7 +120,9 @@ class SafetensorsFile(TensorFile):
     def __init__(self, source: ByteSource) -> None:
         header, data_start = _read_header(source)
         tensors = {name: _tensor_info(source, data_start, name, entry) for name, entry in header.items()}
-        _check_layout(source, data_start, tensors)
+        stop = max((info.stop for info in tensors.values()), default=data_start)
+        if stop != source.size:
+            raise _damaged(source, f"{stop} bytes", f"{source.size}")
         super().__init__(source, tensors)
 
 
@@ -151,21 +152,13 @@ def _read_header(source: ByteSource) -> tuple[Mapping[str, object], int]:
     if num_bytes > MAX_JSON_BYTES:
         raise _damaged(source, f"a header of at most {MAX_JSON_BYTES} bytes", f"one of {num_bytes} bytes")
     try:
-        header = parse_json(source.read(8, 8 + num_bytes).tobytes(), _unique)
+        header = parse_json(source.read(8, 8 + num_bytes).tobytes())
     except ValueError as error:  # invalid JSON or UTF-8
         raise _damaged(source, "a JSON header", f"{error}") from error
     if not isinstance(header, dict):
         raise _damaged(source, "a JSON object as header", type(header).__name__)
     header.pop("__metadata__", None)
     return header, 8 + num_bytes
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{shown(name)} occurs twice")
-    return values
 
 
 def _tensor_info(source: ByteSource, data_start: int, name: str, entry: object) -> TensorInfo:
@@ -182,14 +175,3 @@ def _tensor_info(source: ByteSource, data_start: int, name: str, entry: object) 
             source, f"offsets of {name:.200} that span {math.prod(shape) * item_bytes} bytes", f"{start}..{stop}"
         )
     return TensorInfo(dtype, shape, data_start + start, data_start + stop)
-
-
-def _check_layout(source: ByteSource, data_start: int, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raises unless the tensors fill the file without gaps or overlaps, as the format requires."""
-    position = data_start
-    for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if info.start != position:
-            raise _damaged(source, f"{name:.200} to begin at byte {position}", f"{info.start}")
-        position = info.stop
-    if position != source.size:
-        raise _damaged(source, f"{position} bytes", f"{source.size}")

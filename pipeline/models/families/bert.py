@@ -5,7 +5,6 @@ Bidirectional; the residual stream itself is normalised. All tokens have type 0,
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, biases
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
@@ -43,8 +42,7 @@ _HEAD_AND_TRAINING_KEYS = (
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore(*_HEAD_AND_TRAINING_KEYS)
     config.choice("position_embedding_type", ("absolute",), "absolute")
-    if config.flag("is_decoder", False):
-        raise CheckpointError(f"{config.where}: is_decoder is true: expected an encoder. Use another model.")
+    config.require({"is_decoder": False})
     arch = read_multi_head(config, max_positions=512, eps=1e-12, activation="gelu")
     num_token_types = config.positive_int("type_vocab_size", 2)
     return dataclasses.replace(arch, causal=False, num_token_types=num_token_types), KEY_TABLE

@@ -7,7 +7,6 @@ Longer rows are refused, so the indexer is not needed. Kimi K2 is a V3; Kimi K2.
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import (
     Architecture,
     Experts,
@@ -18,6 +17,7 @@ from pipeline.models.architecture import (
     Router,
     biases,
 )
+from pipeline.models.checkpoints.json_config import REQUIRED
 from pipeline.models.families import llama, moe
 from pipeline.models.families.hf_attention import read_pattern, rope_values, yarn_growth
 from pipeline.models.families.hf_config import HfConfig, text_reader
@@ -46,15 +46,14 @@ _TRAINING_KEYS = ("aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux"
 def read_v2(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch, table = _read(config, RotaryPairs.adjacent, default_max_positions=2048)
     config.choice("scoring_func", ("softmax",), "softmax")
-    if config.flag("norm_topk_prob", False):  # transformers ignores it, DeepSeek's own code does not
-        raise CheckpointError(f"{config.where}: norm_topk_prob is true, which is not implemented. Use another model.")
+    config.require({"norm_topk_prob": False})  # transformers ignores it, DeepSeek's own code does not
     config.positive_int("num_experts_per_tok")  # required
     experts = read_experts(config, arch.num_layers, 0, default_num=64, default_d_expert=1407, default_num_shared=2)
     experts = dataclasses.replace(experts, scaling=config.positive_float("routed_scaling_factor", 1.0))
     if config.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy") == "greedy":
         config.ignore("n_group", "topk_group")
     else:
-        experts = with_groups(config, experts, config.positive_int("n_group"), config.positive_int("topk_group"))
+        experts = with_groups(config, experts)
     return dataclasses.replace(arch, experts=experts), table
 
 
@@ -71,7 +70,7 @@ def read_v3(config: HfConfig, default_max_positions: int = 4096) -> tuple[Archit
         router=Router.sigmoid_groups,
         sums_to_one=config.flag("norm_topk_prob", True, null=False),
     )
-    experts = with_groups(config, experts, config.positive_int("n_group", 8), config.positive_int("topk_group", 4))
+    experts = with_groups(config, experts, 8, 4)
     num_ignored = config.count("num_nextn_predict_layers", 1)
     return dataclasses.replace(arch, experts=experts, num_ignored_layers=num_ignored), table | CORRECTION
 
@@ -107,10 +106,7 @@ def _read(config: HfConfig, pairs: RotaryPairs, default_max_positions: int) -> t
     arch = llama.read_decoder(config, llama.Defaults(default_max_positions, head_dim=num_rotary), rope_config=values)
     growth = 1 if mscale is None else mscale * yarn_growth(arch.rope.factor) + 1
     head_dim = num_unrotated + num_rotary
-    sizes = {"head_dim": num_rotary, "qk_head_dim": head_dim, "num_key_value_heads": arch.num_heads}
-    for key, size in sizes.items():
-        if (got := config.positive_int(key, size)) != size:
-            raise CheckpointError(f"{config.where}: {key} is {got}, expected {size}. Is the file damaged?")
+    config.require({"head_dim": num_rotary, "qk_head_dim": head_dim, "num_key_value_heads": arch.num_heads})
     latent = LatentAttention(
         config.positive_int("kv_lora_rank", 512), q_rank, config.positive_int("v_head_dim", 128), pairs
     )
@@ -135,7 +131,7 @@ def read_experts(
 ) -> Experts:
     """The experts, not yet divided into groups. The first layers are dense."""
     config.ignore(*_TRAINING_KEYS)
-    num_experts, per_token = moe.read_counts(config, num_layers, default_num, 8, "n_routed_experts")
+    num_experts, per_token = moe.read_counts(config, default_num, 8, "n_routed_experts")
     num_dense = min(config.count("first_k_dense_replace", default_dense), num_layers)
     d_expert = config.positive_int("moe_intermediate_size", default_d_expert)
     return Experts(
@@ -150,18 +146,12 @@ def read_experts(
     )
 
 
-def with_groups(config: HfConfig, experts: Experts, num_groups: int, per_token: int) -> Experts:
-    """The experts, divided into groups; a token uses `per_token` of the groups."""
-    size, smallest = experts.num_experts // num_groups, 2 if experts.router is Router.sigmoid_groups else 1
-    if experts.num_experts % num_groups or size < smallest or experts.per_token > per_token * size:
-        raise CheckpointError(
-            f"{config.where}: n_group is {num_groups} and topk_group is {per_token}, expected n_group to divide the "
-            f"{experts.num_experts} experts, and topk_group groups to contain the {experts.per_token} experts of a "
-            f"token. Is the file damaged?"
-        )
-    if per_token > num_groups:
-        raise CheckpointError(
-            f"{config.where}: topk_group is {per_token}, expected at most n_group, which is {num_groups}. "
-            f"Is the file damaged?"
-        )
+def with_groups(
+    config: HfConfig, experts: Experts, default_num: object = REQUIRED, default_per_token: object = REQUIRED
+) -> Experts:
+    """The experts, divided into groups; a token uses some of the groups."""
+    num_groups, per_token = (
+        config.positive_int("n_group", default_num),
+        config.positive_int("topk_group", default_per_token),
+    )
     return dataclasses.replace(experts, num_groups=num_groups, groups_per_token=per_token)

@@ -14,7 +14,6 @@ from pipeline.models.families.hf_attention import (
     nested_ropes,
     read_local,
     read_rope,
-    require_truncating,
 )
 from pipeline.models.families.hf_config import HfConfig, text_reader
 from pipeline.models.families.llama import KEY_TABLE as LLAMA_TABLE
@@ -85,7 +84,5 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
     default_theta, default_local_theta = 1e6, 1e4
     if "rope_parameters" not in config:
         local_theta = config.positive_float("rope_local_base_freq", default_local_theta)
-        rope = read_rope(config, max_positions, default_theta)
-        require_truncating(config, rope)
-        return rope, Rope(local_theta)
+        return read_rope(config, max_positions, default_theta), Rope(local_theta)
     return nested_ropes(config, max_positions, default_theta, default_local_theta)

@@ -8,7 +8,6 @@ values; others have experts in addition to each MLP.
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
 from pipeline.models.architecture import (
     Architecture,
@@ -110,12 +109,6 @@ def _read_global_heads(config: HfConfig, arch: Architecture) -> GlobalHeads | No
         default_heads = num_kv_heads
     if "per_layer_config" in config:
         default_dim, default_heads = _read_layer_configs(config, arch)
-    if arch.num_heads % default_heads or default_dim % 2:
-        raise CheckpointError(
-            f"{config.where}: in global layers, expected a multiple of the key-value heads as heads and an even head "
-            f"size, got {arch.num_heads} heads, {default_heads} key-value heads, head size {default_dim}. "
-            f"Is the file damaged?"
-        )
     heads = GlobalHeads(default_dim, default_heads, keys_are_values)
     return None if heads == GlobalHeads(arch.head_dim, arch.num_kv_heads, False) else heads
 
@@ -131,11 +124,12 @@ def _read_layer_configs(config: HfConfig, arch: Architecture) -> tuple[int, int]
     configs.finish()
     local_heads = {heads[layer] for layer in heads if arch.is_local(layer)}
     global_heads = {heads[layer] for layer in heads if not arch.is_local(layer)}
-    if local_heads - {(arch.head_dim, arch.num_kv_heads)} or len(global_heads) > 1:
-        raise CheckpointError(
-            f"{config.where}: per_layer_config is {shown(config.values['per_layer_config'])}, expected the same "
-            f"head_dim and num_key_value_heads for all global layers, and none for other layers. Use another model."
-        )
+    config.expect(
+        local_heads <= {(arch.head_dim, arch.num_kv_heads)} and len(global_heads) == 1,
+        f"the same head_dim and num_key_value_heads as per_layer_config of all global layers, and none for other "
+        f"layers, got {shown(configs.values)}",
+        "Use another model.",
+    )
     return next(iter(global_heads))
 
 
@@ -143,22 +137,17 @@ def _read_shared_keys(config: HfConfig, arch: Architecture, kinds: str) -> Share
     is_wide, num_layers = config.flag("use_double_wide_mlp", False), config.count("num_kv_shared_layers", 0)
     if not num_layers:
         return None
-    if num_layers >= arch.num_layers or {*kinds[: arch.num_layers - num_layers]} != {*kinds}:
-        raise CheckpointError(
-            f"{config.where}: num_kv_shared_layers is {num_layers}, expected a layer of each kind in layer_types "
-            f"before the shared ones. Is the file damaged?"
-        )
+    has_keys = num_layers < arch.num_layers and {*kinds[: arch.num_layers - num_layers]} == {*kinds}
+    config.expect(has_keys, f"a layer of each kind before the last {num_layers} layers (num_kv_shared_layers)")
     return SharedKeys(num_layers, arch.d_mlp * (2 if is_wide else 1))
 
 
 def _read_layer_inputs(config: HfConfig, arch: Architecture) -> int:
     size = config.count("hidden_size_per_layer_input", 256)
-    vocab_size = config.positive_int("vocab_size_per_layer_input", 262144)
-    if size and vocab_size != arch.vocab_size:
-        raise CheckpointError(
-            f"{config.where}: vocab_size_per_layer_input is {vocab_size}, which is not implemented: expected "
-            f"vocab_size, {arch.vocab_size}. Use another model."
-        )
+    config.set_defaults(vocab_size_per_layer_input=262144)
+    if size:
+        config.require({"vocab_size_per_layer_input": arch.vocab_size})
+    config.ignore("vocab_size_per_layer_input")
     return size
 
 

@@ -39,8 +39,7 @@ def read_glm4_moe(config: HfConfig) -> tuple[Architecture, KeyTable]:
         router=Router.sigmoid_groups,
         sums_to_one=config.flag("norm_topk_prob", True),
     )
-    num_groups, groups_per_token = config.positive_int("n_group", 1), config.positive_int("topk_group", 1)
-    experts = deepseek.with_groups(config, experts, num_groups, groups_per_token)
+    experts = deepseek.with_groups(config, experts, 1, 1)
     num_ignored = config.count("num_nextn_predict_layers", 1)
     table = llama.KEY_TABLE | deepseek.EXPERTS | deepseek.CORRECTION
     table |= llama.QKV_BIASES if config.flag("attention_bias", False) else {}

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
 from pipeline.models.architecture import Architecture, KeyTable, LocalAttention, biases
 from pipeline.models.families import gpt2
@@ -55,11 +54,11 @@ def _read_pattern(config: HfConfig, num_layers: int) -> str:
         pattern = "".join(_LETTERS[kind] for kind in islice(kinds, num_layers + 1))
     except (KeyError, TypeError, ValueError):
         pattern = ""
-    if len(pattern) != num_layers:
-        raise CheckpointError(
-            f"{config.where}: attention_types is {shown(types)}, expected lists of global and local with their numbers "
-            f"of repetitions, for {num_layers} layers in total. Is the file damaged?"
-        )
+    config.expect(
+        len(pattern) == num_layers,
+        f"lists of global and local with their numbers of repetitions as attention_types, for {num_layers} layers in "
+        f"total, got {shown(types)}",
+    )
     return pattern
 
 

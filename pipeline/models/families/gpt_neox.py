@@ -3,7 +3,7 @@
 import dataclasses
 
 from pipeline.models.architecture import Architecture, KeyTable, biases
-from pipeline.models.families.hf_attention import read_fraction, read_rope, rope_values, rotary_dim
+from pipeline.models.families.hf_attention import read_fraction, read_rope, rope_values
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
 
@@ -29,5 +29,5 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     rope = read_rope(config, max_positions, values=values, theta_key="rotary_emb_base")
     arch = read_multi_head(config, max_positions=2048, eps=1e-5, activation="gelu", rope=rope)
     table = KEY_TABLE | (biases(_ATTENTION) if config.flag("attention_bias", True) else {})
-    arch = dataclasses.replace(arch, rotary_dim=rotary_dim(config, arch.head_dim, fraction))
+    arch = dataclasses.replace(arch, rotary_dim=int(arch.head_dim * fraction))
     return dataclasses.replace(arch, parallel=config.flag("use_parallel_residual", True)), table

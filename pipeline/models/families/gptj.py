@@ -3,7 +3,6 @@ dimensions."""
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Rope, RotaryPairs, biases
 from pipeline.models.families import gpt2
 from pipeline.models.families.hf_config import HfConfig
@@ -34,9 +33,4 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
         config, max_positions=2048, eps=1e-5, activation="gelu_new", rope=Rope(10000.0), names=gpt2.NAMES
     )
     dim = config.positive_int("rotary_dim", 64)
-    if dim % 2 or dim > arch.head_dim:
-        raise CheckpointError(
-            f"{config.where}: rotary_dim is {dim}, expected an even number, at most the head size, {arch.head_dim}. "
-            f"Is the file damaged?"
-        )
     return dataclasses.replace(arch, parallel=True, rotary_dim=dim, rotary_pairs=RotaryPairs.adjacent), KEY_TABLE

@@ -5,12 +5,12 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
-from pipeline.models.architecture import Architecture, LocalAttention, Rope, RopeKind
+from pipeline.models.architecture import Architecture, LocalAttention, Rope, RopeKind, Router
 from pipeline.models.families.hf_config import HfConfig
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
+_MAX_EXPERTS = 1 << 20  # in all layers together, since each has its own tensors
 USUAL_KINDS = tuple(kind for kind in RopeKind if kind is not RopeKind.proportional)  # only Gemma 4 has proportional
 
 
@@ -50,28 +50,14 @@ def nested_ropes(
     local_rope = parse_rope(local_values, default_local_theta, max_positions, kinds)
     for values in (global_values, local_values, parameters):
         values.finish()
-    require_truncating(config, rope, local_rope)
     return rope, local_rope
-
-
-def require_truncating(config: HfConfig, *ropes: Rope) -> None:
-    """Raises CheckpointError for YaRN's `truncate=false` in a family with separate ropes for local and global
-    layers."""
-    if not all(rope.truncate for rope in ropes):
-        raise CheckpointError(
-            f"{config.where}: truncate is false, expected true: with separate rotary embeddings for local and global "
-            f"layers, transformers ignores it and truncates. Remove the attribute."
-        )
 
 
 def rope_values(config: HfConfig, default: Mapping[str, object] = MappingProxyType({})) -> HfConfig:
     """The mapping that describes the rotary embedding; `default` if the file has none."""
     scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
-    if scaling.values and parameters.values and scaling.values != parameters.values:
-        raise CheckpointError(
-            f"{config.where} has rope_scaling and rope_parameters with different values, expected one of them. "
-            f"Remove the other."
-        )
+    is_clear = not scaling.values or not parameters.values or scaling.values == parameters.values
+    config.expect(is_clear, "rope_scaling or rope_parameters, got both, with different values", "Remove one of them.")
     if default and not scaling.values and "rope_parameters" not in config:
         return HfConfig(default, config.where)
     return scaling if scaling.values else parameters
@@ -91,19 +77,13 @@ def parse_rope(
         rotating = values.positive_float("partial_rotary_factor", 1.0)
         return Rope(theta, kind, values.positive_float("factor", 1.0), rotating=rotating)
     if kind is RopeKind.llama3:
-        low, high = values.positive_float("low_freq_factor"), values.positive_float("high_freq_factor")
-        if low > high:
-            raise CheckpointError(
-                f"{values.where}: low_freq_factor is {low:g}, expected at most high_freq_factor, which is {high:g}. "
-                f"Is the file damaged?"
-            )
         return Rope(
             theta,
             kind,
             values.positive_float("factor"),
             values.positive_int("original_max_position_embeddings", max_positions),
-            low_freq_factor=low,
-            high_freq_factor=high,
+            low_freq_factor=values.positive_float("low_freq_factor"),
+            high_freq_factor=values.positive_float("high_freq_factor"),
         )
     if kind in (RopeKind.yarn, RopeKind.longrope):
         return (_parse_yarn if kind is RopeKind.yarn else _parse_long)(values, theta, max_positions)
@@ -114,8 +94,6 @@ def parse_rope(
 
 def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> Rope:
     """YaRN. If the file has no `attention_factor`, it is derived as in transformers."""
-    if theta <= 1:
-        raise CheckpointError(f"{values.where}: rope_theta is {theta:g}, expected more than 1. Is the file damaged?")
     original = values.positive_int("original_max_position_embeddings", max_positions)
     factor = values.optional_float("factor") or max_positions / original
     attention_factor = values.optional_float("attention_factor", None)
@@ -145,10 +123,6 @@ def _parse_long(values: HfConfig, theta: float, max_positions: int) -> Rope:
     original = values.positive_int("original_max_position_embeddings", max_positions)
     factor = values.optional_float("factor", None) or max_positions / original
     growth = math.log(max(factor, 1.0))
-    if growth and original == 1:
-        raise CheckpointError(
-            f"{values.where}: original_max_position_embeddings is 1, expected more. Is the file damaged?"
-        )
     attention_factor = values.optional_float("attention_factor", None)
     return Rope(
         theta,
@@ -161,27 +135,28 @@ def _parse_long(values: HfConfig, theta: float, max_positions: int) -> Rope:
     )
 
 
-def rotary_dim(config: HfConfig, head_dim: int, fraction: float) -> int:
-    """The number of a head's dimensions that rotate."""
-    dim = int(head_dim * fraction)
-    if not 0 < dim <= head_dim or dim % 2:
-        raise CheckpointError(
-            f"{config.where}: {fraction} of a head's {head_dim} dimensions are rotary, which is {dim}, expected an "
-            f"even number from 2 to {head_dim}. Is the file damaged?"
+def check_sizes(config: HfConfig, arch: Architecture) -> None:
+    """Raises CheckpointError if sizes do not fit each other."""
+    for sizes in arch.all_sizes:
+        heads, kv_heads, rotary = sizes.num_heads, sizes.num_kv_heads, arch.rotary_dim or sizes.head_dim
+        config.expect(heads % kv_heads == 0, f"a multiple of the {kv_heads} key-value heads as heads, got {heads}")
+        if arch.rope is not None:
+            is_even = 0 < rotary <= sizes.head_dim and rotary % 2 == 0
+            config.expect(is_even, f"an even number of a head's {sizes.head_dim} dimensions to rotate, got {rotary}")
+            for rope in arch.long_ropes:
+                lengths = {len(rope.short_factors), len(rope.long_factors)}
+                config.expect(lengths == {rotary // 2}, f"{rotary // 2} numbers as short_factor and long_factor")
+    if (experts := arch.experts) is not None:
+        number, size = experts.num_experts, experts.num_experts // experts.num_groups
+        smallest = 2 if experts.router is Router.sigmoid_groups else 1
+        are_groups = number % experts.num_groups == 0 and smallest <= size and number * arch.num_layers <= _MAX_EXPERTS
+        config.expect(
+            are_groups and experts.groups_per_token <= experts.num_groups,
+            f"at most {_MAX_EXPERTS:,} experts in all layers, in groups of the same size, of which a token uses some, "
+            f"got {number:,} in {experts.num_groups} groups, of which it uses {experts.groups_per_token}",
         )
-    return dim
-
-
-def check_long_ropes(config: HfConfig, arch: Architecture) -> None:
-    """Raises CheckpointError if a LongRoPE does not fit the model's head size."""
-    num_pairs = (arch.rotary_dim or arch.head_dim) // 2
-    for rope in arch.long_ropes:
-        for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
-            if len(factors) != num_pairs:
-                raise CheckpointError(
-                    f"{config.where}: {name} has {len(factors)} numbers, expected {num_pairs}: one for each pair of "
-                    f"rotary dimensions of a head. Is the file damaged?"
-                )
+        most = size * experts.groups_per_token
+        config.expect(experts.per_token <= most, f"at most {most} experts of a token, got {experts.per_token}")
 
 
 def all_local(arch: Architecture, window: int | None) -> LocalAttention | None:
@@ -210,13 +185,11 @@ def read_local(
 def with_rotating_windows(
     config: HfConfig, arch: Architecture, default_pattern: str, window: int | None
 ) -> Architecture:
-    """Adds local layers, as in `read_local`; only these rotate. Raises CheckpointError if they have no window."""
+    """Adds local layers, as in `read_local`; only these rotate."""
     pattern = read_pattern(config, default_pattern, {"L": LOCAL, "G": GLOBAL})
-    if window is None and "L" in pattern:
-        raise CheckpointError(
-            f"{config.where}: sliding_window is null, expected a length, because layers have {LOCAL}. "
-            f"Is the file damaged?"
-        )
+    config.expect(
+        window is not None or "L" not in pattern, f"a length as sliding_window of layers with {LOCAL}, got null"
+    )
     rotation = pattern.replace("L", "R").replace("G", "N")
     return dataclasses.replace(arch, local=read_local(config, arch, pattern, window), rotation=rotation)
 
@@ -230,9 +203,9 @@ def read_pattern(config: HfConfig, default: str, kinds: Mapping[str, str], key: 
     """A letter per layer, from `layer_types` or, without it, the family's default. `kinds` has each letter's name."""
     letters = {kind: letter for letter, kind in kinds.items()}
     names = config.strings(key) or [kinds[letter] for letter in default]
-    if {*names} - letters.keys() or len(names) != len(default):
-        raise CheckpointError(
-            f"{config.where}: {key} is {shown(names)}, expected {' or '.join(sorted(letters))} for each of the "
-            f"{len(default)} layers. Use another model."
-        )
+    config.expect(
+        {*names} <= letters.keys() and len(names) == len(default),
+        f"{' or '.join(sorted(letters))} as {key}, for each of the {len(default)} layers, got {shown(names)}",
+        "Use another model.",
+    )
     return "".join(letters[name] for name in names)

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, FileTensor, KeyTable, ShortConv, biases
 from pipeline.models.families.hf_attention import GLOBAL, read_pattern
 from pipeline.models.families.hf_config import HfConfig
@@ -37,10 +36,7 @@ _UNUSED = (  # in published files; transformers reads none of them
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore(*_UNUSED)
     is_tied = config.flag("tie_word_embeddings", True)
-    if config.flag("tie_embedding", is_tied) != is_tied:
-        raise CheckpointError(
-            f"{config.where}: tie_embedding and tie_word_embeddings differ. Remove the one that is wrong."
-        )
+    config.require({"tie_embedding": is_tied})
     arch = read_decoder(
         config,
         Defaults(128000, kv_heads=8, theta=1e6, eps_key="norm_eps", eps=1e-5),

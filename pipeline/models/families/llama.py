@@ -3,9 +3,8 @@ attention has other biases (`SeedOssModel`)."""
 
 from typing import NamedTuple
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Activation, Architecture, FileTensor, KeyTable, Rope, biases
-from pipeline.models.families.hf_attention import read_fraction, read_rope, rope_values, rotary_dim
+from pipeline.models.families.hf_attention import read_fraction, read_rope, rope_values
 from pipeline.models.families.hf_config import HfConfig
 
 KEY_TABLE: KeyTable = {
@@ -85,20 +84,13 @@ def read_decoder(
     d_model = config.positive_int("hidden_size")
     num_heads = config.positive_int("num_attention_heads")
     num_kv_heads = config.optional_int("num_key_value_heads", default.kv_heads) or num_heads
-    has_size = "head_dim" in config or default.head_dim is not None
     head_dim = config.positive_int("head_dim", default.head_dim or max(d_model // num_heads, 1))
-    if num_heads % num_kv_heads or head_dim % 2 or (head_dim * num_heads != d_model and not has_size):
-        raise CheckpointError(
-            f"{config.where}: expected num_key_value_heads to divide num_attention_heads, and an even head size that "
-            f"divides hidden_size if head_dim is not set, got hidden_size {d_model}, num_attention_heads {num_heads}, "
-            f"num_key_value_heads {num_kv_heads}, head_dim {head_dim}. Is the file damaged?"
-        )
     max_positions = config.positive_int("max_position_embeddings", default.max_positions)
     rotary = None
     if rope is None:
         values = rope_values(config) if rope_config is None else rope_config
         if default.fraction is not None:
-            rotary = rotary_dim(config, head_dim, read_fraction(config, values, default.fraction))
+            rotary = int(head_dim * read_fraction(config, values, default.fraction))
         rope = read_rope(config, max_positions, default.theta, values)
     return Architecture(
         num_layers=config.num_layers("num_hidden_layers"),

@@ -70,7 +70,7 @@ def _read_local(config: HfConfig, arch: Architecture, rotation: str) -> LocalAtt
 def _read_experts(config: HfConfig, num_layers: int) -> Experts:
     step = config.positive_int("interleave_moe_layer_step", 1)
     sparse = config.whole_numbers("moe_layers") if "moe_layers" in config else range(step - 1, num_layers, step)
-    num_experts, per_token = moe.read_counts(config, num_layers, 16, 1, key="num_local_experts")
+    num_experts, per_token = moe.read_counts(config, 16, 1, key="num_local_experts")
     d_expert = config.positive_int("intermediate_size", 8192)
     return Experts(
         "".join("S" if layer in sparse else "D" for layer in range(num_layers)),

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, Norm, Rope
 from pipeline.models.families.hf_config import HfConfig
 
@@ -18,18 +17,13 @@ def read_multi_head(
     names: Mapping[str, str] = MappingProxyType({}),
 ) -> Architecture:
     """Reads the architecture. `max_positions`, `eps` and `activation` are the family's defaults. `names` maps the usual
-    attribute names to the family's. Raises CheckpointError."""
+    attribute names to the family's."""
 
     def name(key: str) -> str:
         return names.get(key, key)
 
     d_model = config.positive_int(name("hidden_size"))
     num_heads = config.positive_int(name("num_attention_heads"))
-    if d_model % num_heads:
-        raise CheckpointError(
-            f"{config.where}: expected {name('num_attention_heads')} to divide {name('hidden_size')}, got "
-            f"{num_heads} and {d_model}. Is the file damaged?"
-        )
     return Architecture(
         num_layers=config.num_layers(name("num_hidden_layers")),
         vocab_size=config.positive_int("vocab_size"),

@@ -3,10 +3,9 @@ without rotation, or an MLP. Layers with experts (Nemotron 3) are not implemente
 
 from itertools import chain
 
-from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
 from pipeline.models.architecture import Architecture, DeltaNet, FileTensor, KeyTable, Norm, biases
-from pipeline.models.families.hf_config import HfConfig
+from pipeline.models.families.hf_config import MAX_LAYERS, HfConfig
 
 KEY_TABLE: KeyTable = {
     "embeddings.weight": "embed",
@@ -39,22 +38,16 @@ _UNUSED = (  # transformers reads none of them, or only in training, or only in 
     *("moe_shared_expert_overlap", "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok"),
     *("routed_scaling_factor", "num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern"),
 )
-_MAX_LAYERS = 10_000
 
 
 def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore(*_UNUSED)
-    if config.flag("tie_word_embeddings", False):
-        raise CheckpointError(f"{config.where}: tie_word_embeddings is true, expected false. Use another model.")
+    config.require({"tie_word_embeddings": False})
     pattern = _read_pattern(config)
     num_heads = config.positive_int("num_attention_heads", 32)
     num_kv_heads = config.optional_int("num_key_value_heads", 8) or num_heads
     head_dim = config.positive_int("head_dim", 128)
-    if num_heads % num_kv_heads or config.positive_int("attention_head_dim", head_dim) != head_dim:
-        raise CheckpointError(
-            f"{config.where}: expected num_key_value_heads to divide num_attention_heads, and attention_head_dim to be "
-            f"head_dim, got {num_kv_heads}, {num_heads} and head_dim {head_dim}. Is the file damaged?"
-        )
+    config.require({"attention_head_dim": head_dim})
     arch = Architecture(
         num_layers=len(pattern),
         vocab_size=config.positive_int("vocab_size", 131072),
@@ -81,22 +74,19 @@ def _read_pattern(config: HfConfig) -> str:
     names = config.strings("layers_block_type")
     older = config.text("hybrid_override_pattern")
     pattern = "".join(_LETTERS.get(name, "?") for name in names or older or "ME*-")
-    if not 1 <= len(pattern) <= _MAX_LAYERS or {*pattern} - {*"M*-"}:
-        raise CheckpointError(
-            f"{config.where}: the layers are {shown(names or older or pattern)}, expected 1 to {_MAX_LAYERS:,} of "
-            f"mamba, attention and mlp (M, * and -); layers with experts are not implemented. Use another model."
-        )
+    config.expect(
+        1 <= len(pattern) <= MAX_LAYERS and {*pattern} <= {*"M*-"},
+        f"1 to {MAX_LAYERS:,} layers of mamba, attention and mlp (M, * and -), got {shown(names or older or pattern)}; "
+        f"layers with experts are not implemented",
+        "Use another model.",
+    )
     return pattern
 
 
 def _read_mamba(config: HfConfig, pattern: str) -> DeltaNet:
     config.choice("mamba_hidden_act", ("silu", "swish"), "silu")
     num_heads, num_groups = config.positive_int("mamba_num_heads", 128), config.positive_int("n_groups", 8)
-    if num_heads % num_groups:
-        raise CheckpointError(
-            f"{config.where}: mamba_num_heads is {num_heads}, expected a multiple of n_groups, which is {num_groups}. "
-            f"Is the file damaged?"
-        )
+    config.expect(num_heads % num_groups == 0, f"a multiple of n_groups, {num_groups}, as heads, got {num_heads}")
     return DeltaNet(
         pattern,
         num_groups,

@@ -6,14 +6,12 @@ instead of before them, and norms of queries and keys over all heads together. I
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, FileTensor, KeyTable, Norm, Rope
 from pipeline.models.families.hf_attention import (
     every_nth_global,
     nested_ropes,
     read_local,
     read_rope,
-    require_truncating,
 )
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.llama import Defaults, attention_biases, read_decoder, table_without
@@ -63,11 +61,10 @@ def _read_ropes(config: HfConfig, max_positions: int) -> tuple[Rope, Rope]:
     if "rope_parameters" in config:
         return nested_ropes(config, max_positions, _OLMO3_THETA, _OLMO3_THETA)
     rope = read_rope(config, max_positions, _OLMO3_THETA)
-    require_truncating(config, rope)
-    if rope.theta != _OLMO3_THETA:
-        raise CheckpointError(
-            f"{config.where}: rope_theta is {rope.theta:g}, expected {_OLMO3_THETA:g}, because transformers 4 and 5 "
-            f"disagree on whether local layers use other values. Replace rope_theta and rope_scaling with "
-            f"rope_parameters that contain full_attention and sliding_attention."
-        )
+    config.expect(
+        rope.theta == _OLMO3_THETA,
+        f"{_OLMO3_THETA:g} as rope_theta, since transformers 4 and 5 disagree on whether other values apply to local "
+        f"layers, got {rope.theta:g}",
+        "Replace rope_theta and rope_scaling with rope_parameters of full_attention and sliding_attention.",
+    )
     return rope, Rope(_OLMO3_THETA)

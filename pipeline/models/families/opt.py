@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Norm, biases
 from pipeline.models.families.hf_config import HfConfig
 from pipeline.models.families.multi_head import read_multi_head
@@ -28,11 +27,7 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     config.ignore("activation_dropout", "dropout", "layerdrop", "init_std")  # training
     config.ignore("output_projection")  # an unread name of the head
     arch = read_multi_head(config, max_positions=2048, eps=1e-5, activation="relu", names=_NAMES)
-    if (width := config.positive_int("word_embed_proj_dim", arch.d_model)) != arch.d_model:
-        raise CheckpointError(
-            f"{config.where}: word_embed_proj_dim is {width}, expected hidden_size, {arch.d_model}: projected "
-            f"embeddings are not implemented. Use another size of OPT."
-        )
+    config.require({"word_embed_proj_dim": arch.d_model})
     config.require({"do_layer_norm_before": True, "_remove_final_layer_norm": False})
     config.require({"learned_embeddings": True, "scale_embeddings": False})  # Galactica
     has_bias, has_scale = config.flag("enable_bias", True), config.flag("layer_norm_elementwise_affine", True)

@@ -7,7 +7,6 @@ Most layers have a gated DeltaNet; by default, every fourth layer has attention,
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, DeltaNet, FileTensor, KeyTable, Norm, biases
 from pipeline.models.families import llama, moe
 from pipeline.models.families.hf_attention import GLOBAL, read_pattern, rope_values
@@ -37,10 +36,7 @@ _SEPARATE_PROJECTIONS: KeyTable = {
 
 
 def read_qwen3_next(config: HfConfig) -> tuple[Architecture, KeyTable]:
-    if config.flag("use_sliding_window", False):
-        raise CheckpointError(
-            f"{config.where}: use_sliding_window is true, which is not implemented. Use another model."
-        )
+    config.require({"use_sliding_window": False})
     arch, table = _read(config, default_kv_heads=2)
     experts = moe.read_experts(config, arch.num_layers, 512, 10, 512, sums_to_one=True)
     experts = dataclasses.replace(experts, d_shared=config.positive_int("shared_expert_intermediate_size", 512))
@@ -72,10 +68,7 @@ def read_qwen3_5_moe_multimodal(config: HfConfig) -> tuple[Architecture, KeyTabl
 
 
 def _read_qwen3_5(config: HfConfig, default_kv_heads: int, d_mlp: int | None = None) -> tuple[Architecture, KeyTable]:
-    if not config.flag("attn_output_gate", True):
-        raise CheckpointError(
-            f"{config.where}: attn_output_gate is false, which is not implemented. Use another model."
-        )
+    config.require({"attn_output_gate": True})
     config.choice("output_gate_type", ("swish",), "swish")
     config.choice("mamba_ssm_dtype", ("float32",), "float32")
     config.ignore("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # multi-token prediction
@@ -105,11 +98,7 @@ def _read_delta(config: HfConfig, num_layers: int) -> DeltaNet:
     pattern = read_pattern(config, default, {"D": LINEAR, "A": GLOBAL})
     num_heads = config.positive_int("linear_num_key_heads", 16)
     num_values = config.positive_int("linear_num_value_heads", 32)
-    if num_values % num_heads:
-        raise CheckpointError(
-            f"{config.where}: linear_num_value_heads is {num_values}, expected a multiple of linear_num_key_heads, "
-            f"which is {num_heads}. Is the file damaged?"
-        )
+    config.expect(num_values % num_heads == 0, f"a multiple of {num_heads} key heads as value heads, got {num_values}")
     return DeltaNet(
         pattern,
         num_heads,

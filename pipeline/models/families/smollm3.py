@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, LocalAttention
 from pipeline.models.families.hf_attention import LOCAL, read_local
 from pipeline.models.families.hf_config import HfConfig
@@ -22,11 +21,7 @@ def read_rotation(config: HfConfig, num_layers: int) -> str:
     """A letter per layer, as in `Architecture.rotation`. In `no_rope_layers`, 1 means that the layer rotates."""
     interval = config.positive_int("no_rope_layer_interval", 4)
     rotates = config.whole_numbers("no_rope_layers") or [(layer + 1) % interval for layer in range(num_layers)]
-    if len(rotates) < num_layers:
-        raise CheckpointError(
-            f"{config.where}: no_rope_layers has {len(rotates)} numbers, expected one for each of the {num_layers} "
-            f"layers. Is the file damaged?"
-        )
+    config.expect(len(rotates) >= num_layers, f"{num_layers} numbers as no_rope_layers, got {len(rotates)}")
     return "".join("R" if number else "N" for number in rotates[:num_layers])
 
 
@@ -35,10 +30,9 @@ def _read_local(config: HfConfig, arch: Architecture, rotation: str) -> LocalAtt
     window = config.optional_int("sliding_window", None)
     if not config.flag("use_sliding_window", False):
         window = None
-    if window is None and LOCAL in config.strings("layer_types"):
-        raise CheckpointError(
-            f"{config.where}: layer_types has {LOCAL}, but no window is used: expected use_sliding_window to be true, "
-            f"and sliding_window to be a length. Is the file damaged?"
-        )
+    is_local = LOCAL in config.strings("layer_types")
+    config.expect(
+        window is not None or not is_local, f"use_sliding_window with a sliding_window, since layers have {LOCAL}"
+    )
     pattern = "".join("L" if window and letter == "N" else "G" for letter in rotation)
     return read_local(config, arch, pattern, window)

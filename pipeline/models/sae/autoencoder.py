@@ -161,11 +161,9 @@ def check_tensors(sae: SAE, ignored: Sequence[str] = ()) -> SAE:
         )
     for name, shape in expected.items():
         if shapes[name] != shape:
-            is_transposed = len(shape) == 2 and shapes[name] == shape[::-1]
             raise CheckpointError(
-                f"{where}: {name} has shape {shapes[name]}, expected {shape}"
-                + (", so it is transposed. Save it in the format's order of axes." if is_transposed else "")
-                + ("" if is_transposed else " from its configuration. Does the file belong to another SAE?")
+                f"{where}: {name} has shape {shapes[name]}, expected {shape} from its configuration. Does the file "
+                f"belong to another SAE?"
             )
         sae.tensors.dtype(name)
     return sae

@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Collection
-from itertools import pairwise
 
 import huggingface_hub
 
@@ -15,7 +14,7 @@ from pipeline.models.checkpoints.checkpoint_files import Files, read_json
 from pipeline.models.checkpoints.json_config import JsonConfig
 
 _KEY = "the SAE's address"
-_MAX_YAML = 64 << 10  # bytes
+_MAX_YAML = 64 << 10  # bytes that are read
 _SCALAR = re.compile(r"""'([^']*)'|"([^"\\]*)"|([^][{}&*!|>'"%@`,?:\s-](?:[^:]|:(?=\S))*|~|)""")  # YAML without escapes
 _NULLS = ("", "~", "null", "Null", "NULL")
 _HUB = re.compile(r"hf://(?:models/)?([\w.-]+/[\w.-]+)(?:@([^/\s]+))?(?:/(.*))?", re.DOTALL)
@@ -102,26 +101,18 @@ def read_flat_yaml(files: Files, name: str, keys: Collection[str]) -> SAEConfig:
     """Reads the strings that a YAML file in the folder has for these keys, each on one line; null is absent. Other keys
     are ignored. A YAML parser would take minutes for some small files.
 
-    Raises CheckpointError if the file is damaged, or written in another way."""
-    source = files.open(name)
-    values = {}
-    try:
-        if source.size > _MAX_YAML:
-            raise ValueError(f"{source.size:,} bytes, expected at most {_MAX_YAML:,}")
-        lines = source.read(0, source.size).tobytes().decode("utf-8-sig").removeprefix("---").split("\n")
-        for line, following in pairwise([*(line.rstrip() for line in lines), ""]):
-            if not line or line[0] in " \t#" or line.startswith("- "):
-                continue
-            key, colon, value = line.partition(":")
-            if not colon or not re.fullmatch(r"[\w.-]+", key) or value[:1].strip() or key in values:
-                raise ValueError(f"expected lines of different keys and values, got {shown(line)}")
-            if key not in keys:
-                continue
+    Raises CheckpointError if the file is damaged, or writes these keys in another way."""
+    source, values = files.open(name), {}
+    content = source.read(0, min(source.size, _MAX_YAML)).tobytes().decode("utf-8-sig", errors="replace")
+    for line in content.split("\n"):
+        key, colon, value = line.partition(":")
+        if colon and key in keys:
             scalar = _SCALAR.fullmatch(value.partition(" #")[0].strip())
-            if not scalar or following.startswith((" ", "\t", "- ")):
-                raise ValueError(f"expected a string on the line of {key}, got {shown(value.strip())}")
+            if scalar is None or key in values:
+                raise CheckpointError(
+                    f"{source.name}: expected one string on the line of {key}, got {shown(value.strip())}. Download it "
+                    f"again."
+                )
             text = next((group for group in scalar.groups() if group is not None), "")
             values[key] = None if text in _NULLS else text
-    except ValueError as error:
-        raise CheckpointError(f"{source.name} cannot be read: {error}. Download it again.") from error
     return SAEConfig(values, source.name)

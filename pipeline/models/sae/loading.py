@@ -1,6 +1,5 @@
 """Opens the checkpoint of a trained SAE or transcoder, in any of the formats in `formats/`."""
 
-import os
 import re
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -30,7 +29,6 @@ _FORMATS: Mapping[tuple[str, ...], Callable[[Files], SAE]] = {
     (llama_scope.CONFIG, llama_scope.WEIGHTS): llama_scope.read_sae,
     (llama_scope.CONFIG_R1, llama_scope.WEIGHTS_R1): llama_scope.read_sae_r1,
     (dictionary_learning.CONFIG, dictionary_learning.WEIGHTS): dictionary_learning.read_sae,
-    saelens.TEMPORAL: saelens.refuse_temporal,
 }
 # By the name of a file in a folder with several SAEs.
 _FILES: Mapping[str, Callable[[Files, str], SAE]] = {
@@ -42,11 +40,10 @@ _FILES: Mapping[str, Callable[[Files, str], SAE]] = {
     hook_z.WEIGHTS: hook_z.read_sae,
 }
 _MARKERS = tuple(dict.fromkeys(name for names in _FORMATS for name in names))
-_TORCH = (".pt", ".pth", ".bin", ".pkl", ".ckpt")
-_TORCH_NAMES = (
-    "The name of a file of torch tells its format: ae.pt beside config.json of dictionary_learning, or as it was "
-    "published, layer5.sae.pt (Qwen-Scope), MODEL-SAE-l5.pth (Goodfire) or MODEL_L5_Hcat_z_....pt. Save another SAE in "
-    "SAELens's format."
+_REMEDY = (
+    "Check the path: SAEs for several layers have one folder per layer. The name of a file of torch tells its format: "
+    "ae.pt beside config.json of dictionary_learning, or as it was published, layer5.sae.pt (Qwen-Scope), "
+    "MODEL-SAE-l5.pth (Goodfire) or MODEL_L5_Hcat_z_....pt. Save another SAE in SAELens's format."
 )
 
 
@@ -63,10 +60,6 @@ def open_sae(address: str) -> SAE:
     for pattern, read_file in _FILES.items():
         if re.fullmatch(pattern, name):
             return read_file(*open_file(address))
-    if name.endswith(_TORCH) and name not in _MARKERS and os.path.isfile(os.path.expanduser(address)):
-        raise CheckpointError(
-            f"the SAE's address is {address!r:.300}: expected a file of a known format. {_TORCH_NAMES}"
-        )
     files = open_folder(address, _MARKERS)
     has = cache(files.has)
     for names, read_sae in _FORMATS.items():
@@ -81,13 +74,8 @@ def _unknown_format(files: Files) -> CheckpointError:
     except FileNotFoundError:
         names = []
     known = "; ".join(" and ".join(needed) for needed in _FORMATS)
-    several = [name for name in names if any(re.fullmatch(pattern, name) for pattern in _FILES)]
-    if several:
-        remedy = f"Name the file of one SAE: {files.where}/{several[0]}."
-    elif any(name.endswith(_TORCH) for name in names):
-        remedy = _TORCH_NAMES
-    else:
-        remedy = "Check the path. SAEs for several layers have one folder per layer."
+    file = next((name for name in names if any(re.fullmatch(pattern, name) for pattern in _FILES)), None)
+    remedy = f"Name the file of one SAE: {files.where}/{file}." if file else _REMEDY
     return CheckpointError(
         f"{files.where} is not an SAE: expected {known}; got {shown_names(names) or 'no files'}. {remedy}"
     )

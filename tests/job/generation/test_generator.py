@@ -1,6 +1,7 @@
 """Completions compared with Hugging Face transformers and the extraction step, in batches of different shapes."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,7 +16,6 @@ from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.job.generation.cache import attend_rounded
 from pipeline.job.generation.decode import compile_programs
 from pipeline.job.generation.generator import Completion, Generator, Prompt
-from pipeline.models.attention.latent import Latent, LatentAttend
 from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.partition import Partition
@@ -81,13 +81,9 @@ def completed(generator: Generator, prompts: Sequence[Prompt]) -> dict[int, Comp
     return {each.number: each for each in found}
 
 
-class RoundedFrom(LatentAttend):
-    def __init__(self, first_rounded: jax.Array) -> None:
-        self._first_rounded = first_rounded
-
-    def __call__(self, inputs: AttentionInputs, spec: AttentionSpec, latent: Latent | None = None) -> jax.Array:
-        is_exact = (jnp.arange(inputs.q.shape[1]) < self._first_rounded)[:, None, None]
-        return jnp.where(is_exact, attend_xla(inputs, spec), attend_rounded(inputs, spec, latent))
+def attend_rounded_from(first: jax.Array, inputs: AttentionInputs, spec: AttentionSpec) -> jax.Array:
+    is_exact = (jnp.arange(inputs.q.shape[1]) < first)[:, None, None]
+    return jnp.where(is_exact, attend_xla(inputs, spec), attend_rounded(inputs, spec))
 
 
 Extract = Callable[..., dict[ActivationKey, np.ndarray]]
@@ -98,7 +94,7 @@ def extraction(path: Path, keys: tuple[ActivationKey, ...], *, quantised: str | 
     attend to rounded keys and values."""
     model = open_model(str(path))
     params = model.load(keys, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]), quantised=quantised)
-    apply = jax.jit(lambda first, *batch: model.apply(params, *batch, keys, RoundedFrom(first)))
+    apply = jax.jit(lambda first, *batch: model.apply(params, *batch, keys, partial(attend_rounded_from, first)))
 
     def extract(
         prompt: Prompt, completion: Completion, first_rounded: int = MAX_PROMPT + NUM_NEW

@@ -4,46 +4,52 @@ A matrix `name` [M, D] has 8-bit numbers (e4m3). `name_scale_inv` [ceil(M / rows
 block of [rows, columns] numbers; blocks at the end may be smaller.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
-from jaxtyping import Float, Float32
+from jaxtyping import Float32
 
+from pipeline.core.errors import CheckpointError
+from pipeline.core.messages import shown
+from pipeline.models.checkpoints.packed.packing import Packing, QuantizationConfig, Read
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, TensorInfo
 
-SUFFIXES = "", "_scale_inv"
 _NUMBERS = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 
 
-def block_shape(config: Mapping[str, object]) -> tuple[int, int] | None:
-    """The rows and columns of a block, from config.json; None if the weights are not in FP8."""
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
-        return None
-    rows, columns = quantization["weight_block_size"]
-    return rows, columns
+class Fp8(Packing):
+    suffixes = "", "_scale_inv"
 
+    def __init__(self, config: QuantizationConfig) -> None:
+        """Activations must not be quantised."""
+        block = config.whole_numbers("weight_block_size")
+        if len(block) != 2 or min(block) < 1:
+            raise CheckpointError(
+                f"{config.where}: weight_block_size is {shown(block or None)}, expected two whole numbers above 0: "
+                f"other kinds of FP8 are not implemented. Use another {config.user}."
+            )
+        self._block = tuple(block)
+        config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")  # two names of one format
+        config.choice("activation_scheme", ("dynamic",), "dynamic")
+        config.choice("scale_fmt", ("float", "ue8m0"), "float")  # the scales are stored as floats either way
+        config.ignore("quant_method", "modules_to_not_convert", "ignored_layers")  # visible from the tensors' dtypes
+        config.finish()
 
-def unpacked_info(numbers: TensorInfo, scales: TensorInfo, block: tuple[int, int]) -> TensorInfo:
-    """The dtype and shape of the unpacked tensor. If numbers and scales do not match, the dtype describes both."""
-    num_blocks = tuple(-(-size // part) for size, part in zip(numbers.shape, block, strict=False))
-    is_known = numbers.dtype == "F8_E4M3" and scales.dtype in FLOAT_DTYPES
-    if is_known and len(numbers.shape) == 2 and scales.shape == num_blocks:
-        return replace(numbers, dtype="F32")
-    return replace(numbers, dtype=f"{numbers.dtype} with scales {scales.dtype} {list(scales.shape)}")
+    def info(self, numbers: TensorInfo, scales: TensorInfo) -> TensorInfo:
+        num_blocks = tuple(-(-size // part) for size, part in zip(numbers.shape, self._block, strict=False))
+        is_known = numbers.dtype == "F8_E4M3" and scales.dtype in FLOAT_DTYPES
+        if is_known and len(numbers.shape) == 2 and scales.shape == num_blocks:
+            return replace(numbers, dtype="F32")
+        return replace(numbers, dtype=f"{numbers.dtype} with scales {scales.dtype} {list(scales.shape)}")
 
-
-def unpacked(
-    numbers: np.ndarray, scales: Float[np.ndarray, "blocks columns"], start: int, block: tuple[int, int]
-) -> Float32[np.ndarray, "rows D"]:
-    """The float32 values of consecutive rows, the first being row `start`. `scales` are those of the blocks that
-    contain these rows."""
-    values = _NUMBERS[numbers.view(np.uint8)]
-    column_scales = np.repeat(scales.astype(np.float32), block[1], axis=1)[:, : values.shape[1]]
-    first = -(start % block[0])  # the start of the first block
-    for number, row_scales in enumerate(column_scales):
-        stop = first + (number + 1) * block[0]
-        values[max(stop - block[0], 0) : stop] *= row_scales
-    return values
+    def rows(self, read: Read, parts: tuple[str, ...], start: int, stop: int) -> Float32[np.ndarray, "M D"]:
+        rows, columns = self._block
+        values = _NUMBERS[read(parts[0], start, stop).view(np.uint8)]
+        scales = read(parts[1], start // rows, -(-stop // rows)).astype(np.float32)  # of the blocks with these rows
+        column_scales = np.repeat(scales, columns, axis=1)[:, : values.shape[1]]
+        first = -(start % rows)  # the start of the first block
+        for number, row_scales in enumerate(column_scales):
+            end = first + (number + 1) * rows
+            values[max(end - rows, 0) : end] *= row_scales
+        return values

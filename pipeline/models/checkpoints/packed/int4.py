@@ -6,38 +6,62 @@ itself, which follows from the other two. Asymmetric ones have `name_zero_point`
 along M in a word.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Float32, Int32
 
+from pipeline.models.checkpoints.packed.packing import Packing, QuantizationConfig, Read
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, TensorInfo
 
-SUFFIXES = "_packed", "_scale", "_shape"
-ZEROS = "_zero_point"  # the suffix of a fourth part, of asymmetric ones
-PER_WORD = 8  # numbers
-
+_PER_WORD = 8  # numbers
 _NUMBERS = np.arange(16, dtype=np.float32) - 8
 _PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1)  # by byte
 
 
-def has_zeros(config: Mapping[str, object]) -> bool:
-    """Whether a checkpoint with this config.json, which has been checked, is asymmetric."""
-    quantization = config.get("quantization_config") or config["text_config"]["quantization_config"]
-    return any(group["weights"].get("symmetric") is False for group in quantization["config_groups"].values())
+class Int4(Packing):
+    suffixes = "_packed", "_scale", "_shape"
 
+    def __init__(self, config: QuantizationConfig) -> None:
+        """The scales must be of groups of a row, or of rows; activations must not be quantised."""
+        config.choice("format", ("pack-quantized",))
+        config.require({"sparsity_config": {}, "transform_config": {}})
+        config.ignore("quant_method", "ignore", "quantization_status", "global_compression_ratio", "version")
+        groups = config.nested("config_groups")
+        for name in groups.values:
+            group = groups.nested(name)
+            group.ignore("targets")
+            group.choice("format", ("pack-quantized",), "pack-quantized")
+            weights = group.nested("weights")
+            weights.require({"num_bits": 4, "type": "int", "dynamic": False})
+            weights.choice("strategy", ("group", "channel"))
+            weights.choice("actorder", ("static", "weight"), "static")  # columns keep their order
+            if not weights.flag("symmetric", True):
+                self.suffixes = *Int4.suffixes, "_zero_point"
+            weights.ignore("group_size", "observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype")
+            weights.finish()
+            group.finish()
+        config.finish()
 
-def unpacked_info(packed: TensorInfo, scales: TensorInfo, zeros: TensorInfo | None = None) -> TensorInfo:
-    """The dtype and shape of the unpacked tensor. If the parts do not match, the dtype describes them."""
-    shape = (*packed.shape[:-1], packed.shape[-1] * PER_WORD) if packed.shape else ()
-    is_known = packed.dtype == "I32" and scales.dtype in FLOAT_DTYPES and len(shape) == len(scales.shape) == 2
-    if is_known and scales.shape[0] == shape[0] and scales.shape[1] and shape[1] % scales.shape[1] == 0:
-        zeros_shape = (-(-shape[0] // PER_WORD), scales.shape[1])
-        if zeros is None or (zeros.dtype, zeros.shape) == ("I32", zeros_shape):
-            return replace(packed, dtype="F32", shape=shape)
-    more = "" if zeros is None else f" and zeros {zeros.dtype} {list(zeros.shape)}"
-    return replace(packed, dtype=f"{packed.dtype} with scales {scales.dtype} {list(scales.shape)}{more}", shape=shape)
+    def info(self, packed: TensorInfo, scales: TensorInfo, _shape: TensorInfo, *zeros: TensorInfo) -> TensorInfo:
+        shape = (*packed.shape[:-1], packed.shape[-1] * _PER_WORD) if packed.shape else ()
+        is_known = packed.dtype == "I32" and scales.dtype in FLOAT_DTYPES and len(shape) == len(scales.shape) == 2
+        if is_known and scales.shape[0] == shape[0] and scales.shape[1] and shape[1] % scales.shape[1] == 0:
+            zeros_shape = (-(-shape[0] // _PER_WORD), scales.shape[1])
+            if all((info.dtype, info.shape) == ("I32", zeros_shape) for info in zeros):
+                return replace(packed, dtype="F32", shape=shape)
+        more = "".join(f" and zeros {info.dtype} {list(info.shape)}" for info in zeros)
+        return replace(
+            packed, dtype=f"{packed.dtype} with scales {scales.dtype} {list(scales.shape)}{more}", shape=shape
+        )
+
+    def rows(self, read: Read, parts: tuple[str, ...], start: int, stop: int) -> Float32[np.ndarray, "M D"]:
+        packed, scales = (read(part, start, stop) for part in parts[:2])
+        zeros = None
+        for part in parts[3:]:
+            words = read(part, start // _PER_WORD, -(-stop // _PER_WORD))
+            zeros = _unpacked_zeros(words)[start % _PER_WORD :][: stop - start]
+        return unpacked(packed, scales, zeros)
 
 
 def unpacked(
@@ -45,7 +69,7 @@ def unpacked(
     scales: Float[np.ndarray, "rows groups"],
     zeros: Float32[np.ndarray, "rows groups"] | None = None,
 ) -> Float32[np.ndarray, "rows D"]:
-    """The float32 values of consecutive rows."""
+    """The float32 values of rows."""
     values = _PAIRS[packed.view(np.uint8)].reshape(*scales.shape, -1)
     if zeros is not None:
         values -= zeros[..., None]
@@ -53,10 +77,6 @@ def unpacked(
     return values.reshape(len(packed), -1)
 
 
-def unpacked_zeros(
-    words: Int32[np.ndarray, "words groups"], start: int, stop: int
-) -> Float32[np.ndarray, "rows groups"]:
-    """The zeros of consecutive rows, the first being row `start`. `words` are those that contain these rows."""
-    numbers = (words[:, None] >> (4 * np.arange(PER_WORD)[:, None])) & 15
-    first = start % PER_WORD
-    return _NUMBERS[numbers.reshape(-1, words.shape[1])[first : first + stop - start]]
+def _unpacked_zeros(words: Int32[np.ndarray, "words groups"]) -> Float32[np.ndarray, "rows groups"]:
+    numbers = (words[:, None] >> (4 * np.arange(_PER_WORD)[:, None])) & 15
+    return _NUMBERS[numbers.reshape(-1, words.shape[1])]

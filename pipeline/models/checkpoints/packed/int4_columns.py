@@ -6,75 +6,92 @@ numbers are in the order 0, 2, 4, 6, 1, 3, 5, 7. GPTQ may have `name.g_idx` [D],
 group is consecutive inputs. weight = (number - zero) * scale. GPTQ stores zeros minus 1, except as `gptq_v2`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from collections import defaultdict
+from dataclasses import replace
+from functools import lru_cache
+from threading import Lock
 
 import numpy as np
 from jaxtyping import Float32, Int32, UInt8
 
+from pipeline.core.errors import CheckpointError
+from pipeline.models.checkpoints.packed.packing import Packing, QuantizationConfig, Read
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, TensorInfo
 
-SUFFIXES = ".qweight", ".qzeros", ".scales"
-GROUPS = ".g_idx"
 _PER_WORD = 8  # numbers
 _AWQ_SHIFTS = 4 * np.array([0, 4, 1, 5, 2, 6, 3, 7])  # of a word's numbers, in their order
 _GPTQ_SHIFTS = 4 * np.arange(_PER_WORD)
+_AWQ = {"bits": 4, "zero_point": True}
+_GPTQ = {"bits": 4, "pack_dtype": "int32", "is_marlin_format": False, "lm_head": False, "dynamic": {}}
+_UNUSED = (  # attributes of kernels and of the calibration; with `desc_act`, the order of columns is in the weights
+    *("backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent"),
+    *("dataset", "desc_act", "disable_exllama", "do_fuse", "exllama_config", "fuse_max_seq_len", "group_size"),
+    *("max_input_length", "meta", "model_file_base_name", "model_name_or_path", "model_seqlen", "static_groups", "sym"),
+    *("module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "pad_token_id"),
+    *("modules_to_not_convert", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama"),
+)
 
 
-@dataclass(frozen=True)
-class ColumnFormat:
-    """How a checkpoint stores its matrices."""
+class Columns(Packing):
+    suffixes, optional, ending = (".qweight", ".qzeros", ".scales"), (".g_idx",), ".weight"
 
-    is_awq: bool
-    zero_offset: int  # added to stored zeros
+    def __init__(self, config: QuantizationConfig) -> None:
+        """Of AWQ, the layout of AutoAWQ's `gemm` with zeros."""
+        self._is_awq, self._where = config.choice("quant_method", ("awq", "gptq")) == "awq", config.where
+        self._zero_offset = 0  # added to stored zeros
+        config.require(_AWQ if self._is_awq else _GPTQ)
+        if self._is_awq:
+            config.choice("version", ("gemm", "GEMM"), "gemm")
+        else:
+            self._zero_offset = int(config.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq")
+        config.ignore(*_UNUSED)
+        config.finish()
+        self._whole = lru_cache(maxsize=4)(self._read_whole)  # four leaves are loaded at a time
+        self._locks: dict[tuple[str, ...], Lock] = defaultdict(Lock)  # several threads need a matrix, but one reads it
 
-    @classmethod
-    def of(cls, config: Mapping[str, object]) -> Self | None:
-        """The format of a checkpoint with this config.json; None if it has neither."""
-        quantization = config.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if method not in ("awq", "gptq"):
-            return None
-        has_offset = method == "gptq" and quantization.get("checkpoint_format") != "gptq_v2"
-        return cls(method == "awq", int(has_offset))
-
-    def unpacked_info(
-        self, words: TensorInfo, zeros: TensorInfo, scales: TensorInfo, *groups: TensorInfo
-    ) -> TensorInfo:
-        """The dtype and shape of the unpacked tensor. If the parts do not match, the dtype describes them."""
+    def info(self, words: TensorInfo, zeros: TensorInfo, scales: TensorInfo, *groups: TensorInfo) -> TensorInfo:
         parts = (words, zeros, scales, *groups)
-        dtypes = [info.dtype for info in parts]
         described = ", ".join(f"{info.dtype} {list(info.shape)}" for info in parts[1:])
         unknown = replace(words, dtype=f"{words.dtype} {list(words.shape)} with {described}")
         if any(len(info.shape) != 2 for info in parts[:3]):
             return unknown
         inputs, outputs = words.shape[0], words.shape[1] * _PER_WORD
-        if not self.is_awq:
+        if not self._is_awq:
             inputs, outputs = words.shape[0] * _PER_WORD, words.shape[1]
         num_groups = scales.shape[0]
         shapes = [(num_groups, outputs // _PER_WORD), (num_groups, outputs), (inputs,)]
-        has_dtypes = dtypes[:2] == ["I32"] * 2 and scales.dtype in FLOAT_DTYPES and dtypes[3:] in ([], ["I32"])
+        are_words = scales.dtype in FLOAT_DTYPES and all(info.dtype == "I32" for info in (words, zeros, *groups))
         has_groups = num_groups > 0 and (groups or inputs % num_groups == 0)
-        is_known = has_dtypes and has_groups and [info.shape for info in parts[1:]] == shapes[: len(parts) - 1]
-        return replace(words if is_known else unknown, shape=(outputs, inputs), **{"dtype": "F32"} if is_known else {})
+        is_known = are_words and has_groups and [info.shape for info in parts[1:]] == shapes[: len(parts) - 1]
+        return replace(words, dtype="F32" if is_known else unknown.dtype, shape=(outputs, inputs))
 
-    def unpacked(self, parts: Sequence[np.ndarray], start: int, stop: int) -> Float32[np.ndarray, "M D"]:
-        """The float32 values of rows start..stop-1 of the matrix, from its whole parts."""
-        words, zeros, scales, *groups = parts
+    def rows(self, read: Read, parts: tuple[str, ...], start: int, stop: int) -> Float32[np.ndarray, "M D"]:
+        """From the whole parts, in which these rows are columns."""
+        with self._locks[parts]:
+            words, zeros, scales, *groups = self._whole(read, parts)
         columns = slice(start, stop)
-        numbers = self._along_outputs(words, columns) if self.is_awq else _along_inputs(words[:, columns])
-        zeros = (self._along_outputs(zeros, columns) + self.zero_offset) & 15
+        numbers = self._along_outputs(words, columns) if self._is_awq else _along_inputs(words[:, columns])
+        zeros = (self._along_outputs(zeros, columns) + self._zero_offset) & 15
         group_of = groups[0] if groups else np.repeat(np.arange(len(scales)), len(numbers) // len(scales))
         values = numbers.astype(np.float32)
         values -= zeros[group_of]
         values *= scales[:, columns].astype(np.float32)[group_of]
         return values.T
 
+    def _read_whole(self, read: Read, names: tuple[str, ...]) -> list[np.ndarray]:
+        parts = [read(name) for name in names]
+        _, _, scales, *groups = parts
+        if groups and not 0 <= groups[0].min() <= groups[0].max() < len(scales):
+            raise CheckpointError(
+                f"{self._where}: {names[-1]} has numbers from {groups[0].min()} to {groups[0].max()}, expected groups "
+                f"from 0 to {len(scales) - 1}. Download the checkpoint again."
+            )
+        return parts
+
     def _along_outputs(self, words: Int32[np.ndarray, "rows words"], columns: slice) -> UInt8[np.ndarray, "rows M"]:
         first = columns.start // _PER_WORD
         words = words[:, first : -(-columns.stop // _PER_WORD), None]
-        numbers = (words >> (_AWQ_SHIFTS if self.is_awq else _GPTQ_SHIFTS)).astype(np.uint8) & 15
+        numbers = (words >> (_AWQ_SHIFTS if self._is_awq else _GPTQ_SHIFTS)).astype(np.uint8) & 15
         skipped = first * _PER_WORD
         return numbers.reshape(len(words), -1)[:, columns.start - skipped : columns.stop - skipped]
 

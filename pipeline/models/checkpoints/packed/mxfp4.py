@@ -7,11 +7,11 @@ numbers along D, the first in the lower bits, and `name_scales` [E, M, D / 32] h
 from dataclasses import replace
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import Float32
 
+from pipeline.models.checkpoints.packed.packing import Packing, QuantizationConfig, Read
 from pipeline.models.checkpoints.safetensors_file import TensorInfo
 
-SUFFIXES = "_blocks", "_scales"
 _PAIR_BYTES = 16  # per block
 
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -20,18 +20,22 @@ _PAIRS = np.stack([np.tile(_NUMBERS, 16), np.repeat(_NUMBERS, 16)], axis=1)  # b
 _SCALES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
-def unpacked_info(blocks: TensorInfo, scales: TensorInfo) -> TensorInfo:
-    """The dtype and shape of the unpacked tensor. If blocks or scales have an unexpected dtype or shape, theirs."""
-    if (blocks.dtype, *blocks.shape[3:]) != ("U8", _PAIR_BYTES):
-        return blocks
-    if (scales.dtype, scales.shape) != ("U8", blocks.shape[:3]):
-        return scales
-    experts, outputs, num_blocks, _ = blocks.shape
-    return replace(blocks, dtype="F32", shape=(experts, num_blocks * 2 * _PAIR_BYTES, outputs))
+class Mxfp4(Packing):
+    suffixes = "_blocks", "_scales"
 
+    def __init__(self, config: QuantizationConfig) -> None:
+        """Its attributes do not change the values."""
 
-def unpacked(blocks: UInt8[np.ndarray, "E M blocks 16"], scales: UInt8[np.ndarray, "E M blocks"]) -> np.ndarray:
-    """The values, float32 [E, D, M]."""
-    values: Float32[np.ndarray, "E M blocks 16 2"] = _PAIRS[blocks]
-    values *= _SCALES[scales][..., None, None]
-    return values.reshape(*blocks.shape[:2], -1).transpose(0, 2, 1)
+    def info(self, blocks: TensorInfo, scales: TensorInfo) -> TensorInfo:
+        if (blocks.dtype, *blocks.shape[3:]) != ("U8", _PAIR_BYTES):
+            return blocks
+        if (scales.dtype, scales.shape) != ("U8", blocks.shape[:3]):
+            return scales
+        experts, outputs, num_blocks, _ = blocks.shape
+        return replace(blocks, dtype="F32", shape=(experts, num_blocks * 2 * _PAIR_BYTES, outputs))
+
+    def rows(self, read: Read, parts: tuple[str, ...], start: int, stop: int) -> Float32[np.ndarray, "E D M"]:
+        blocks, scales = (read(part, start, stop) for part in parts)  # [E, M, D / 32, 16], [E, M, D / 32]
+        values: Float32[np.ndarray, "E M blocks 16 2"] = _PAIRS[blocks]
+        values *= _SCALES[scales][..., None, None]
+        return values.reshape(*blocks.shape[:2], -1).transpose(0, 2, 1)

@@ -22,7 +22,6 @@ from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
-TEMPORAL = ("conf.yaml", "latest_ckpt.safetensors")  # canrager/temporalSAEs, the first of that architecture
 _ARCHITECTURES = {
     "standard": FeatureActivation.relu,
     "gated": FeatureActivation.gated,
@@ -33,13 +32,7 @@ _ARCHITECTURES = {
     "jumprelu_transcoder": FeatureActivation.jumprelu,
     "jumprelu_skip_transcoder": FeatureActivation.jumprelu,
 }
-_OTHER_ARCHITECTURES = {
-    "batchtopk": "Save it with save_inference_model, which makes it jumprelu.",
-    "matryoshka_batchtopk": "Save it with save_inference_model, which makes it jumprelu.",
-    "abstopk": "Its features may be negative, and a store's features are positive. Use another SAE.",
-    "matching_pursuit": "It takes a matrix product of all features for each feature that fires. Use another SAE.",
-    "temporal": "Its features depend on the tokens before, and SAEs are applied to each token here. Use another SAE.",
-}
+_IN_TRAINING = ("batchtopk", "matryoshka_batchtopk")
 _AVERAGE = "expected_average_only_in"
 _SCALINGS = {
     "none": InputScaling.none,
@@ -141,11 +134,6 @@ def read_sae(files: Files) -> SAE:
     return check_tensors(sae, _neutral_scales(tensors))
 
 
-def refuse_temporal(files: Files) -> SAE:
-    """Raises CheckpointError."""
-    raise CheckpointError(f"{files.where} is a temporal SAE, expected another. {_OTHER_ARCHITECTURES['temporal']}")
-
-
 def _published(table: Mapping[str, Mapping], files: Files) -> Mapping | None:
     """The entry of the repository that the address names, on the Hub or in its cache."""
     names = (name for name in table if name in files.where or name.replace("/", "--") in files.where)
@@ -154,12 +142,9 @@ def _published(table: Mapping[str, Mapping], files: Files) -> Mapping | None:
 
 def _architecture(config: SAEConfig) -> str:
     """The architecture. Before version 6, topk was not an architecture but an activation function."""
-    architecture = config.choice(
-        "architecture",
-        _ARCHITECTURES,
-        default="standard",
-        remedy=_OTHER_ARCHITECTURES.get(str(config.values.get("architecture")), ""),
-    )
+    is_in_training = config.values.get("architecture") in _IN_TRAINING
+    remedy = "Save it with save_inference_model, which makes it jumprelu." if is_in_training else ""
+    architecture = config.choice("architecture", _ARCHITECTURES, "standard", remedy)
     functions = ["relu", "topk"] if architecture in ("standard", "topk") else ["relu"]
     chosen = [config.choice(key, functions, "relu") for key in ("activation_fn", "activation_fn_str")]
     return "topk" if "topk" in chosen else architecture
