@@ -81,7 +81,7 @@ class InputFile:
     @contextmanager
     def open(self) -> Iterator[RangeFile]:
         """Opens the file. Its errors are PipelineErrors that name it, so a reader does not take them for damage of the
-        file. Duplicates share what fsspec has read ahead, which saves requests."""
+        file."""
         with input_errors(self.path):
             stream = repeated(self.path, lambda: self.filesystem.open(self.path, "rb"))
         lock = threading.Lock()
