@@ -13,12 +13,13 @@ from tokenizers import Tokenizer
 
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import ConfigError, InputError
-from pipeline.data.text.long_texts import PIECE_CHARACTERS, encode_in_pieces
 from pipeline.data.text.templates import ChatTemplate, RenderError
 from pipeline.data.text.tokenizer_files import read_tokenizer_files
 from pipeline.data.text.tokenizer_settings import is_from_tokenizers, library_errors
 
 log = logging.getLogger("pipeline")
+
+MAX_CHARACTERS = 1 << 23  # of a text: the library takes 100 to 500 bytes for each
 
 
 class TextTokenizer:
@@ -127,13 +128,7 @@ class TextTokenizer:
         return self._encoded(texts, True, with_ends)
 
     def _encoded(self, texts: Sequence[str], has_starts: bool, with_ends: bool) -> list[Int32[np.ndarray, "_ columns"]]:
-        short = iter(self._tokens([text for text in texts if len(text) <= PIECE_CHARACTERS], has_starts))
-        encoded = [
-            next(short)
-            if len(text) <= PIECE_CHARACTERS
-            else encode_in_pieces(lambda piece: self._tokens([piece], has_starts)[0], text)
-            for text in texts
-        ]
+        encoded = self._tokens(texts, has_starts)
         return [self._completed(tokens) for tokens in encoded] if with_ends else encoded
 
     def _completed(self, tokens: Int32[np.ndarray, "_ columns"]) -> Int32[np.ndarray, "_ columns"]:
@@ -164,8 +159,10 @@ class TextTokenizer:
                 *(self._tokenizer.id_to_token(token_id), self.name),
             )
 
-    def _tokens(self, texts: list[str], has_starts: bool = False) -> list[Int32[np.ndarray, "_ columns"]]:
+    def _tokens(self, texts: Sequence[str], has_starts: bool = False) -> list[Int32[np.ndarray, "_ columns"]]:
         """The ids of each text, without special tokens, and in a second column the places of `encode_with_starts`."""
+        if (longest := max(map(len, texts), default=0)) > MAX_CHARACTERS:
+            raise ValueError(f"it has {longest:,} characters, expected at most {MAX_CHARACTERS:,}: divide the document")
         encode = self._tokenizer.encode_batch if has_starts else self._tokenizer.encode_batch_fast
         try:
             encodings = encode(texts, add_special_tokens=False)
