@@ -1,7 +1,6 @@
 """Composes a command line's overrides and the YAML files into the typed configuration."""
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -11,7 +10,6 @@ from typing import Any, get_args
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -32,7 +30,10 @@ COMPOSING_ERRORS = (
     *(ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError, RecursionError),
 )
 _DETAILS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
-_QUOTES = " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'."
+_QUOTES = (
+    " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'. A string with special characters needs "
+    """quotes within quotes: 'data.text="{{ body }}"'."""
+)
 # A string in quotes, or a word that is a whole value or a whole item of a list.
 _VALUE = re.compile(
     r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|([=,\[]\s*)(?!null\b)([\w.+-]+)(?=\s*(?:[,\]]|$))""", re.I
@@ -116,10 +117,7 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
     if not isinstance(error, HYDRAS_ERRORS):  # the message does not name the override
         given = ", ".join(shortened(argument, 80) for argument in arguments)
         message = f"Hydra cannot compose one of {without_credentials(given)}: {message}"
-    quotes = _QUOTES if any("=[" in argument and "]" not in argument for argument in arguments) else ""
-    is_multirun = {"-m", "--multirun"} & {*arguments}  # there, a,b are two values
-    if not is_multirun and (quoted := next(filter(None, map(_quoted, arguments)), None)):
-        quotes = f" A string with special characters needs quotes within quotes: {without_credentials(quoted)}."
+    quotes = "" if isinstance(cause, OmegaConfBaseException) else _QUOTES
     return f"{message}.{quotes} Correct the command line; --cfg job prints all keys."
 
 
@@ -132,23 +130,6 @@ def _unknown_choice(choice: str, options: Iterable[str]) -> str:
         loader = name if name in LOADERS else "json"
         other = f" For {loader} files: data=hf data.path={loader} data.data_files=FILE."
     return f"{group}={name} is not one of {', '.join(names)}.{other}"
-
-
-def _quoted(argument: str) -> str | None:
-    """An override as it must be typed in a shell, if its value is a string that Hydra can only parse in quotes."""
-    key, equals, value = argument.partition("=")
-    if equals and not _is_single_value(argument) and not re.match(r"[\[$]|\{(?!\{)", value):
-        choices = (f"{key}={quote}{value}{quote}" for quote in "\"'")
-        return next((shlex.quote(choice) for choice in choices if _is_single_value(choice)), None)
-    return None
-
-
-def _is_single_value(argument: str) -> bool:
-    """Whether Hydra can parse an override, and its value is not a list of values to sweep over."""
-    try:
-        return not OverridesParser.create().parse_override(argument).is_sweep_override()
-    except (HydraException, ValueError):
-        return False
 
 
 def _own_message(error: Exception) -> str:

@@ -88,13 +88,8 @@ def _value(field: Field, value: object, key: str) -> Any:
     try:
         converted = _converted(_kinds(field), value, has_multiples=key == "run.max_tokens")
     except (ValueError, TypeError, KeyError, ArithmeticError):
-        quotes = " Text that looks like a number needs quotes."
-        is_unquoted = {str, list[str]} & {*_kinds(field)} and any(
-            isinstance(item, int | float) for item in (value if isinstance(value, list) else [value])
-        )
-        raise ConfigError(
-            f"{key} is {shown(value)}. Set it to {in_words(field)}.{quotes if is_unquoted else ''}"
-        ) from None
+        quotes = " Text that looks like a number needs quotes." if {str, list[str]} & {*_kinds(field)} else ""
+        raise ConfigError(f"{key} is {shown(value)}. Set it to {in_words(field)}.{quotes}") from None
     for text in _strings(converted):
         _require_storable(key, text)
     limit = _limit(field)
