@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from urllib.parse import quote
 
 import datasets
 import pyarrow as pa
@@ -56,9 +57,8 @@ def open_builder(
             )
     repeat_requests()
     with dataset_errors(path):
-        if path in LOADERS or os.path.isdir(path):
-            for pattern in filter(has_magic, data_files or ()):  # `datasets` leaves out globs without files
-                resolve_pattern(pattern, os.getcwd() if path in LOADERS else path)
+        for pattern in filter(has_magic, data_files or ()):  # `datasets` leaves out globs without files
+            resolve_pattern(pattern, _base(path, revision))
         try:
             builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
         except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:  # its values are used unchecked
@@ -76,6 +76,13 @@ def open_builder(
             f"data.split={split}, but {path} has the splits {', '.join(splits)}. Set data.split to one of them."
         )
     return builder
+
+
+def _base(path: str, revision: str | None) -> str:
+    """The folder to which the data files' patterns are relative."""
+    if path in LOADERS:
+        return os.getcwd()
+    return path if os.path.isdir(path) else f"hf://datasets/{path}@{quote(revision or 'main', safe='')}"
 
 
 @contextmanager
