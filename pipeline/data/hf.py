@@ -76,11 +76,9 @@ class HfSource:
         self._content = content
         if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names, *content.info_schema.names}):
             raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
-        if twice := [name for name in config.info_columns if config.info_columns.count(name) > 1]:
-            raise ConfigError(f"data.info_columns has {twice[0]} twice. Remove one of them.")
         identifiers = [config.id_column] if config.id_column else []
         self._columns = {*content.columns, *config.info_columns, *identifiers}
-        self._manifest = agree(lambda _: Manifest(file_entries(self._files)))
+        self._manifest = agree(lambda: Manifest(file_entries(self._files)))
         if all(file.size == 0 for file in self._files):
             raise InputError(f"{config.path}: all files are empty. Check data.path and data.data_files.")
         self.shards = tuple(file.name for file in self._files)
@@ -91,7 +89,7 @@ class HfSource:
             count = self._dataset.num_shards
             if count != len(self._files):
                 self.shards = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
-        info = pa.schema([(name, pa.string()) for name in config.info_columns])
+        info = pa.schema([(name, pa.string()) for name in dict.fromkeys(config.info_columns)])
         self.info_schema = pa.unify_schemas([info, content.info_schema])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:

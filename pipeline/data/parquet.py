@@ -15,7 +15,7 @@ from pipeline.config.schema import ParquetData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files, hub_data_set, in_parallel
-from pipeline.data.manifest import FileEntry, KnownFiles, MakeManifest, Manifest, file_entries, make_alone
+from pipeline.data.manifest import FileEntry, MakeManifest, Manifest, file_entries, make_alone
 from pipeline.data.parquet_file import ParquetDamage, Row, Types, parquet_rows, read_footer
 from pipeline.data.rows import documents_of_rows
 from pipeline.data.text.token_ids import is_ids, token_columns, with_tokens
@@ -119,9 +119,8 @@ class ParquetSource:
         return dict.fromkeys(filter(None, (*content, config.id_column))) | info
 
 
-def make_manifest(config: ParquetData, known: KnownFiles = ()) -> Manifest:
-    """Lists the files, reads the schema of the first one and, with `row_groups_per_shard`, every footer that is not
-    `known`.
+def make_manifest(config: ParquetData) -> Manifest:
+    """Lists the files, reads the schema of the first one and, with `row_groups_per_shard`, every footer.
 
     Raises InputError if there are no files, for a missing column, and for a damaged footer unless these are skipped;
     PipelineError for a file that cannot be reached.
@@ -129,11 +128,8 @@ def make_manifest(config: ParquetData, known: KnownFiles = ()) -> Manifest:
     files = find_files(_path(config), ".parquet")
     entries = file_entries(files)
     if config.row_groups_per_shard is not None:
-        footers = {(entry.name, entry.size, entry.content): entry for entry in known if entry.rows is not None}
 
         def with_footer(file: InputFile, entry: FileEntry) -> FileEntry:
-            if (same := footers.get((entry.name, entry.size, entry.content))) is not None:
-                return same
             footer = _footer(file, config.on_error)
             return replace(entry, row_groups=footer.num_row_groups, rows=footer.num_rows) if footer else entry
 
