@@ -63,7 +63,7 @@ READ = {
         [{"role": "system", "system_prompt": "s", "text": None}, {"role": "ai", "text": "yo", "system_prompt": None}],
         [{"role": "system", "content": "s"}, YO],
     ),
-    "spelling": ([{**HI, "role": " User"}, {**HI, "role": "ipython"}], [HI, {**HI, "role": "ipython"}]),
+    "spelling": ([{**HI, "role": " User"}, {**HI, "role": "Narrator"}], [HI, {**HI, "role": "Narrator"}]),
     "nulls": ([{**HI, "name": None, "meta": {"a": None, "b": [{"c": None}]}}], [{**HI, "meta": {"b": [{}]}}]),
     "parts": ([{**HI, "content": [{"type": "text", "text": "h", "image": None}, "i"]}], [HI]),
     "thinking part": ([ai([T, {"type": "text", "text": "yo"}])], [YO | R]),
@@ -118,15 +118,6 @@ def test_names_of_roles_may_be_given():
         read(given, roles="a")
     with pytest.raises(ConfigError, match="data.roles has asistant, expected system, .*, assistant, tool"):
         read(given, roles={"a": "asistant"})
-    with pytest.raises(ConfigError, match="data.messages has a twice"):
-        read(given, ["a", "a"], {"a": "user"})
-
-
-def test_an_unknown_role_is_said_once(caplog):
-    conversations = Conversations("m", None, None, TemplateForms())
-    for _ in range(2):
-        conversations.messages({"m": [HI, {"role": "ipython", "content": "1"}, {"role": "Narrator", "content": "so"}]})
-    assert [record.getMessage()[:37] for record in caplog.records] == ["message 2 has the role 'Narrator', wh"]
 
 
 BAD = {

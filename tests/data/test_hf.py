@@ -87,7 +87,7 @@ def test_files_are_shards(tmp_path):
 
 
 def test_info_columns_are_text(rows):
-    opened = source(data_files=rows, info_columns=["n", "name", "choices"])
+    opened = source(data_files=rows, info_columns=["n", "name", "choices", "n"])
     assert next(opened.read(0, 1)).info == {"n": "2", "name": "b", "choices": '{"text": ["z"], "label": ["1"]}'}
     assert set(opened.info_schema.types) == {opened.info_schema.field("n").type}
 
@@ -242,7 +242,6 @@ def test_compressed_files_are_read(tmp_path, kind):
         ({"split": "test"}, ConfigError, "data.split=test, but json has the splits train. Set data.split to one"),
         ({"split": "train+train"}, ConfigError, r"data.split=train\+train, but json has the splits train"),
         ({"info_columns": ["index"]}, ConfigError, "data.info_columns has index, which every store has"),
-        ({"info_columns": ["name", "name"]}, ConfigError, "data.info_columns has name twice. Remove one"),
         ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
         ({"data_files": ["rows.jsonl", "nothing*.jsonl"]}, InputError, r"Unable to find '.*nothing\*.jsonl'"),
         ({"path": ".", "data_files": ["rows.jsonl", "nothing*"]}, InputError, r"Unable to find '.*nothing\*'"),
