@@ -41,7 +41,6 @@ class _Shard:
     """Row groups `first` .. `stop` of one file; `stop` None is the end."""
 
     file: InputFile
-    entry: FileEntry
     first: int = 0
     stop: int | None = None
 
@@ -76,7 +75,7 @@ class ParquetSource:
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The shard's documents from row `start` of its file on. Does not read earlier row groups."""
         part = self._shards[shard]
-        rows = parquet_rows(part.file, start, partial(self._columns, part), slice(part.first, part.stop))
+        rows = parquet_rows(part.file, start, partial(self._columns, part.file), slice(part.first, part.stop))
         document = partial(self._document, part.file.name)
         return documents_of_rows(rows, document, part.file.name, part.file.path, self._config.on_error)
 
@@ -104,16 +103,10 @@ class ParquetSource:
             **self._manifest.identity(),
         }
 
-    def _columns(self, part: _Shard, parquet: pq.ParquetFile) -> Types:
-        """The columns to read of a file. Raises InputError if it lacks one or has changed."""
-        footer, listed = (parquet.num_row_groups, parquet.metadata.num_rows), (part.entry.row_groups, part.entry.rows)
-        if listed[0] is not None and footer != listed:
-            raise InputError(
-                f"{part.file.path} has {footer[0]} row groups and {footer[1]} rows, expected {listed[0]} and "
-                f"{listed[1]}: it was replaced by a file of the same size. Restore it, or create a new store."
-            )
+    def _columns(self, file: InputFile, parquet: pq.ParquetFile) -> Types:
+        """The columns to read of a file. Raises InputError if it lacks one."""
         config, names = self._config, parquet.schema_arrow.names
-        _check_columns(config, part.file, parquet.schema_arrow)
+        _check_columns(config, file, parquet.schema_arrow)
         info = {name: _INFO_TYPES[name] for name in self.info_schema.names if name in names}
         content = token_columns(config.tokens, names) if config.tokens else [config.text_column]
         return dict.fromkeys(filter(None, (*content, config.id_column))) | info
@@ -178,9 +171,9 @@ def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> N
 def _file_shards(file: InputFile, entry: FileEntry, row_groups_per_shard: int | None) -> list[_Shard]:
     """A file's source shards. A file with a damaged footer is one source shard, so that it is skipped once."""
     if row_groups_per_shard is None or entry.row_groups is None:
-        return [_Shard(file, entry)]
+        return [_Shard(file)]
     return [
-        _Shard(file, entry, first, min(first + row_groups_per_shard, entry.row_groups))
+        _Shard(file, first, min(first + row_groups_per_shard, entry.row_groups))
         for first in range(0, entry.row_groups, row_groups_per_shard)
     ]
 

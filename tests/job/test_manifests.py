@@ -139,25 +139,13 @@ def test_changed_files_are_other_data(change: str, server: Hub, tmp_path: Path) 
     assert again.source.shards == ParquetSource(again.config.data).shards
 
 
-def folder_source(folder: Path) -> ParquetSource:
-    return ParquetSource(ParquetData(source="parquet", path=str(folder), row_groups_per_shard=1))
-
-
-def of_size(size: int, content: bytes) -> bytes:
-    """The parquet file padded to `size` bytes before its footer."""
-    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
-    return content[:footer] + bytes(size - len(content)) + content[footer:]
-
-
-@pytest.mark.parametrize("same_size", [True, False])
-def test_a_file_replaced_during_a_job_is_reported(same_size: bool, tmp_path: Path) -> None:
+def test_a_file_replaced_during_a_job_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    path.write_bytes(parquet(row_group_size=2))
-    source = folder_source(tmp_path)
+    path.write_bytes(parquet())
+    source = ParquetSource(ParquetData(source="parquet", path=str(tmp_path), row_groups_per_shard=1))
     size = path.stat().st_size
-    path.write_bytes(of_size(size, parquet(row_group_size=5)) if same_size else parquet(row_group_size=5))
-    expected = "2 row groups and 10 rows, expected 5 and 10" if same_size else f"bytes, but had {size} when"
-    with pytest.raises(InputError, match=f"a.parquet has.* {expected}.*[Rr]estore (it|the file)"):
+    path.write_bytes(parquet(row_group_size=5))
+    with pytest.raises(InputError, match=f"a.parquet has.* bytes, but had {size} when.*Restore the file"):
         list(source.read(1, 0))
 
 
