@@ -12,11 +12,10 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import InputError, PipelineError
 from pipeline.core.range_file import RangeFile
 from pipeline.data.documents import SkippedDocument
-from pipeline.data.files import InputFile
+from pipeline.data.files import OTHER_FORMATS, InputFile
 
 _ROWS_PER_READ = 512
-_BYTES_PER_READ = 64 << 20  # fewer rows are read at once if they are larger than this together
-_PART_BYTES = 16 << 20
+_BYTES_PER_READ = 16 << 20  # fewer rows are read at once if they are larger than this together
 _OPTIONS = {"pre_buffer": True, "page_checksum_verification": True}  # else each column takes a separate request
 _ALL = slice(None)
 
@@ -72,7 +71,7 @@ class ParquetDamage(InputError):
         self.reason = f"footer: {_reason(error)}"
         super().__init__(
             f"{file.path}, {self.reason}. Expected a complete parquet file. Download it again, or set "
-            "data.on_error=skip to skip it."
+            f"data.on_error=skip to skip it. {OTHER_FORMATS}"
         )
 
 
@@ -122,9 +121,9 @@ def parquet_rows(
             if isinstance(item, SkippedDocument):
                 yield item
                 continue
-            for index, part in _parts(*item, start):
-                rows = zip(*(_values(_converted(file, part, *field)) for field in types.items()), strict=True)
-                yield from enumerate((dict(zip(types, row, strict=True)) for row in rows), index)
+            first, batch = max(item[0], start), item[1].slice(max(0, start - item[0]))
+            rows = zip(*(_values(_converted(file, batch, *field)) for field in types.items()), strict=True)
+            yield from enumerate((dict(zip(types, row, strict=True)) for row in rows), first)
 
 
 def _batches(
@@ -148,18 +147,6 @@ def _converted(file: InputFile, batch: pa.RecordBatch, name: str, kind: pa.DataT
             f"{file.path}: column {name!r} is {batch[name].type}, which cannot be converted to {kind}, its type in "
             f"FineWeb: {error}. Rename or convert the column."
         ) from error
-
-
-def _parts(index: int, batch: pa.RecordBatch, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The batch from row `start` on in small parts, or of one row, which limits the memory for Python objects."""
-    if index < start:
-        index, batch = start, batch.slice(start - index)
-    if batch.num_rows <= 1 or batch.nbytes <= _PART_BYTES:
-        yield index, batch
-        return
-    half = batch.num_rows // 2
-    yield from _parts(index, batch.slice(0, half), start)
-    yield from _parts(index + half, batch.slice(half), start)
 
 
 def _row_batches(
