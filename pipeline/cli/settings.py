@@ -68,10 +68,8 @@ def one_of(*choices: str) -> Callable[[str, str], str]:
 def whole_number(minimum: int) -> Callable[[str, str], int]:
     def parse(value: str, key: str) -> int:
         if not value.isdecimal() or len(value) > _MAX_DIGITS or int(value) < minimum:
-            raise ConfigError(
-                f"{key}={shortened(value, 80)}: expected a whole number of at least {minimum}, with at most "
-                f"{_MAX_DIGITS} digits."
-            )
+            expected = f"a whole number of at least {minimum}, with at most {_MAX_DIGITS} digits"
+            raise ConfigError(f"{key}={shortened(value, 80)}: expected {expected}.")
         return int(value)
 
     return parse

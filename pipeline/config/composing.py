@@ -14,7 +14,6 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from pipeline.config.effects import LOADERS
 from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields, default_of
 from pipeline.config.typed import key_remedy, typed_config
 from pipeline.core import errors
@@ -125,11 +124,11 @@ def _unknown_choice(choice: str, options: Iterable[str]) -> str:
     """The message for a choice `group/name` for which there is no YAML file or schema."""
     group, _, name = choice.rpartition("/")
     names = [option for option in options if not option.endswith("_schema")]
-    other = " For any checkpoint of a known family: model.path=owner/name." if group == "model" else ""
-    if group == "data":
-        loader = name if name in LOADERS else "json"
-        other = f" For {loader} files: data=hf data.path={loader} data.data_files=FILE."
-    return f"{group}={name} is not one of {', '.join(names)}.{other}"
+    other = {
+        "model": " For any checkpoint of a known family: model.path=owner/name.",
+        "data": " For JSON, CSV or text: data=hf data.path=json data.data_files=FILE.",
+    }
+    return f"{group}={name} is not one of {', '.join(names)}.{other.get(group, '')}"
 
 
 def _own_message(error: Exception) -> str:

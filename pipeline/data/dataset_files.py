@@ -21,7 +21,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from pipeline.core.errors import ConfigError, InputError, PipelineError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import is_hub_id, refused_by_hub, repeat_requests
-from pipeline.data.files import hf_settings
 
 # `datasets` would report every opening, also of local files, to a server on the Internet, and without access to it
 # wait many seconds for a name server.
@@ -48,13 +47,11 @@ def open_builder(
     if path in LOADERS:
         if not data_files:  # `datasets` would read the working directory
             raise ConfigError(f"data.path={path} is a loader. Set data.data_files to the files to read.")
-    elif "://" not in path and not os.path.isdir(path):
-        settings = hf_settings(path) if os.path.isfile(path) else None
-        if settings is not None or not is_hub_id(path):
-            raise ConfigError(
-                f"data.path is {path!r:.200}, which is not a directory, a loader or a Hub id. "
-                + ("Correct it." if settings is None else f"Read this file with {settings}.")
-            )
+    elif "://" not in path and not os.path.isdir(path) and (os.path.isfile(path) or not is_hub_id(path)):
+        raise ConfigError(
+            f"data.path is {path!r:.200}, which is not a directory, a loader or a Hub id. Correct it; a file is read "
+            "with data.data_files=FILE and data.path=json, csv, text, arrow or parquet."
+        )
     repeat_requests()
     with dataset_errors(path):
         for pattern in filter(has_magic, data_files or ()):  # `datasets` leaves out globs without files

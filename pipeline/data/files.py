@@ -20,15 +20,7 @@ from pipeline.core.range_file import RangeFile
 from pipeline.core.retries import is_transient, repeated
 
 _THREADS = 16
-_PARQUET = ".parquet"
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_LOADERS = {  # loaders of `datasets`, by the file extensions that they read
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **{".txt": "text", ".arrow": "arrow", _PARQUET: "parquet"},
-}
-
-
+OTHER_FORMATS = "For JSON, CSV or text: data=hf data.path=json data.data_files=FILE."
 # What listings of remote storage have to identify content: Google's, the Hub's, S3's and HTTP's, Azure's.
 _CHECKSUMS = ("crc32c", "blob_id", "ETag", "etag")
 
@@ -38,13 +30,6 @@ T = TypeVar("T")
 
 class NoSuchFiles(InputError):
     """A path has no file of the kind that the data source reads."""
-
-
-def hf_settings(path: str) -> str | None:
-    """The settings with which data=hf reads a file; None if its extension is unknown."""
-    name, ending = os.path.splitext(path)
-    loader = _LOADERS.get(os.path.splitext(name)[1] if ending in _COMPRESSED else ending)
-    return loader and f"data=hf data.path={loader} data.data_files={path}"
 
 
 @contextmanager
@@ -114,15 +99,13 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     with input_errors(path):
         filesystem, root = open_filesystem(path)
         files, is_file = repeated(path, lambda: _listed_files(filesystem, root, suffix))
-    if files and is_file and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
-        raise NoSuchFiles(f"{path} is not a {_PARQUET} file, as this data source requires. Read it with {settings}.")
     if not is_file:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
     if not files:
         is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
         subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
         braces = " Braces are not supported in globs, only *, **, ? and [...]." if {*"{}"} & {*path} else ""
-        other = " For JSON, CSV or text: data=hf data.path=json data.data_files=FILE." if suffix == _PARQUET else ""
+        other = f" {OTHER_FORMATS}" if suffix == ".parquet" else ""
         raise NoSuchFiles(
             f"{subject}. Set data.path to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
         )

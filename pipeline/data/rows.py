@@ -32,14 +32,10 @@ _DECOMPRESSORS: Mapping[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda stream: _decompressed(stream, "zstd"),
-    b"\x04\x22\x4d\x18": lambda stream: _decompressed(stream, "lz4"),
+    b"\x28\xb5\x2f\xfd": lambda stream: io.BufferedReader(
+        pa.input_stream(pa.PythonFile(stream, "r"), compression="zstd"), _BUFFER_BYTES
+    ),
 }
-
-
-def _decompressed(stream: io.BufferedReader, compression: str) -> io.BufferedReader:
-    return io.BufferedReader(pa.input_stream(pa.PythonFile(stream, "r"), compression=compression), _BUFFER_BYTES)
-
 
 csv.field_size_limit(1 << 30)  # Python's default limit for one text is 128 KiB
 

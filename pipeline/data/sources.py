@@ -88,8 +88,6 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, agree: Callabl
         raise ConfigError(
             "data.prompts.tokens is set, but prompts are texts. Remove it, and set the column of the text."
         )
-    if isinstance(prompts, GenerateData):
-        raise ConfigError("data.prompts is also generate. Choose a different source with data@data.prompts=...")
     for name in (field.name for field in fields(DataConfig) if field.name != "source"):
         ours, theirs = getattr(config, name), getattr(prompts, name)
         if ours != theirs:

@@ -207,8 +207,7 @@ REFUSED = {
     "data=[1]": r"data=\[1\].* Correct the command line",
     "data=3": "data=3.* Correct the command line",
     "data=nothing": "data=nothing is not one of ai2_arc, arc, demo, fineweb, fineweb_edu, generate, hf. "
-    "For json files: data=hf data.path=json data.data_files=FILE.$",
-    "data=csv": "For csv files: data=hf data.path=csv data.data_files=FILE.$",
+    "For JSON, CSV or text: data=hf data.path=json data.data_files=FILE.$",
     "model=gpt3": r"model=gpt3 is not one of bert_base, .*tiny. For any checkpoint.*: model.path=owner/name.$",
     "+experiment=nope": r"experiment=nope is not one of demo_arc, [a-z_, ]*\.$",
     # what Hydra cannot parse

@@ -9,7 +9,7 @@ import pytest
 from material import text_stream
 
 from pipeline.config import composing
-from pipeline.config.choices import OnError, Positions, SpecialTokens
+from pipeline.config.choices import OnError, Positions
 from pipeline.config.schema import BatchConfig, CaptureConfig, HfData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.hf import HfSource
@@ -312,21 +312,15 @@ def test_special_tokens_of_the_template_are_enough():
     """A tokenizer's own BOS is accepted where the template writes it, and put once."""
     from tokenizers.processors import TemplateProcessing
 
-    def tokenizer(template: str, **settings) -> TextTokenizer:
-        library = load_tokenizer(ASSETS)._tokenizer
-        library.post_processor = TemplateProcessing(
-            single="<|im_start|> $A", special_tokens=[("<|im_start|>", library.token_to_id("<|im_start|>"))]
-        )
-        return TextTokenizer(library, name="tiny", digest="0", chat=ChatTemplate(template, "tiny"), **settings)
-
-    written = tokenizer("<|im_start|>" + CHAT)
+    library = load_tokenizer(ASSETS)._tokenizer
+    library.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", library.token_to_id("<|im_start|>"))]
+    )
+    written = TextTokenizer(library, name="tiny", digest="0", chat=ChatTemplate("<|im_start|>" + CHAT, "tiny"))
     written.require_chat()
     [tokens] = written.encode_with_starts([written.chat().render([HI], add_generation_prompt=False)])
     assert tokens[:, 0].tolist().count(written.token_id("", "<|im_start|>")) == 1
     assert tokens[0, 1] == 0
-    with pytest.raises(ConfigError, match="Set data.special_tokens=none"):
-        tokenizer(CHAT).require_chat()
-    tokenizer(CHAT, special_tokens=SpecialTokens.none).require_chat()
 
 
 def test_labels_are_named_in_the_identity(files):

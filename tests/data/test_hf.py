@@ -248,7 +248,7 @@ def test_compressed_files_are_read(tmp_path, kind):
         ({"data_files": None}, ConfigError, "data.path=json is a loader. Set data.data_files"),
         ({"data_files": []}, ConfigError, "data.path=json is a loader. Set data.data_files"),
         ({"path": "card"}, InputError, "card: the header of its card, README.md, cannot be used: while parsing"),
-        ({"path": "folder/rows.jsonl.gz"}, ConfigError, "data.path=json data.data_files=folder/rows.jsonl.gz"),
+        ({"path": "folder/rows.jsonl.gz"}, ConfigError, "a file is read with data.data_files=FILE and data.path=json"),
         ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows', which is not a directory, a"),
     ],
 )
