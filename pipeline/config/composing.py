@@ -1,12 +1,11 @@
 """Composes a command line's overrides and the YAML files into the typed configuration."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -14,7 +13,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields, default_of
+from pipeline.config.schema import SOURCES, DataConfig, RunConfig, default_of
 from pipeline.config.typed import key_remedy, typed_config
 from pipeline.core import errors
 from pipeline.core.addresses import without_credentials
@@ -33,10 +32,6 @@ _QUOTES = (
     " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'. A string with special characters needs "
     """quotes within quotes: 'data.text="{{ body }}"'."""
 )
-# A string in quotes, or a word that is a whole value or a whole item of a list.
-_VALUE = re.compile(
-    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|([=,\[]\s*)(?!null\b)([\w.+-]+)(?=\s*(?:[,\]]|$))""", re.I
-)
 
 
 def compose(overrides: list[str]) -> RunConfig:
@@ -44,7 +39,7 @@ def compose(overrides: list[str]) -> RunConfig:
     prepare()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose("config", list(map(as_typed, overrides)))
+            composed = hydra.compose("config", overrides)
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, overrides)) from error
     return typed_config(composed, set(map(typed_key, overrides)))
@@ -87,21 +82,6 @@ def _defaults(cls: type) -> dict[str, Any]:
 def typed_key(override: str) -> str:
     """The key of an override such as `++data.path=x`."""
     return override.lstrip("+").partition("=")[0].strip()
-
-
-def as_typed(override: str) -> str:
-    """The override, with quotes around words in the value of a text key, also in a list: Hydra would make numbers of
-    2024_10 and 12e4567, and a boolean of true."""
-    if typed_key(override).replace("data.prompts.", "data.") not in _text_keys():
-        return override
-    return _VALUE.sub(lambda match: f"{match[1]}'{match[2]}'" if match[2] else match[0], override.rstrip())
-
-
-@cache
-def _text_keys() -> frozenset[str]:
-    """The keys whose values are text, or lists or mappings of text."""
-    kinds = ((key, field.metadata.get("has_text"), (field.type, *get_args(field.type))) for key, field in all_fields())
-    return frozenset(key for key, has_text, parts in kinds if has_text or str in parts or list[str] in parts)
 
 
 def composing_message(error: Exception, arguments: list[str]) -> str:
