@@ -94,8 +94,6 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     In directories and globs, names that begin with `.` or `_` are left out.
     Raises NoSuchFiles if there are no files, and PipelineError if they cannot be listed.
     """
-    if not path.strip():
-        raise InputError("data.path is empty. Set it to a file, a directory or a glob.")
     with input_errors(path):
         filesystem, root = open_filesystem(path)
         files, is_file = repeated(path, lambda: _listed_files(filesystem, root, suffix))

@@ -148,7 +148,7 @@ WRITTEN = {  # by name of the file: its content, a template, and the documents
     "one.json": ('[\n{"text": "a"}\n]\n', "{{ text }}", ["a"]),
     "commas.json": ('[\n{"text": "a"}\n,\n{"text": "b"}\n]', "{{ text }}", ["a", "b"]),
     "texts.json": (json.dumps(TYPES), "{{ text }}", TYPES),
-    "objects.json": ("".join(json.dumps({"text": text}, indent=2) + "\n" for text in TYPES), "{{ text }}", TYPES),
+    "object.json": (json.dumps({"text": "a", "x": []}, indent=2), "{{ text }}", ["a"]),
     "columns.jsonl": (
         '{"text": "a", "x": 1}\n{"y": {"z": []}, "text": "b"}\n{"x": [NaN], "text": "c"}',
         "{{ text }}", ["a", "b", "c"]),
