@@ -36,22 +36,17 @@ def open_source(
     Raises InputError or ConfigError.
     """
     match config:
-        case ParquetData(source="parquet"):
+        case ParquetData():
             return ParquetSource(config, agree)
-        case ArcData(source="arc"):
+        case ArcData():
             from pipeline.data.arc.source import ArcSource
 
             return ArcSource(config, tokenizer, agree)
-        case HfData(source="hf"):
+        case HfData():
             from pipeline.data.hf import HfSource
 
             return HfSource(config, tokenizer, agree, are_prompts)
-        case GenerateData(source="generate"):
-            return _open_prompts(config, tokenizer, agree)
-    raise ConfigError(
-        f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data with data=fineweb, "
-        "fineweb_edu, arc, ai2_arc, hf or generate, and do not set data.source."
-    )
+    return _open_prompts(config, tokenizer, agree)
 
 
 def renders_chat(config: DataConfig) -> bool:
