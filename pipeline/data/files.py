@@ -109,7 +109,7 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
         )
     with input_errors(path):
         for file in files:
-            require_readable(filesystem, file.path, "data.path")
+            require_regular(filesystem, file.path, "data.path")
     return sorted(files, key=lambda file: file.name)
 
 
@@ -132,9 +132,9 @@ def open_filesystem(path: str) -> tuple[AbstractFileSystem, str]:
     return fsspec.core.url_to_fs(os.path.expanduser(path))
 
 
-def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
-    """Raises InputError if a local path is not a regular file that this user may read. Reading a FIFO, a device or a
-    socket might never end. Also for a name that is not UTF-8, since a store contains the names of files."""
+def require_regular(filesystem: AbstractFileSystem, path: str, key: str) -> None:
+    """Raises InputError if a local path is not a regular file: reading a FIFO, a device or a socket might never end.
+    Also for a name that is not UTF-8, since a store contains the names of files."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -144,12 +144,6 @@ def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> Non
     if not os.path.isfile(path):
         kind = "a directory" if os.path.isdir(path) else "a FIFO, a device or a socket"
         raise InputError(f"{path} is {kind}, expected a file. Check {key}.")
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    except PermissionError as error:
-        raise InputError(
-            f"{path} cannot be read: {error.strerror}. Grant this user read permission, or check {key}."
-        ) from error
 
 
 def is_glob(path: str) -> bool:

@@ -100,15 +100,12 @@ def test_a_number_is_refused_where_text_is_expected(monkeypatch, tmp_path: Path,
             from_values(ParquetData, required | {"model.revision": value})
 
 
-@pytest.mark.parametrize(
-    ("typed", "tokens"),
-    [
-        *(("1e9", 10**9), ("1.5e3", 1500), ("1_000_000", 10**6), ("1e18", 10**18), ("2.0", 2), ("1B", 10**9)),
-        *(("500M", 5 * 10**8), ("10k", 10_000), ("1.5b", 15 * 10**8), ("0.3M", 300_000), ("2T", 2 * 10**12)),
-    ],
-)
-def test_tokens_may_be_counted_in_thousands(typed, tokens):
-    assert compose([f"run.max_tokens={typed}"]).run.max_tokens == tokens
+def test_whole_numbers_may_be_written_with_an_exponent():
+    assert [compose([f"run.max_tokens={text}"]).run.max_tokens for text in ("1.5e3", "1_000", "1e18")] == [
+        1500,
+        1000,
+        10**18,
+    ]
 
 
 NUMBER = "Set it to a whole number of at least 1 and at most 1,000,"
@@ -119,7 +116,6 @@ REFUSED = {
     "run.max_tokens=0": f"run.max_tokens is 0. {NUMBER}.*, or to null",
     "run.max_tokens=1e20": f"run.max_tokens is 100000000000000000000. {NUMBER}",
     "run.max_tokens=1.5": f"run.max_tokens is 1.5. {NUMBER}",
-    "run.max_tokens=1X": f"run.max_tokens is '1X'. {NUMBER}",
     "batch.rows=10k": f"batch.rows is '10k'. {NUMBER}",
     "batch.rows=true": f"batch.rows is True. {NUMBER}",
     "run.stall_timeout_s=0": "run.stall_timeout_s is 0.0. Set it to a number of at least 1",

@@ -2,16 +2,14 @@ import json
 import re
 
 import fsspec
-import huggingface_hub.constants
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 from material import memory_source, text_stream, word_library_tokenizer, word_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
 from pipeline.config.choices import OnError, SpecialTokens
-from pipeline.core.errors import ConfigError, InputError, PipelineError
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.sources import ChatSource
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 
@@ -81,25 +79,6 @@ def test_a_path_without_a_tokenizer_is_refused(path, tmp_path):
     path = path.format(tmp_path=tmp_path)
     with pytest.raises(InputError, match=rf"{path}.* (has no tokenizer.json|cannot be opened|is neither a directory)"):
         load_tokenizer(path)
-
-
-def test_storage_that_cannot_be_reached_may_be_tried_again(monkeypatch):
-    def fail(self, path, **kwargs):
-        raise TimeoutError
-
-    monkeypatch.setattr(MemoryFileSystem, "info", fail)
-    monkeypatch.setattr("pipeline.core.retries._DELAY_S", 0.0)
-    with pytest.raises(PipelineError, match="memory://out/of/reach cannot be read: TimeoutError.*try again") as caught:
-        load_tokenizer("memory://out/of/reach")
-    assert caught.value.exit_code == 1
-
-
-def test_a_hub_that_cannot_be_reached_may_be_tried_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(PipelineError, match="nobody/nothing: tokenizer.json is not in the Hub's cache") as caught:
-        load_tokenizer("nobody/nothing")
-    assert caught.value.exit_code == 1
 
 
 QUESTION = [{"role": "user", "content": "w2"}]
