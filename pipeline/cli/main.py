@@ -16,7 +16,6 @@ from pipeline.config.composing import (
     COMPOSING_ERRORS,
     CONFIGS,
     HYDRAS_ERRORS,
-    as_typed,
     composing_message,
     prepare,
     typed_key,
@@ -44,7 +43,6 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
     prepare()
     if {"--help", "-h"} & set(sys.argv[1:]):
         print(f"{inspect.cleandoc(doc)}\n", flush=True)
-    sys.argv[1:] = map(as_typed, sys.argv[1:])
     composed_once = False
     shows_tracebacks = os.environ.get(_FULL_ERRORS) == "1"
     os.environ[_FULL_ERRORS] = "1"  # makes Hydra raise errors instead of printing them

@@ -67,10 +67,9 @@ def one_of(*choices: str) -> Callable[[str, str], str]:
 
 def whole_number(minimum: int) -> Callable[[str, str], int]:
     def parse(value: str, key: str) -> int:
-        if value.isdecimal() and len(value) > _MAX_DIGITS:
-            raise ConfigError(f"{key}={shortened(value, 80)}: expected a whole number of at most {_MAX_DIGITS} digits.")
-        if not value.isdecimal() or int(value) < minimum:
-            raise ConfigError(f"{key}={shortened(value, 80)}: expected a whole number, at least {minimum}.")
+        if not value.isdecimal() or len(value) > _MAX_DIGITS or int(value) < minimum:
+            expected = f"a whole number of at least {minimum}, with at most {_MAX_DIGITS} digits"
+            raise ConfigError(f"{key}={shortened(value, 80)}: expected {expected}.")
         return int(value)
 
     return parse

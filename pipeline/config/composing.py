@@ -1,23 +1,19 @@
 """Composes a command line's overrides and the YAML files into the typed configuration."""
 
-import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from pipeline.config.effects import LOADERS
-from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields, default_of
+from pipeline.config.schema import SOURCES, DataConfig, RunConfig, default_of
 from pipeline.config.typed import key_remedy, typed_config
 from pipeline.core import errors
 from pipeline.core.addresses import without_credentials
@@ -32,10 +28,9 @@ COMPOSING_ERRORS = (
     *(ValueError, TypeError, AttributeError, AssertionError, LookupError, OSError, RecursionError),
 )
 _DETAILS = ("full_key:", "reference_type=", "object_type=", "See https://hydra.cc", "To append to your config")
-_QUOTES = " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'."
-# A string in quotes, or a word that is a whole value or a whole item of a list.
-_VALUE = re.compile(
-    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\\.|([=,\[]\s*)(?!null\b)([\w.+-]+)(?=\s*(?:[,\]]|$))""", re.I
+_QUOTES = (
+    " A list with spaces needs quotes for the shell: 'capture.layers=[2, 3]'. A string with special characters needs "
+    """quotes within quotes: 'data.text="{{ body }}"'."""
 )
 
 
@@ -44,7 +39,7 @@ def compose(overrides: list[str]) -> RunConfig:
     prepare()
     try:
         with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            composed = hydra.compose("config", list(map(as_typed, overrides)))
+            composed = hydra.compose("config", overrides)
     except COMPOSING_ERRORS as error:
         raise errors.ConfigError(composing_message(error, overrides)) from error
     return typed_config(composed, set(map(typed_key, overrides)))
@@ -89,21 +84,6 @@ def typed_key(override: str) -> str:
     return override.lstrip("+").partition("=")[0].strip()
 
 
-def as_typed(override: str) -> str:
-    """The override, with quotes around words in the value of a text key, also in a list: Hydra would make numbers of
-    2024_10 and 12e4567, and a boolean of true."""
-    if typed_key(override).replace("data.prompts.", "data.") not in _text_keys():
-        return override
-    return _VALUE.sub(lambda match: f"{match[1]}'{match[2]}'" if match[2] else match[0], override.rstrip())
-
-
-@cache
-def _text_keys() -> frozenset[str]:
-    """The keys whose values are text, or lists or mappings of text."""
-    kinds = ((key, field.metadata.get("has_text"), (field.type, *get_args(field.type))) for key, field in all_fields())
-    return frozenset(key for key, has_text, parts in kinds if has_text or str in parts or list[str] in parts)
-
-
 def composing_message(error: Exception, arguments: list[str]) -> str:
     """The message of an error that Hydra or OmegaConf raised for the command line `arguments`, with the remedy."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
@@ -116,10 +96,7 @@ def composing_message(error: Exception, arguments: list[str]) -> str:
     if not isinstance(error, HYDRAS_ERRORS):  # the message does not name the override
         given = ", ".join(shortened(argument, 80) for argument in arguments)
         message = f"Hydra cannot compose one of {without_credentials(given)}: {message}"
-    quotes = _QUOTES if any("=[" in argument and "]" not in argument for argument in arguments) else ""
-    is_multirun = {"-m", "--multirun"} & {*arguments}  # there, a,b are two values
-    if not is_multirun and (quoted := next(filter(None, map(_quoted, arguments)), None)):
-        quotes = f" A string with special characters needs quotes within quotes: {without_credentials(quoted)}."
+    quotes = "" if isinstance(cause, OmegaConfBaseException) else _QUOTES
     return f"{message}.{quotes} Correct the command line; --cfg job prints all keys."
 
 
@@ -127,28 +104,11 @@ def _unknown_choice(choice: str, options: Iterable[str]) -> str:
     """The message for a choice `group/name` for which there is no YAML file or schema."""
     group, _, name = choice.rpartition("/")
     names = [option for option in options if not option.endswith("_schema")]
-    other = " For any checkpoint of a known family: model.path=owner/name." if group == "model" else ""
-    if group == "data":
-        loader = name if name in LOADERS else "json"
-        other = f" For {loader} files: data=hf data.path={loader} data.data_files=FILE."
-    return f"{group}={name} is not one of {', '.join(names)}.{other}"
-
-
-def _quoted(argument: str) -> str | None:
-    """An override as it must be typed in a shell, if its value is a string that Hydra can only parse in quotes."""
-    key, equals, value = argument.partition("=")
-    if equals and not _is_single_value(argument) and not re.match(r"[\[$]|\{(?!\{)", value):
-        choices = (f"{key}={quote}{value}{quote}" for quote in "\"'")
-        return next((shlex.quote(choice) for choice in choices if _is_single_value(choice)), None)
-    return None
-
-
-def _is_single_value(argument: str) -> bool:
-    """Whether Hydra can parse an override, and its value is not a list of values to sweep over."""
-    try:
-        return not OverridesParser.create().parse_override(argument).is_sweep_override()
-    except (HydraException, ValueError):
-        return False
+    other = {
+        "model": " For any checkpoint of a known family: model.path=owner/name.",
+        "data": " For JSON, CSV or text: data=hf data.path=json data.data_files=FILE.",
+    }
+    return f"{group}={name} is not one of {', '.join(names)}.{other.get(group, '')}"
 
 
 def _own_message(error: Exception) -> str:

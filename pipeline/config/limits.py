@@ -31,12 +31,9 @@ def between(first: float, last: float, *, above_first: bool = False, below_last:
 
 
 def _is_location(value: str) -> bool:
-    if not value.strip() or len(value.encode()) > _MAX_PATH_BYTES:
-        return False
-    if "://" in value:
-        return True
-    is_unknown_home = value.startswith("~") and os.path.expanduser(value) == value
-    return not is_unknown_home and all(len(name.encode()) <= _MAX_NAME_BYTES for name in value.split("/"))
+    names = [] if "://" in value else value.split("/")
+    sizes = [len(value.encode()) <= _MAX_PATH_BYTES, *(len(name.encode()) <= _MAX_NAME_BYTES for name in names)]
+    return bool(value.strip()) and all(sizes)
 
 
 def _is_folder(value: str) -> bool:
@@ -81,10 +78,7 @@ TEXTS = Limit(
 )
 DATE = Limit("a date, as in 2026-07-01", _is_date)
 ADDRESS = Limit("host:port, with a port from 1 to 65535", _is_address)
-_LOCATION = (
-    f"a non-empty path or URL, of at most {_MAX_PATH_BYTES} bytes and {_MAX_NAME_BYTES} between slashes; "
-    "a leading ~ stands for a home directory"
-)
+_LOCATION = f"a non-empty path or URL, of at most {_MAX_PATH_BYTES} bytes and {_MAX_NAME_BYTES} between slashes"
 _FOLDER = f"folder that exists or can be created, not a file or inside a file: {_LOCATION}"
 LOCATION = Limit(_LOCATION, _is_location)  # or a name on the Hub
 FOLDER = Limit(f"a {_FOLDER}", _is_folder)

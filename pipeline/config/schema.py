@@ -21,15 +21,14 @@ _REVISION = "a branch, tag or commit; null: `main`"
 REQUIRED = "???"  # a key without a default: omegaconf.MISSING, which is not imported here
 
 
-def key(default: Any, doc: str, needs: str = "", *, allowed: Limit | None = None, has_text: bool = False) -> Any:
+def key(default: Any, doc: str, needs: str = "", *, allowed: Limit | None = None) -> Any:
     """A key's default (a tuple: of a list), and its row in docs/configuration.md. `doc` names every choice of an enum.
 
     needs: when the key has an effect, if not always: another key of the group, or a dotted one, alone or followed by
     `=` or `!=` and patterns, e.g. `positions=last|token`. `HUB` is any name on the Hub. Commas join several.
     allowed: the values; by default whole numbers from 1 and other numbers above 0, at most 1e9, and any string.
-    has_text: whether a key of type Any contains text.
     """
-    metadata = {"doc": doc, "needs": needs, "allowed": allowed, "has_text": has_text}
+    metadata = {"doc": doc, "needs": needs, "allowed": allowed}
     if isinstance(default, tuple):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -168,7 +167,7 @@ class HfData(DataConfig):
     )
     split: str = key("train", "the data set's split", allowed=limits.NAME)
     data_files: Any = key(  # str or list of str
-        None, "for a loader: a file, a glob, or a list of these", allowed=limits.NAMES, has_text=True
+        None, "for a loader: a file, a glob, or a list of these", allowed=limits.NAMES
     )
     text: str = key(
         "{{ text }}",
@@ -181,7 +180,6 @@ class HfData(DataConfig):
         "or a list of columns, each a text or messages, e.g. `[prompt, response]`. A document is a conversation, "
         "rendered by the tokenizer's chat template, with labels of its tokens; null: `data.text`",
         allowed=limits.NAMES,
-        has_text=True,
     )
     tools: str | None = key(
         None, "column with the definitions of a conversation's tools", "messages", allowed=limits.NAME
@@ -190,7 +188,6 @@ class HfData(DataConfig):
         None,
         "roles by the names that the data gives them, if these are not usual, e.g. `{narrator: system}`; null: none",
         "messages",
-        has_text=True,
     )
     tokens: str | None = key(None, _TOKENS, "messages=null", allowed=limits.NAME)
     id_column: str | None = key(None, "column of the document ids; null: file name and row number", allowed=limits.NAME)
@@ -396,7 +393,6 @@ class CaptureConfig:
         None,
         "SAEs by captured array, e.g. `'{blocks.12.resid_post: \"hf://owner/name/folder\"}'`; `blocks.*.resid_post` "
         "with `{layer}` in the address; several SAEs for one array: a list; null: none",
-        has_text=True,
     )
     encode_top: int = key(
         64, "features stored per token: those with the largest values", "encode", allowed=between(1, 4096)

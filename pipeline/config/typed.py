@@ -3,10 +3,8 @@
 Every value is checked here, before anything uses it.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import Field, fields, is_dataclass
-from decimal import Decimal
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, get_args
@@ -23,7 +21,6 @@ from pipeline.core.messages import did_you_mean, shown
 
 _DATA = ("data", "data.prompts")  # keys whose groups depend on the source
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def typed_config(composed: DictConfig, typed: Set[str] = frozenset()) -> RunConfig:
@@ -86,15 +83,10 @@ def _value(field: Field, value: object, key: str) -> Any:
             raise ConfigError(f"{key} is {shown(value)}, expected a source of documents. Choose one, e.g. {choice}.")
         return _group(cls, value, f"{key}.")
     try:
-        converted = _converted(_kinds(field), value, has_multiples=key == "run.max_tokens")
+        converted = _converted(_kinds(field), value)
     except (ValueError, TypeError, KeyError, ArithmeticError):
-        quotes = " Text that looks like a number needs quotes."
-        is_unquoted = {str, list[str]} & {*_kinds(field)} and any(
-            isinstance(item, int | float) for item in (value if isinstance(value, list) else [value])
-        )
-        raise ConfigError(
-            f"{key} is {shown(value)}. Set it to {in_words(field)}.{quotes if is_unquoted else ''}"
-        ) from None
+        quotes = " Text that looks like a number needs quotes." if {str, list[str]} & {*_kinds(field)} else ""
+        raise ConfigError(f"{key} is {shown(value)}. Set it to {in_words(field)}.{quotes}") from None
     for text in _strings(converted):
         _require_storable(key, text)
     limit = _limit(field)
@@ -114,10 +106,9 @@ def _kinds(key: Field) -> tuple[Any, ...]:
     return get_args(key.type) if isinstance(key.type, UnionType) else (key.type,)
 
 
-def _converted(kinds: tuple[Any, ...], value: Any, has_multiples: bool) -> Any:
+def _converted(kinds: tuple[Any, ...], value: Any) -> Any:
     """The value in the key's type. Raises an error for any other value. YAML and Hydra know numbers, booleans, strings
-    and null; a string may also be a number, from the environment. A whole number may be written as 1e9, and with
-    `has_multiples` as 10k, 500M or 1.5B."""
+    and null; a string may also be a number, from the environment. A whole number may be written as 1e9."""
     if value is None and (NoneType in kinds or Any in kinds):
         return None
     kind = kinds[0]
@@ -128,9 +119,6 @@ def _converted(kinds: tuple[Any, ...], value: Any, has_multiples: bool) -> Any:
     if kind is int and not isinstance(value, bool):
         if isinstance(value, float) and value.is_integer():
             return int(value)
-        counted = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmbt])", value, re.I) if isinstance(value, str) else None
-        if counted and has_multiples:
-            return int(Decimal(counted[1]) * _MULTIPLES[counted[2].lower()])
         if isinstance(value, int | str):
             return int(value)
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):

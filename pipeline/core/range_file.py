@@ -12,10 +12,6 @@ class RangeFile(io.RawIOBase):
         super().__init__()
         self._read_range, self._end, self._position = read, end, 0
 
-    def duplicate(self) -> "RangeFile":
-        """A second file of the same bytes, with its own position, for a different thread."""
-        return RangeFile(self._read_range, self._end)
-
     def readable(self) -> bool:
         return True
 

@@ -8,6 +8,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from urllib.parse import quote
 
 import datasets
 import pyarrow as pa
@@ -20,7 +21,6 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from pipeline.core.errors import ConfigError, InputError, PipelineError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import is_hub_id, refused_by_hub, repeat_requests
-from pipeline.data.files import hf_settings
 
 # `datasets` would report every opening, also of local files, to a server on the Internet, and without access to it
 # wait many seconds for a name server.
@@ -47,18 +47,15 @@ def open_builder(
     if path in LOADERS:
         if not data_files:  # `datasets` would read the working directory
             raise ConfigError(f"data.path={path} is a loader. Set data.data_files to the files to read.")
-    elif "://" not in path and not os.path.isdir(path):
-        settings = hf_settings(path) if os.path.isfile(path) else None
-        if settings is not None or not is_hub_id(path):
-            raise ConfigError(
-                f"data.path is {path!r:.200}, which is not a directory, a loader or a Hub id. "
-                + ("Correct it." if settings is None else f"Read this file with {settings}.")
-            )
+    elif "://" not in path and not os.path.isdir(path) and (os.path.isfile(path) or not is_hub_id(path)):
+        raise ConfigError(
+            f"data.path is {path!r:.200}, which is not a directory, a loader or a Hub id. Correct it; a file is read "
+            "with data.data_files=FILE and data.path=json, csv, text, arrow or parquet."
+        )
     repeat_requests()
     with dataset_errors(path):
-        if path in LOADERS or os.path.isdir(path):
-            for pattern in filter(has_magic, data_files or ()):  # `datasets` leaves out globs without files
-                resolve_pattern(pattern, os.getcwd() if path in LOADERS else path)
+        for pattern in filter(has_magic, data_files or ()):  # `datasets` leaves out globs without files
+            resolve_pattern(pattern, _base(path, revision))
         try:
             builder = datasets.load_dataset_builder(path, subset, data_files=data_files, revision=revision)
         except (yaml.YAMLError, TypeError, KeyError, AttributeError) as error:  # its values are used unchecked
@@ -76,6 +73,13 @@ def open_builder(
             f"data.split={split}, but {path} has the splits {', '.join(splits)}. Set data.split to one of them."
         )
     return builder
+
+
+def _base(path: str, revision: str | None) -> str:
+    """The folder to which the data files' patterns are relative."""
+    if path in LOADERS:
+        return os.getcwd()
+    return path if os.path.isdir(path) else f"hf://datasets/{path}@{quote(revision or 'main', safe='')}"
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 from pipeline.config.choices import LongDocuments, Packing
+from pipeline.core.messages import counted
 from pipeline.data.documents import Cursor
 from pipeline.data.packing import windows
 from pipeline.data.stream import TokenStream
-
-_NAMED_STREAMS = 8
 
 
 class Demand:
@@ -47,14 +46,11 @@ def shortfall(stored: Sequence[int], budgets: Sequence[int]) -> str | None:
     stored: each stream's tokens. budgets: each stream's share of `run.max_tokens`. The data of one stream may end
     early although that of others does not.
     """
-    missing = {stream: budget - tokens for stream, (tokens, budget) in enumerate(zip(stored, budgets, strict=True))}
-    missing = {stream: tokens for stream, tokens in missing.items() if tokens > 0}
-    if not missing:
+    missing = [max(0, budget - tokens) for tokens, budget in zip(stored, budgets, strict=True)]
+    if not any(missing):
         return None
-    largest = sorted(missing, key=lambda stream: -missing[stream])[:_NAMED_STREAMS]
-    listed = ", ".join(f"stream {stream} by {missing[stream]:,}" for stream in sorted(largest))
-    others = f" and {len(missing) - len(largest)} others" if len(missing) > len(largest) else ""
     return (
-        f"the data ended {sum(missing.values()):,} tokens short of run.max_tokens={sum(budgets):,}: {listed}{others}. "
-        "Use more data. If other streams have data left, use a new store with fewer streams (data.num_streams)."
+        f"the data of {counted(sum(map(bool, missing)), 'stream')} ended {sum(missing):,} tokens short of "
+        f"run.max_tokens={sum(budgets):,}. Use more data. If other streams have data left, use a new store with fewer "
+        "streams (data.num_streams)."
     )

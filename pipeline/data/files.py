@@ -20,15 +20,7 @@ from pipeline.core.range_file import RangeFile
 from pipeline.core.retries import is_transient, repeated
 
 _THREADS = 16
-_PARQUET = ".parquet"
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
-_LOADERS = {  # loaders of `datasets`, by the file extensions that they read
-    **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
-    **dict.fromkeys((".csv", ".tsv"), "csv"),
-    **{".txt": "text", ".arrow": "arrow", _PARQUET: "parquet"},
-}
-
-
+OTHER_FORMATS = "For JSON, CSV or text: data=hf data.path=json data.data_files=FILE."
 # What listings of remote storage have to identify content: Google's, the Hub's, S3's and HTTP's, Azure's.
 _CHECKSUMS = ("crc32c", "blob_id", "ETag", "etag")
 
@@ -38,13 +30,6 @@ T = TypeVar("T")
 
 class NoSuchFiles(InputError):
     """A path has no file of the kind that the data source reads."""
-
-
-def hf_settings(path: str) -> str | None:
-    """The settings with which data=hf reads a file; None if its extension is unknown."""
-    name, ending = os.path.splitext(path)
-    loader = _LOADERS.get(os.path.splitext(name)[1] if ending in _COMPRESSED else ending)
-    return loader and f"data=hf data.path={loader} data.data_files={path}"
 
 
 @contextmanager
@@ -81,7 +66,7 @@ class InputFile:
     @contextmanager
     def open(self) -> Iterator[RangeFile]:
         """Opens the file. Its errors are PipelineErrors that name it, so a reader does not take them for damage of the
-        file. Duplicates share what fsspec has read ahead, which saves requests."""
+        file."""
         with input_errors(self.path):
             stream = repeated(self.path, lambda: self.filesystem.open(self.path, "rb"))
         lock = threading.Lock()
@@ -109,26 +94,22 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     In directories and globs, names that begin with `.` or `_` are left out.
     Raises NoSuchFiles if there are no files, and PipelineError if they cannot be listed.
     """
-    if not path.strip():
-        raise InputError("data.path is empty. Set it to a file, a directory or a glob.")
     with input_errors(path):
         filesystem, root = open_filesystem(path)
         files, is_file = repeated(path, lambda: _listed_files(filesystem, root, suffix))
-    if files and is_file and suffix == _PARQUET and not path.endswith(suffix) and (settings := hf_settings(path)):
-        raise NoSuchFiles(f"{path} is not a {_PARQUET} file, as this data source requires. Read it with {settings}.")
     if not is_file:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
     if not files:
         is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
         subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
         braces = " Braces are not supported in globs, only *, **, ? and [...]." if {*"{}"} & {*path} else ""
-        other = " For JSON, CSV or text: data=hf data.path=json data.data_files=FILE." if suffix == _PARQUET else ""
+        other = f" {OTHER_FORMATS}" if suffix == ".parquet" else ""
         raise NoSuchFiles(
             f"{subject}. Set data.path to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
         )
     with input_errors(path):
         for file in files:
-            require_readable(filesystem, file.path, "data.path")
+            require_regular(filesystem, file.path, "data.path")
     return sorted(files, key=lambda file: file.name)
 
 
@@ -151,9 +132,9 @@ def open_filesystem(path: str) -> tuple[AbstractFileSystem, str]:
     return fsspec.core.url_to_fs(os.path.expanduser(path))
 
 
-def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
-    """Raises InputError if a local path is not a regular file that this user may read. Reading a FIFO, a device or a
-    socket might never end. Also for a name that is not UTF-8, since a store contains the names of files."""
+def require_regular(filesystem: AbstractFileSystem, path: str, key: str) -> None:
+    """Raises InputError if a local path is not a regular file: reading a FIFO, a device or a socket might never end.
+    Also for a name that is not UTF-8, since a store contains the names of files."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -163,12 +144,6 @@ def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> Non
     if not os.path.isfile(path):
         kind = "a directory" if os.path.isdir(path) else "a FIFO, a device or a socket"
         raise InputError(f"{path} is {kind}, expected a file. Check {key}.")
-    try:
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    except PermissionError as error:
-        raise InputError(
-            f"{path} cannot be read: {error.strerror}. Grant this user read permission, or check {key}."
-        ) from error
 
 
 def is_glob(path: str) -> bool:

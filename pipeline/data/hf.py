@@ -24,7 +24,7 @@ from pipeline.core.errors import ConfigError, InputError
 from pipeline.core.retries import repeated
 from pipeline.data.dataset_files import dataset_errors, is_damage, open_builder
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
-from pipeline.data.files import InputFile, in_parallel, input_errors, require_readable
+from pipeline.data.files import InputFile, in_parallel, input_errors, require_regular
 from pipeline.data.manifest import MakeManifest, Manifest, file_entries, make_alone
 from pipeline.data.parquet_file import Row, Types, parquet_rows
 from pipeline.data.rows import csv_rows, documents_of_rows, json_rows, open_text, text_rows
@@ -76,11 +76,9 @@ class HfSource:
         self._content = content
         if reserved := sorted({*config.info_columns} & {*DOCUMENT_SCHEMA.names, *content.info_schema.names}):
             raise ConfigError(f"data.info_columns has {reserved[0]}, which every store has. Remove it.")
-        if twice := [name for name in config.info_columns if config.info_columns.count(name) > 1]:
-            raise ConfigError(f"data.info_columns has {twice[0]} twice. Remove one of them.")
         identifiers = [config.id_column] if config.id_column else []
         self._columns = {*content.columns, *config.info_columns, *identifiers}
-        self._manifest = agree(lambda _: Manifest(file_entries(self._files)))
+        self._manifest = agree(lambda: Manifest(file_entries(self._files)))
         if all(file.size == 0 for file in self._files):
             raise InputError(f"{config.path}: all files are empty. Check data.path and data.data_files.")
         self.shards = tuple(file.name for file in self._files)
@@ -91,7 +89,7 @@ class HfSource:
             count = self._dataset.num_shards
             if count != len(self._files):
                 self.shards = tuple(f"{config.split}-{shard:05d}-of-{count:05d}" for shard in range(count))
-        info = pa.schema([(name, pa.string()) for name in config.info_columns])
+        info = pa.schema([(name, pa.string()) for name in dict.fromkeys(config.info_columns)])
         self.info_schema = pa.unify_schemas([info, content.info_schema])
 
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
@@ -283,7 +281,7 @@ def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
     def listed(address: str) -> InputFile:
         with input_errors(address):
             filesystem, path = fsspec.core.url_to_fs(address)
-            require_readable(filesystem, path, "data.data_files")
+            require_regular(filesystem, path, "data.data_files")
             info = repeated(path, lambda: filesystem.info(path))
         return InputFile.listed(filesystem, path, posixpath.relpath(address, base), info)
 

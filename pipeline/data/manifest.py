@@ -1,8 +1,8 @@
 """The list of a source's files, which one process makes for all others, and the store keeps.
 
 It has facts from the footers of parquet files: reading ten thousand footers from remote storage takes a minute, and
-every process of a pod would do so at each start. And it identifies the files' content, so that a changed file is
-noticed before a store is extended from it.
+every process of a pod would do so. And it identifies the files' content, so that a changed file is noticed before a
+store is extended from it.
 """
 
 import hashlib
@@ -91,14 +91,12 @@ class Manifest:
         return replace(self, changes=described)
 
 
-KnownFiles = Sequence[FileEntry]
-MakeManifest = Callable[[KnownFiles], Manifest]
-"""Makes a manifest. It takes facts from the footers of files with the same name, size and content as a known one."""
+MakeManifest = Callable[[], Manifest]
 
 
 def make_alone(make: MakeManifest) -> Manifest:
-    """The manifest outside of a job, where no other process and no store has one."""
-    return make(())
+    """The manifest outside of a job, where no other process has one."""
+    return make()
 
 
 def file_entries(files: Sequence[InputFile]) -> tuple[FileEntry, ...]:
@@ -129,30 +127,19 @@ def entries_to_bytes(files: Iterable[FileEntry]) -> bytes:
     return json.dumps({"version": _FORMAT, "sha256": _sha256(json.dumps(entries)), "files": entries}).encode()
 
 
-def entries_from_bytes(content: bytes, where: str) -> KnownFiles:
-    """The inverse of `entries_to_bytes`. Damaged content gives () and a warning: the files are then read again."""
+def entries_from_bytes(content: bytes, where: str) -> Sequence[FileEntry]:
+    """The inverse of `entries_to_bytes`. Damaged content gives () and a warning."""
     try:
         values = json.loads(content)
         if values["version"] != _FORMAT or values["sha256"] != _sha256(json.dumps(values["files"])):
             raise ValueError("its digest does not match")
         entries = tuple(FileEntry(*file) for file in values["files"])
-        if not all(map(_is_possible, entries)):
-            raise ValueError("an entry is impossible")
+        if not all(isinstance(text, str) for entry in entries for text in (entry.name, entry.content)):
+            raise ValueError("a name is no text")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         log.warning("%s is damaged (%s): changed input files are not noticed at this start", where, error)
         return ()
     return entries
-
-
-def _is_possible(entry: FileEntry) -> bool:
-    """Whether the values are possible: each row group takes some bytes of the file."""
-    facts = (entry.row_groups, entry.rows)
-    numbers = [number for number in (entry.size, *facts) if number is not None]
-    return (
-        all(type(text) is str for text in (entry.name, entry.content))
-        and all(type(number) is int and number >= 0 for number in numbers)
-        and (facts == (None, None) or (entry.size is not None and None not in facts and entry.row_groups <= entry.size))
-    )
 
 
 def _sha256(text: str) -> str:

@@ -99,28 +99,17 @@ def pack_in_order(sizes: Int64[np.ndarray, "P"], rows: int, costs: Int64[np.ndar
 
 
 def _best_fit_decreasing(sizes: Int64[np.ndarray, "P"], rows: int, length: int) -> Int64[np.ndarray, "P"] | None:
-    """The bin of each piece, or None if they do not all fit.
-
-    Pieces of equal size are placed in runs: the fullest bin with room for one stays the fullest until it has no more
-    room, so it takes as many as fit at once. `bins` has the sorted values `room * rows + bin`.
-    """
-    distinct_sizes, counts = np.unique(sizes, return_counts=True)
+    """The bin of each piece, or None if they do not all fit. `bins` has the sorted values `room * rows + bin`."""
     bins = [length * rows + row for row in range(rows)]
-    run_bins: list[int] = []
-    run_lengths: list[int] = []
-    for size, count in zip(distinct_sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
-        while count:
-            fullest = bisect_left(bins, size * rows)
-            if fullest == len(bins):
-                return None
-            room, row = divmod(bins.pop(fullest), rows)
-            run = min(count, room // size)
-            insort(bins, (room - run * size) * rows + row)
-            run_bins.append(row)
-            run_lengths.append(run)
-            count -= run
     result = np.empty(len(sizes), np.int64)
-    result[np.argsort(-sizes, kind="stable")] = np.repeat(np.array(run_bins, np.int64), run_lengths)
+    order = np.argsort(-sizes, kind="stable")
+    for piece, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        fullest = bisect_left(bins, size * rows)  # of those with room for the piece
+        if fullest == len(bins):
+            return None
+        room, row = divmod(bins.pop(fullest), rows)
+        insort(bins, (room - size) * rows + row)
+        result[piece] = row
     return result
 
 

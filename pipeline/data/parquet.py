@@ -15,7 +15,7 @@ from pipeline.config.schema import ParquetData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.files import InputFile, find_files, hub_data_set, in_parallel
-from pipeline.data.manifest import FileEntry, KnownFiles, MakeManifest, Manifest, file_entries, make_alone
+from pipeline.data.manifest import FileEntry, MakeManifest, Manifest, file_entries, make_alone
 from pipeline.data.parquet_file import ParquetDamage, Row, Types, parquet_rows, read_footer
 from pipeline.data.rows import documents_of_rows
 from pipeline.data.text.token_ids import is_ids, token_columns, with_tokens
@@ -41,7 +41,6 @@ class _Shard:
     """Row groups `first` .. `stop` of one file; `stop` None is the end."""
 
     file: InputFile
-    entry: FileEntry
     first: int = 0
     stop: int | None = None
 
@@ -76,7 +75,7 @@ class ParquetSource:
     def read(self, shard: int, start: int) -> Iterator[Document | SkippedDocument]:
         """The shard's documents from row `start` of its file on. Does not read earlier row groups."""
         part = self._shards[shard]
-        rows = parquet_rows(part.file, start, partial(self._columns, part), slice(part.first, part.stop))
+        rows = parquet_rows(part.file, start, partial(self._columns, part.file), slice(part.first, part.stop))
         document = partial(self._document, part.file.name)
         return documents_of_rows(rows, document, part.file.name, part.file.path, self._config.on_error)
 
@@ -104,24 +103,17 @@ class ParquetSource:
             **self._manifest.identity(),
         }
 
-    def _columns(self, part: _Shard, parquet: pq.ParquetFile) -> Types:
-        """The columns to read of a file. Raises InputError if it lacks one or has changed."""
-        footer, listed = (parquet.num_row_groups, parquet.metadata.num_rows), (part.entry.row_groups, part.entry.rows)
-        if listed[0] is not None and footer != listed:
-            raise InputError(
-                f"{part.file.path} has {footer[0]} row groups and {footer[1]} rows, expected {listed[0]} and "
-                f"{listed[1]}: it was replaced by a file of the same size. Restore it, or create a new store."
-            )
+    def _columns(self, file: InputFile, parquet: pq.ParquetFile) -> Types:
+        """The columns to read of a file. Raises InputError if it lacks one."""
         config, names = self._config, parquet.schema_arrow.names
-        _check_columns(config, part.file, parquet.schema_arrow)
+        _check_columns(config, file, parquet.schema_arrow)
         info = {name: _INFO_TYPES[name] for name in self.info_schema.names if name in names}
         content = token_columns(config.tokens, names) if config.tokens else [config.text_column]
         return dict.fromkeys(filter(None, (*content, config.id_column))) | info
 
 
-def make_manifest(config: ParquetData, known: KnownFiles = ()) -> Manifest:
-    """Lists the files, reads the schema of the first one and, with `row_groups_per_shard`, every footer that is not
-    `known`.
+def make_manifest(config: ParquetData) -> Manifest:
+    """Lists the files, reads the schema of the first one and, with `row_groups_per_shard`, every footer.
 
     Raises InputError if there are no files, for a missing column, and for a damaged footer unless these are skipped;
     PipelineError for a file that cannot be reached.
@@ -129,11 +121,8 @@ def make_manifest(config: ParquetData, known: KnownFiles = ()) -> Manifest:
     files = find_files(_path(config), ".parquet")
     entries = file_entries(files)
     if config.row_groups_per_shard is not None:
-        footers = {(entry.name, entry.size, entry.content): entry for entry in known if entry.rows is not None}
 
         def with_footer(file: InputFile, entry: FileEntry) -> FileEntry:
-            if (same := footers.get((entry.name, entry.size, entry.content))) is not None:
-                return same
             footer = _footer(file, config.on_error)
             return replace(entry, row_groups=footer.num_row_groups, rows=footer.num_rows) if footer else entry
 
@@ -182,9 +171,9 @@ def _check_columns(config: ParquetData, file: InputFile, schema: pa.Schema) -> N
 def _file_shards(file: InputFile, entry: FileEntry, row_groups_per_shard: int | None) -> list[_Shard]:
     """A file's source shards. A file with a damaged footer is one source shard, so that it is skipped once."""
     if row_groups_per_shard is None or entry.row_groups is None:
-        return [_Shard(file, entry)]
+        return [_Shard(file)]
     return [
-        _Shard(file, entry, first, min(first + row_groups_per_shard, entry.row_groups))
+        _Shard(file, first, min(first + row_groups_per_shard, entry.row_groups))
         for first in range(0, entry.row_groups, row_groups_per_shard)
     ]
 

@@ -3,11 +3,8 @@
 import atexit
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
-from itertools import accumulate, chain, islice, zip_longest
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,13 +12,10 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import InputError, PipelineError
 from pipeline.core.range_file import RangeFile
 from pipeline.data.documents import SkippedDocument
-from pipeline.data.files import InputFile
+from pipeline.data.files import OTHER_FORMATS, InputFile
 
 _ROWS_PER_READ = 512
-_BYTES_PER_READ = 64 << 20  # fewer rows are read at once if they are larger than this together
-_MAX_BYTES_AHEAD = 64 << 20  # decoded size up to which a row group is read while the previous one is used
-
-_PART_BYTES = 16 << 20
+_BYTES_PER_READ = 16 << 20  # fewer rows are read at once if they are larger than this together
 _OPTIONS = {"pre_buffer": True, "page_checksum_verification": True}  # else each column takes a separate request
 _ALL = slice(None)
 
@@ -31,7 +25,6 @@ _DAMAGE = (pa.ArrowException, OSError)
 
 _EXIT_TIMEOUT_S = 10.0  # how long a read may delay the exit of the process
 
-T = TypeVar("T")
 Types = Mapping[str, pa.DataType | None]
 Row = Mapping[str, Any]
 
@@ -78,7 +71,7 @@ class ParquetDamage(InputError):
         self.reason = f"footer: {_reason(error)}"
         super().__init__(
             f"{file.path}, {self.reason}. Expected a complete parquet file. Download it again, or set "
-            "data.on_error=skip to skip it."
+            f"data.on_error=skip to skip it. {OTHER_FORMATS}"
         )
 
 
@@ -111,7 +104,7 @@ def parquet_rows(
     file: InputFile, start: int, columns: Callable[[pq.ParquetFile], Types], groups: slice = _ALL
 ) -> Iterator[tuple[int, Row] | SkippedDocument]:
     """The rows of some row groups of a file from row `start` on, each with its number in the file. Does not read
-    earlier row groups. While one row group is used, the next one is fetched, unless it is large.
+    earlier row groups.
 
     columns: checks the file, and returns the names of the columns to read, and the types to convert them to.
     A skip stands for a row group from the damage on, or for a file whose footer is damaged. Raises InputError for a
@@ -124,34 +117,26 @@ def parquet_rows(
             yield SkippedDocument(file.name, start, damage.reason, None)
             return
         types = columns(parquet)
-        for item in _ahead(file, stream, parquet.metadata, list(types), start, groups):
+        for item in _batches(file, stream, parquet.metadata, list(types), start, groups):
             if isinstance(item, SkippedDocument):
                 yield item
                 continue
-            for index, part in _parts(*item, start):
-                rows = zip(*(_values(_converted(file, part, *field)) for field in types.items()), strict=True)
-                yield from enumerate((dict(zip(types, row, strict=True)) for row in rows), index)
+            first, batch = max(item[0], start), item[1].slice(max(0, start - item[0]))
+            rows = zip(*(_values(_converted(file, batch, *field)) for field in types.items()), strict=True)
+            yield from enumerate((dict(zip(types, row, strict=True)) for row in rows), first)
 
 
-def _ahead(
-    file: InputFile, stream: RangeFile, metadata: pq.FileMetaData, columns: Sequence[str], start: int, groups: slice
+def _batches(
+    file: InputFile, stream: RangeFile, metadata: pq.FileMetaData, columns: list[str], start: int, groups: slice
 ) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
-    """The batches of the row groups, see `_row_batches`. A thread fetches the next row group, unless it is large, and
-    decodes its first batch. Each row group has a reader of its own, which keeps the bytes of the whole row group."""
-    begins = [0, *accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))]
-    wanted = [group for group in range(metadata.num_row_groups)[groups] if start < begins[group + 1]]
-
-    def begin(group: int) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
-        parquet = pq.ParquetFile(stream.duplicate(), metadata=metadata, **_OPTIONS)
-        batches = _row_batches(file, parquet, group, begins[group], columns)
-        return chain(list(islice(batches, 1)), batches)
-
-    ahead: dict[int, Callable[[], Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]]] = {}
-    for group, following in zip_longest(wanted, wanted[1:]):
-        batches = ahead.pop(group)() if group in ahead else begin(group)
-        if following is not None and metadata.row_group(following).total_byte_size <= _MAX_BYTES_AHEAD:
-            ahead[following] = _in_background(partial(begin, following))
-        yield from batches
+    """The batches of the row groups, see `_row_batches`. Each row group has a reader of its own, which keeps the bytes
+    of the whole row group."""
+    end = 0
+    for group in range(metadata.num_row_groups):
+        first, end = end, end + metadata.row_group(group).num_rows
+        if start < end and group in range(metadata.num_row_groups)[groups]:
+            parquet = pq.ParquetFile(stream, metadata=metadata, **_OPTIONS)
+            yield from _row_batches(file, parquet, group, first, columns)
 
 
 def _converted(file: InputFile, batch: pa.RecordBatch, name: str, kind: pa.DataType | None) -> pa.Array:
@@ -164,34 +149,8 @@ def _converted(file: InputFile, batch: pa.RecordBatch, name: str, kind: pa.DataT
         ) from error
 
 
-def _parts(index: int, batch: pa.RecordBatch, start: int) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """The batch from row `start` on in small parts, or of one row, which limits the memory for Python objects."""
-    if index < start:
-        index, batch = start, batch.slice(start - index)
-    if batch.num_rows <= 1 or batch.nbytes <= _PART_BYTES:
-        yield index, batch
-        return
-    half = batch.num_rows // 2
-    yield from _parts(index, batch.slice(0, half), start)
-    yield from _parts(index + half, batch.slice(half), start)
-
-
-def _in_background(call: Callable[[], T]) -> Callable[[], T]:
-    """Calls a function in a daemon thread. The returned function waits for its result, or raises its exception."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="read-ahead", daemon=True).start()
-    return future.result
-
-
 def _row_batches(
-    file: InputFile, parquet: pq.ParquetFile, group: int, first: int, columns: Sequence[str]
+    file: InputFile, parquet: pq.ParquetFile, group: int, first: int, columns: list[str]
 ) -> Iterator[tuple[int, pa.RecordBatch] | SkippedDocument]:
     """The batches of one row group, each with its first row in the file, or a skip of its rows from the damage on.
     first: the row group's first row. The batches of a file always begin at the same rows."""
@@ -199,7 +158,7 @@ def _row_batches(
     row_bytes = max(1, sizes.total_byte_size // max(1, sizes.num_rows))
     rows = min(_ROWS_PER_READ, max(1, _BYTES_PER_READ // row_bytes))
     # Without threads of pyarrow, which might release the bytes that were read while Python exits.
-    batches = parquet.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
+    batches = parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
     while True:
         try:
             with _reads:

@@ -10,7 +10,6 @@ import gzip
 import io
 import json
 import lzma
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain, islice
@@ -26,20 +25,15 @@ from pipeline.data.parquet_file import Row
 
 _BUFFER_BYTES = 1 << 16
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
-_SPACE = re.compile(r"\s*")
 _MAGIC_BYTES = 6
 _DECOMPRESSORS: Mapping[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
     b"\xfd7zXZ\x00": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda stream: _decompressed(stream, "zstd"),
-    b"\x04\x22\x4d\x18": lambda stream: _decompressed(stream, "lz4"),
+    b"\x28\xb5\x2f\xfd": lambda stream: io.BufferedReader(
+        pa.input_stream(pa.PythonFile(stream, "r"), compression="zstd"), _BUFFER_BYTES
+    ),
 }
-
-
-def _decompressed(stream: io.BufferedReader, compression: str) -> io.BufferedReader:
-    return io.BufferedReader(pa.input_stream(pa.PythonFile(stream, "r"), compression=compression), _BUFFER_BYTES)
-
 
 csv.field_size_limit(1 << 30)  # Python's default limit for one text is 128 KiB
 
@@ -120,27 +114,19 @@ def csv_rows(file: TextIO, names: list[str] | None, **dialect: Any) -> Iterator[
 
 
 def json_rows(file: TextIO) -> Iterator[Row | str | None]:
-    """The rows of JSON Lines, or of a file with one list or with objects on several lines; None for a blank line, a
-    reason for a line that is not an object. A text stands for an object with the column `text`."""
+    """The rows of JSON Lines, or of a file with one list or one object; None for a blank line, a reason for a line that
+    is not an object. A text stands for an object with the column `text`."""
     head = list(islice(file, 2))
     if any(isinstance(_json_row(line), dict) for line in head) and not head[0].lstrip().startswith("["):
         yield from map(_json_row, chain(head, file))
         return
     text = "".join(chain(head, file))
     try:
-        yield from map(_as_row, _json_values(text))
+        value = _DECODER.decode(text)
     except (ValueError, RecursionError):
         yield from map(_json_row, text.split("\n"))
-
-
-def _json_values(text: str) -> list[Any]:
-    """All values of a text, one after another; of a list its elements."""
-    values, position = [], _SPACE.match(text).end()
-    while position < len(text):
-        value, position = _DECODER.raw_decode(text, position)
-        values += value if isinstance(value, list) else [value]
-        position = _SPACE.match(text, position).end()
-    return values
+    else:
+        yield from map(_as_row, value if isinstance(value, list) else [value])
 
 
 def _json_row(line: str) -> Row | str | None:

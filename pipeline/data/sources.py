@@ -36,22 +36,17 @@ def open_source(
     Raises InputError or ConfigError.
     """
     match config:
-        case ParquetData(source="parquet"):
+        case ParquetData():
             return ParquetSource(config, agree)
-        case ArcData(source="arc"):
+        case ArcData():
             from pipeline.data.arc.source import ArcSource
 
             return ArcSource(config, tokenizer, agree)
-        case HfData(source="hf"):
+        case HfData():
             from pipeline.data.hf import HfSource
 
             return HfSource(config, tokenizer, agree, are_prompts)
-        case GenerateData(source="generate"):
-            return _open_prompts(config, tokenizer, agree)
-    raise ConfigError(
-        f"data.source={config.source} with the keys of {type(config).__name__}. Choose the data with data=fineweb, "
-        "fineweb_edu, arc, ai2_arc, hf or generate, and do not set data.source."
-    )
+    return _open_prompts(config, tokenizer, agree)
 
 
 def renders_chat(config: DataConfig) -> bool:
@@ -88,8 +83,6 @@ def _open_prompts(config: GenerateData, tokenizer: TextTokenizer, agree: Callabl
         raise ConfigError(
             "data.prompts.tokens is set, but prompts are texts. Remove it, and set the column of the text."
         )
-    if isinstance(prompts, GenerateData):
-        raise ConfigError("data.prompts is also generate. Choose a different source with data@data.prompts=...")
     for name in (field.name for field in fields(DataConfig) if field.name != "source"):
         ours, theirs = getattr(config, name), getattr(prompts, name)
         if ours != theirs:

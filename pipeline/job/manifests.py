@@ -35,7 +35,7 @@ class JobManifest:
     def _make(self, make: MakeManifest) -> Manifest:
         stored = self._storage.read(MANIFEST_KEY)
         known = () if stored is None else entries_from_bytes(stored, self._storage.url(MANIFEST_KEY))
-        manifest = make(known).compared(known)
+        manifest = make().compared(known)
         same = [(file.name, file.size, file.rows) for file in known]
         if manifest.changes or same != [(file.name, file.size, file.rows) for file in manifest.files]:
             self._to_keep = entries_to_bytes(manifest.files)

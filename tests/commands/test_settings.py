@@ -40,10 +40,10 @@ def test_every_kind_of_setting_is_parsed():
 
 WRONG_VALUES = [
     (Settings, "force=yes", "force=yes: expected true or false."),
-    (Settings, "number.count=0", "number.count=0: expected a whole number, at least 1."),
+    (Settings, "number.count=0", "number.count=0: expected a whole number of at least 1"),
     (Settings, "number.count=1.0", "number.count=1.0: expected a whole number"),
     (Settings, "number.count=" + "9" * 5000, r"number.count=9{80}... \(5,000 characters\): expected a whole number of"),
-    (Settings, "number.count=9223372036854775808", "expected a whole number of at most 18 digits"),
+    (Settings, "number.count=9223372036854775808", "expected a whole number of at least 1, with at most 18 digits"),
     (Settings, "dtype=c", "dtype=c: expected a or b."),
     (verify.Settings, "verify.sample=-1", "verify.sample=-1: expected a number from 0 to 1."),
     (verify.Settings, "verify.sample=nan", "verify.sample=nan: expected a number from 0 to 1."),

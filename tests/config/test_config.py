@@ -1,16 +1,12 @@
 """Composing a configuration: defaults, texts as they were typed, and a message for every wrong value."""
 
 import re
-import string
 import sys
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
 import pytest
-import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
 
 from pipeline.cli import main
 from pipeline.config import schema
@@ -19,7 +15,6 @@ from pipeline.config.composing import PACKAGE, compose, from_values
 from pipeline.config.schema import ParquetData, RunConfig
 from pipeline.core.errors import ConfigError
 from scripts.docs import config_table
-from tests.jobs import ROOT
 
 SECRET = "hunter2"
 
@@ -57,15 +52,6 @@ def test_the_default_job_is_the_schemas_with_the_files_changes():
     assert edu == replace(text, path="hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT")
 
 
-def test_the_configuration_file_repeats_no_default_of_the_schema():
-    stated = yaml.safe_load((ROOT / "configs" / "config.yaml").read_text())
-    groups = {name: values for name, values in stated.items() if name not in ("defaults", "hydra")}
-    defaults = {field.name: field.default_factory() for field in fields(RunConfig) if is_dataclass(field.type)}
-    assert groups.keys() <= defaults.keys()
-    for name, values in groups.items():
-        assert all(getattr(defaults[name], key) != value for key, value in values.items())
-
-
 @pytest.mark.parametrize(
     ("key", "url"),
     [
@@ -89,51 +75,12 @@ def test_other_paths_are_used_unchanged(path):
     assert compose(["data=fineweb", f'data.path="{path}"']).data.path == path
 
 
-def test_the_readme_names_every_character_that_needs_quotes():
-    parser = OverridesParser.create()
-
-    def survives(path: str, quote: str = "") -> bool:
-        try:
-            return parser.parse_override(f"data.path={quote}{path}{quote}").value() == path
-        except HydraException:
-            return False
-
-    [listed] = re.findall(r"any of\s``(.*?)``", (ROOT / "README.md").read_text())
-    needs_quotes = {character for character in string.punctuation if not survives(f"/a{character}b")}
-    assert needs_quotes == set(listed.split())
-    assert all(survives(f"/a{character}b", "'" if character == '"' else '"') for character in needs_quotes)
-
-
-TEXTS = [
-    *("2026_11_25", "2024_10", "007", "0x10", "12e4567", "1E5", "1.50", "1.", ".5", "-5", "+5", "1_0.5", "inf", "NaN"),
-    *("true", "FALSE", "on", "yes", "v1.0", "2024-10-01", "1:30:00", "1e", "nullable", "5/6", "a b", "9" * 100, "1 2"),
-]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_text_is_what_was_typed(text):
-    hub = compose([f"store.path={text}", "model.path=owner/name", f"model.revision= {text} ", f"++data.path={text}"])
-    assert (hub.store.path, hub.model.revision, hub.data.path) == (text, text, text)
-    files = [f"data.data_files=[{text}, {text}]", f"data.info_columns=[a,'{text},1',{text}]"]
-    hf = compose(["data=hf", "data.path=x", *files, f"capture.encode={{a: {text}/b, b: [{text}]}}"])
-    assert (hf.data.info_columns, hf.data.data_files) == (["a", f"{text},1", text], [text, text])
-    assert hf.capture.encode == {"a": f"{text}/b", "b": [text]}
-    generate = ["data=generate", "data.path=x", f"data.end_tokens=[{text}]", f"data.prompts.encoder={text}"]
-    prompts = compose(generate).data
-    assert (prompts.end_tokens, prompts.prompts.encoder) == ([text], text)
-
-
 def test_null_is_no_text():
     assert compose(["model.tokenizer=null"]).model.tokenizer is None
     assert compose(["model.tokenizer='null'"]).model.tokenizer == "null"
 
 
-def test_a_sweep_keeps_text(monkeypatch, tmp_path):
-    jobs = jobs_of(monkeypatch, "-m", "store.path=2024_10,1e5 , true", f"hydra.sweep.dir={tmp_path}")
-    assert [job.store.path for job in jobs] == ["2024_10", "1e5", "true"]
-
-
-def test_a_number_in_a_file_or_in_python_is_refused_where_text_is_expected(monkeypatch, tmp_path: Path, caplog):
+def test_a_number_is_refused_where_text_is_expected(monkeypatch, tmp_path: Path, caplog):
     file = tmp_path / "experiment" / "mine.yaml"
     file.parent.mkdir()
     file.write_text("# @package _global_\nstore:\n  path: 2026_11_25\n")
@@ -143,21 +90,22 @@ def test_a_number_in_a_file_or_in_python_is_refused_where_text_is_expected(monke
     file.write_text("# @package _global_\nstore:\n  path: '2026_11_25'\n")
     [job] = jobs_of(monkeypatch, "--config-dir", str(tmp_path), "+experiment=mine")
     assert job.store.path == "2026_11_25"
+    for text in ("2026_11_25", "007", "12e4567", "true"):
+        with pytest.raises(ConfigError, match="store.path is .*quotes"):
+            compose([f"store.path={text}"])
+        assert compose([f"store.path='{text}'"]).store.path == text
     required = {"data.path": "a", "model.path": "a/b", "capture.layers": [0], "store.path": str(tmp_path)}
     for value in (2024_10, 1.5, True, [1]):
         with pytest.raises(ConfigError, match="model.revision is .*quotes"):
             from_values(ParquetData, required | {"model.revision": value})
 
 
-@pytest.mark.parametrize(
-    ("typed", "tokens"),
-    [
-        *(("1e9", 10**9), ("1.5e3", 1500), ("1_000_000", 10**6), ("1e18", 10**18), ("2.0", 2), ("1B", 10**9)),
-        *(("500M", 5 * 10**8), ("10k", 10_000), ("1.5b", 15 * 10**8), ("0.3M", 300_000), ("2T", 2 * 10**12)),
-    ],
-)
-def test_tokens_may_be_counted_in_thousands(typed, tokens):
-    assert compose([f"run.max_tokens={typed}"]).run.max_tokens == tokens
+def test_whole_numbers_may_be_written_with_an_exponent():
+    assert [compose([f"run.max_tokens={text}"]).run.max_tokens for text in ("1.5e3", "1_000", "1e18")] == [
+        1500,
+        1000,
+        10**18,
+    ]
 
 
 NUMBER = "Set it to a whole number of at least 1 and at most 1,000,"
@@ -168,7 +116,6 @@ REFUSED = {
     "run.max_tokens=0": f"run.max_tokens is 0. {NUMBER}.*, or to null",
     "run.max_tokens=1e20": f"run.max_tokens is 100000000000000000000. {NUMBER}",
     "run.max_tokens=1.5": f"run.max_tokens is 1.5. {NUMBER}",
-    "run.max_tokens=1X": f"run.max_tokens is '1X'. {NUMBER}",
     "batch.rows=10k": f"batch.rows is '10k'. {NUMBER}",
     "batch.rows=true": f"batch.rows is True. {NUMBER}",
     "run.stall_timeout_s=0": "run.stall_timeout_s is 0.0. Set it to a number of at least 1",
@@ -180,7 +127,7 @@ REFUSED = {
     "run.compilation_cache=FILE": f"run.compilation_cache is '.*. {PATH}",
     "store.path=FILE/below": f"store.path is .*{PATH}",
     "store.path=''": f"store.path is ''. {PATH}",
-    "store.path='~nosuchuser/x'": "store.path is '~nosuchuser/x'.*home directory",
+    "store.path='~nosuchuser/x'": "store's path is '~nosuchuser/x', but there is no such user",
     "store.path=LONG": r"store.path is 'a+\.\.\.a+'. Set it to",
     "data.path=DEEP": "data.path is 'a/a/.*Set it to a non-empty path or URL",
     "distributed.coordinator='host:99999'": "coordinator is 'host:99999'. Set it to host:port, with a port from 1 to",
@@ -207,16 +154,14 @@ REFUSED = {
     "data=[1]": r"data=\[1\].* Correct the command line",
     "data=3": "data=3.* Correct the command line",
     "data=nothing": "data=nothing is not one of ai2_arc, arc, demo, fineweb, fineweb_edu, generate, hf. "
-    "For json files: data=hf data.path=json data.data_files=FILE.$",
-    "data=csv": "For csv files: data=hf data.path=csv data.data_files=FILE.$",
+    "For JSON, CSV or text: data=hf data.path=json data.data_files=FILE.$",
     "model=gpt3": r"model=gpt3 is not one of bert_base, .*tiny. For any checkpoint.*: model.path=owner/name.$",
     "+experiment=nope": r"experiment=nope is not one of demo_arc, [a-z_, ]*\.$",
     # what Hydra cannot parse
     "capture.layers=[2,": r"A list with spaces needs quotes for the shell: 'capture.layers=\[2, 3\]'.",
     "data.text={{ body }}": """needs quotes within quotes: 'data.text="{{ body }}"'. Correct the command line""",
-    "data.path=/a, b": """'data.path="/a, b"'""",
-    """data.path=it's "x\"""": r"x\" \^\. Correct",
-    "mine.jsonl": "missing EQUAL at '<EOF>'. Correct the command line",
+    "data.path=/a, b": "A string with special characters needs quotes",
+    "mine.jsonl": "missing EQUAL at '<EOF>'. .* Correct the command line",
     "run.max_tokens=10,000": "A string with special characters needs quotes",
 }
 

@@ -9,7 +9,7 @@ import pytest
 from material import text_stream
 
 from pipeline.config import composing
-from pipeline.config.choices import OnError, Positions, SpecialTokens
+from pipeline.config.choices import OnError, Positions
 from pipeline.config.schema import BatchConfig, CaptureConfig, HfData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.hf import HfSource
@@ -63,7 +63,7 @@ READ = {
         [{"role": "system", "system_prompt": "s", "text": None}, {"role": "ai", "text": "yo", "system_prompt": None}],
         [{"role": "system", "content": "s"}, YO],
     ),
-    "spelling": ([{**HI, "role": " User"}, {**HI, "role": "ipython"}], [HI, {**HI, "role": "ipython"}]),
+    "spelling": ([{**HI, "role": " User"}, {**HI, "role": "Narrator"}], [HI, {**HI, "role": "Narrator"}]),
     "nulls": ([{**HI, "name": None, "meta": {"a": None, "b": [{"c": None}]}}], [{**HI, "meta": {"b": [{}]}}]),
     "parts": ([{**HI, "content": [{"type": "text", "text": "h", "image": None}, "i"]}], [HI]),
     "thinking part": ([ai([T, {"type": "text", "text": "yo"}])], [YO | R]),
@@ -118,15 +118,6 @@ def test_names_of_roles_may_be_given():
         read(given, roles="a")
     with pytest.raises(ConfigError, match="data.roles has asistant, expected system, .*, assistant, tool"):
         read(given, roles={"a": "asistant"})
-    with pytest.raises(ConfigError, match="data.messages has a twice"):
-        read(given, ["a", "a"], {"a": "user"})
-
-
-def test_an_unknown_role_is_said_once(caplog):
-    conversations = Conversations("m", None, None, TemplateForms())
-    for _ in range(2):
-        conversations.messages({"m": [HI, {"role": "ipython", "content": "1"}, {"role": "Narrator", "content": "so"}]})
-    assert [record.getMessage()[:37] for record in caplog.records] == ["message 2 has the role 'Narrator', wh"]
 
 
 BAD = {
@@ -321,21 +312,15 @@ def test_special_tokens_of_the_template_are_enough():
     """A tokenizer's own BOS is accepted where the template writes it, and put once."""
     from tokenizers.processors import TemplateProcessing
 
-    def tokenizer(template: str, **settings) -> TextTokenizer:
-        library = load_tokenizer(ASSETS)._tokenizer
-        library.post_processor = TemplateProcessing(
-            single="<|im_start|> $A", special_tokens=[("<|im_start|>", library.token_to_id("<|im_start|>"))]
-        )
-        return TextTokenizer(library, name="tiny", digest="0", chat=ChatTemplate(template, "tiny"), **settings)
-
-    written = tokenizer("<|im_start|>" + CHAT)
+    library = load_tokenizer(ASSETS)._tokenizer
+    library.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", library.token_to_id("<|im_start|>"))]
+    )
+    written = TextTokenizer(library, name="tiny", digest="0", chat=ChatTemplate("<|im_start|>" + CHAT, "tiny"))
     written.require_chat()
     [tokens] = written.encode_with_starts([written.chat().render([HI], add_generation_prompt=False)])
     assert tokens[:, 0].tolist().count(written.token_id("", "<|im_start|>")) == 1
     assert tokens[0, 1] == 0
-    with pytest.raises(ConfigError, match="Set data.special_tokens=none"):
-        tokenizer(CHAT).require_chat()
-    tokenizer(CHAT, special_tokens=SpecialTokens.none).require_chat()
 
 
 def test_labels_are_named_in_the_identity(files):

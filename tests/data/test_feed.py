@@ -140,17 +140,6 @@ def test_close_stops_reading_after_the_next_document():
     assert source.num_read == 4
 
 
-def test_close_does_not_wait_for_a_source_that_hangs():
-    release = threading.Event()
-    feed = Feed(StreamWork(large_block(SlowSource(release.wait))))
-    feed.close()
-    assert feed._thread.is_alive()  # close has not waited for it
-    assert feed.get(timeout_s=0) is None
-    release.set()
-    feed._thread.join(LIMIT_S)
-    assert not feed._thread.is_alive()
-
-
 def test_a_source_that_hangs_does_not_keep_the_process_alive():
     program = (
         "import time; from test_feed import Feed, SlowSource, StreamWork, large_block; "

@@ -87,7 +87,7 @@ def test_files_are_shards(tmp_path):
 
 
 def test_info_columns_are_text(rows):
-    opened = source(data_files=rows, info_columns=["n", "name", "choices"])
+    opened = source(data_files=rows, info_columns=["n", "name", "choices", "n"])
     assert next(opened.read(0, 1)).info == {"n": "2", "name": "b", "choices": '{"text": ["z"], "label": ["1"]}'}
     assert set(opened.info_schema.types) == {opened.info_schema.field("n").type}
 
@@ -148,7 +148,7 @@ WRITTEN = {  # by name of the file: its content, a template, and the documents
     "one.json": ('[\n{"text": "a"}\n]\n', "{{ text }}", ["a"]),
     "commas.json": ('[\n{"text": "a"}\n,\n{"text": "b"}\n]', "{{ text }}", ["a", "b"]),
     "texts.json": (json.dumps(TYPES), "{{ text }}", TYPES),
-    "objects.json": ("".join(json.dumps({"text": text}, indent=2) + "\n" for text in TYPES), "{{ text }}", TYPES),
+    "object.json": (json.dumps({"text": "a", "x": []}, indent=2), "{{ text }}", ["a"]),
     "columns.jsonl": (
         '{"text": "a", "x": 1}\n{"y": {"z": []}, "text": "b"}\n{"x": [NaN], "text": "c"}',
         "{{ text }}", ["a", "b", "c"]),
@@ -242,14 +242,13 @@ def test_compressed_files_are_read(tmp_path, kind):
         ({"split": "test"}, ConfigError, "data.split=test, but json has the splits train. Set data.split to one"),
         ({"split": "train+train"}, ConfigError, r"data.split=train\+train, but json has the splits train"),
         ({"info_columns": ["index"]}, ConfigError, "data.info_columns has index, which every store has"),
-        ({"info_columns": ["name", "name"]}, ConfigError, "data.info_columns has name twice. Remove one"),
         ({"data_files": "nothing.jsonl"}, InputError, "Unable to find"),
         ({"data_files": ["rows.jsonl", "nothing*.jsonl"]}, InputError, r"Unable to find '.*nothing\*.jsonl'"),
         ({"path": ".", "data_files": ["rows.jsonl", "nothing*"]}, InputError, r"Unable to find '.*nothing\*'"),
         ({"data_files": None}, ConfigError, "data.path=json is a loader. Set data.data_files"),
         ({"data_files": []}, ConfigError, "data.path=json is a loader. Set data.data_files"),
         ({"path": "card"}, InputError, "card: the header of its card, README.md, cannot be used: while parsing"),
-        ({"path": "folder/rows.jsonl.gz"}, ConfigError, "data.path=json data.data_files=folder/rows.jsonl.gz"),
+        ({"path": "folder/rows.jsonl.gz"}, ConfigError, "a file is read with data.data_files=FILE and data.path=json"),
         ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows', which is not a directory, a"),
     ],
 )

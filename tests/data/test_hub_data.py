@@ -134,6 +134,15 @@ def test_all_files_come_from_one_commit(kind: str, server: Hub, tmp_path: Path) 
     assert revision(opened.metadata) == commit
 
 
+def test_a_glob_without_files_is_refused(server: Hub, tmp_path: Path) -> None:
+    server.push(REPO, {"a/1.jsonl": text_rows("text"), "b/2.jsonl": text_rows("text")})
+    options = ["data=hf", "data.path=owner/data", "data.revision=main"]
+    opened = job(tmp_path / "store", *options, "data.data_files=[a/*.jsonl, b/2.jsonl]")
+    assert opened.source.shards == ("a/1.jsonl", "b/2.jsonl")
+    with pytest.raises(PipelineError, match=r"Unable to find '.*/c/\*.jsonl'.*Set data.path and data.data_files"):
+        job(tmp_path / "store", *options, "data.data_files=[a/*.jsonl, c/*.jsonl]")
+
+
 def test_the_cache_of_datasets_does_not_replace_the_hub(server: Hub, tmp_path: Path, monkeypatch) -> None:
     options, files, _ = SOURCES["arc"]
     server.push(REPO, files)

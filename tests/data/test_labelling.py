@@ -61,9 +61,8 @@ CONSTRUCTIONS = {
     "case": "<{{ m.role | upper }}{{ m.role.title() }}{{ m.role | capitalize }}>{{ m.content | lower }}"
     "{{ m.role | title }}",
     "join": "{{ [m.role, m.content] | join('>') }}{{ ', '.join([m.content, m.content]) }}{{ ''.join(m.content) }}",
-    "format": "{{ '<{}>{}{x[role]}{{}}'.format(m.role, m.content, x=m) }}{{ '{content}'.format_map(m) }}",
-    "indent": "<{{ m.role }}>{{ m.content | indent(2) }}{{ m.content | indent(width=3, first=true) }}"
-    "{{ m.content | center(40) }}",
+    "format": "{{ '<{}>'.format('turn') }}{{ m.role }}{{ m.content }}",
+    "indent": "<{{ m.role }}>{{ m.content | indent(2) }}{{ m.content | indent(width=3, first=true) }}",
     "string": "<{{ m.role | string }}>{{ m.content | string | safe }}{{ (m.content | safe) + '<b>' }}"
     "{{ '&' + (m.content | safe) }}",
     "characters": "<{{ m.role }}>{% for c in m.content %}{{ c }}{% endfor %}{{ m.content | list | join }}",
@@ -322,8 +321,8 @@ REFUSED = {
     "w00 <b>w00 w00 w00 w00": "'w00 <b>w00 w00 w00 w00', which the template writes as its own",
     "{{ messages }}": "a list with texts of the conversation",
     "{{ 'a%s' | format(messages[0].content) }}": "the filter format",
-    "{{ messages[0].content.format() }}": "format of a message's text",
-    "{{ '{:>9}'.format(messages[0].content) }}": "format with >9",
+    "{{ messages[0].content.format() }}": "format with texts of the conversation",
+    "{{ '{}'.format(messages[0].content) }}": "format with texts of the conversation",
     "{{ (messages[0].content ~ 'ß').upper() }}": "a change of case that changes a text's length",
     "{{ messages[0].content ~ ('a\x0bb' | indent) }}": "an indent that changes a text's lines",
 }
@@ -347,7 +346,6 @@ OPERATIONS = [
     *(lambda s, t=t: [s.partition(t), s.rpartition(t), s.removeprefix(t), s.removesuffix(t)] for t in ("a", "ab")),
     *(lambda s, t=t: [s.replace(t, "ab\n"), s.replace(t, "", 1), s.replace(t, "b", 0)] for t in ("a", "ba")),
     lambda s: [s.splitlines(), s.splitlines(True), list(s), list(reversed(s))],
-    lambda s: [s.center(9), s.ljust(9), s.rjust(9, "-"), s.zfill(9)],
     lambda s: [s.upper(), s.lower(), s.title(), s.capitalize(), s.swapcase()],
 ]
 LINES = st.text(st.sampled_from("ab \n\r\x0b<A"), max_size=12)

@@ -1,5 +1,3 @@
-import sys
-
 import numpy as np
 import pytest
 
@@ -56,23 +54,3 @@ def fills(rng: np.random.Generator, low: int, high: int, rows: int, length: int,
 @pytest.mark.parametrize(("low", "high", "length", "least"), [(20, 250, 256, 0.93), (1, 100, 1024, 0.99)])
 def test_rows_are_well_filled(low, high, length, least):
     assert np.mean(fills(np.random.default_rng(0), low, high, 64, length, 40)) >= least
-
-
-@pytest.mark.parametrize("rows", [64, 640])
-def test_packing_takes_few_lines_of_python_per_piece(rows):
-    """100 lines take some 5 us, and a piece has 135 tokens: so packing keeps up with a million tokens per second."""
-    sizes = np.random.default_rng(0).integers(20, 250, 6 * rows)
-    num_lines = 0
-
-    def trace(_frame, event: str, _argument):
-        nonlocal num_lines
-        num_lines += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        placement = pack(sizes, rows, 256)
-    finally:
-        sys.settrace(before)
-    assert num_lines < 120 * placement.num_pieces

@@ -1,50 +1,17 @@
 import json
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-import hydra
 import pyarrow as pa
 import pytest
-import yaml
 from fsspec.implementations.local import LocalFileSystem
 from material import word_tokenizer, write_parquet
 
 from pipeline.config.choices import OnError
-from pipeline.config.composing import prepare
 from pipeline.config.schema import ArcData, HfData, ParquetData
-from pipeline.config.typed import typed_config
-from pipeline.core.errors import ConfigError, InputError, PipelineError
+from pipeline.core.errors import InputError, PipelineError
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument, Source
 from pipeline.data.sources import open_source
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-CLASSES = {"fineweb": ParquetData, "fineweb_edu": ParquetData, "arc": ArcData, "ai2_arc": HfData, "hf": HfData}
-
-
-def compose(name: str, *overrides: str):
-    prepare()
-    with hydra.initialize_config_dir(str(CONFIGS), version_base=None):
-        composed = hydra.compose("config", [f"data={name}", "model.path=m", "store.path=s", *overrides])
-    return typed_config(composed).data
-
-
-@pytest.mark.parametrize(("name", "config"), CLASSES.items())
-def test_a_config_file_states_only_what_differs_from_its_class(name, config):
-    stated = yaml.safe_load((CONFIGS / "data" / f"{name}.yaml").read_text())
-    del stated["defaults"]
-    defaults = {field.name: field.default for field in fields(config)}
-    assert stated.keys() <= defaults.keys()
-    assert all(value != defaults[key] for key, value in stated.items())
-    assert isinstance(compose(name, "data.path=p"), config)
-    if name in ("arc", "hf"):
-        assert compose(name, "data.path=p") == config(source=name, path="p")
-
-
-def test_a_source_with_the_keys_of_another_is_refused():
-    with pytest.raises(ConfigError, match=r"data.source=arc with the keys of ParquetData. Choose the data with"):
-        open_source(ParquetData(source="arc", path="p"), word_tokenizer())
-
 
 # The contract of `Source`, for every kind of file.
 

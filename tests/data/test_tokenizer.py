@@ -2,15 +2,14 @@ import json
 import re
 
 import fsspec
-import huggingface_hub.constants
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
-from material import memory_source, word_library_tokenizer, word_tokenizer
+from material import memory_source, text_stream, word_library_tokenizer, word_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 
 from pipeline.config.choices import OnError, SpecialTokens
-from pipeline.core.errors import ConfigError, InputError, PipelineError
+from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.sources import ChatSource
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 
@@ -82,25 +81,6 @@ def test_a_path_without_a_tokenizer_is_refused(path, tmp_path):
         load_tokenizer(path)
 
 
-def test_storage_that_cannot_be_reached_may_be_tried_again(monkeypatch):
-    def fail(self, path, **kwargs):
-        raise TimeoutError
-
-    monkeypatch.setattr(MemoryFileSystem, "info", fail)
-    monkeypatch.setattr("pipeline.core.retries._DELAY_S", 0.0)
-    with pytest.raises(PipelineError, match="memory://out/of/reach cannot be read: TimeoutError.*try again") as caught:
-        load_tokenizer("memory://out/of/reach")
-    assert caught.value.exit_code == 1
-
-
-def test_a_hub_that_cannot_be_reached_may_be_tried_again(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(PipelineError, match="nobody/nothing: tokenizer.json is not in the Hub's cache") as caught:
-        load_tokenizer("nobody/nothing")
-    assert caught.value.exit_code == 1
-
-
 QUESTION = [{"role": "user", "content": "w2"}]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -158,6 +138,25 @@ def test_a_text_that_the_library_refuses_is_an_error():
     tokenizer = TextTokenizer(Tokenizer(WordLevel({"a": 0})), name="words", digest="0")
     with pytest.raises(ValueError, match="the tokenizer refuses the text: WordLevel error: Missing"):
         tokenizer.encode(["a", "b"])
+
+
+def test_starts_are_places_in_the_text_and_what_is_added_has_none():
+    library = word_library_tokenizer()
+    ids = [(f"w{i}", i) for i in (0, 1, 3)]
+    library.post_processor = TemplateProcessing(single="w0 w1 $A w3", special_tokens=ids)
+    tokenizer = TextTokenizer(library, name="words", digest="0", prefix="w8", suffix="w9")
+    [starts] = tokenizer.encode_with_starts(["w1 w2 w3"])  # w1 and w3 are not added beside themselves
+    assert starts.tolist() == [[8, -1], [0, -1], [1, 0], [2, 3], [3, 6], [9, -1]]
+
+
+def test_only_a_text_that_is_too_long_is_skipped(monkeypatch):
+    monkeypatch.setattr("pipeline.data.text.tokenizer.MAX_CHARACTERS", 9)
+    source = memory_source("/long", [[[2, 3, 4], [5, 6, 7, 8], [9]]])
+    settings = {"rows_per_block": 2, "length": 4, "on_error": OnError.skip}
+    (block,) = text_stream(source, word_tokenizer(), **settings).blocks()
+    assert block.tokens.tolist() == [[2, 3, 4, 9]]
+    reason = "it has 11 characters, expected at most 9: divide the document"
+    assert [(skip.index, skip.reason) for skip in block.skipped] == [(1, reason)]
 
 
 TRICKY = "{{ 1 // (messages[0].content|length - 2) }}"

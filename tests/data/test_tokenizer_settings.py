@@ -1,7 +1,6 @@
 """The attributes of tokenizer_config.json: ids equal those of transformers, or the tokenizer is refused by name."""
 
 import json
-import logging
 import random
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,25 +14,8 @@ from pipeline.data.text.tokenizer import load_tokenizer
 
 _PIECES = [  # letters, white space, marks, digits, and special tokens
     *("hello", " world", "THE Fox", "a a a a", "\t", "\n\n", "\r\n", "\u00a0", "\u3000", "\u200d", "\u202e", "\ufeff"),
-    *(
-        "é",
-        "e\u0301",
-        "ß",
-        "İ",
-        "ﬁ",
-        "👩\u200d👧",
-        "\x00",
-        "汉字",
-        "한국어",
-        "123",
-        "...",
-        "'s",
-        "▁",
-        "Ġ",
-        "##s",
-        "<",
-        "|",
-    ),
+    *("é", "e\u0301", "ß", "İ", "ﬁ", "👩\u200d👧", "\x00", "汉字", "한국어"),
+    *("123", "...", "'s", "▁", "Ġ", "##s", "<", "|"),
     *("<s>", "</s>", "<x>", "<new>", "<user>", "<X>", "hello<x>hello", "<new> <x>", "<x><x>"),
 ]
 
@@ -103,8 +85,6 @@ HONOURED: dict[str, dict[str, object]] = {
     "nothing": {},
     "added tokens": {"added_tokens_decoder": {END: token("<x>"), NEXT: token("<new>", special=False)}},
     "added token, stripping": {"added_tokens_decoder": {END: token("<x>", lstrip=True, rstrip=True)}},
-    "added token, normalized": {"added_tokens_decoder": {END: token("<X>", special=False, normalized=True)}},
-    "added token, whole word": {"added_tokens_decoder": {END: token("<x>", single_word=True)}},
     "added and named": {
         "added_tokens_decoder": {END: token("<x>", special=False)},
         "bos_token": "<x>",
@@ -115,12 +95,10 @@ HONOURED: dict[str, dict[str, object]] = {
         "extra_special_tokens": {"image_token": "<x>"},
         "additional_special_tokens": ["<new>"],
     },
-    "own named token": {"image_token": "<x>", "pad_token": "<new>"},
     "named token as object": {"pad_token": token("<x>", lstrip=True) | {"__type": "AddedToken"}},
     "a word as a token": {"pad_token": "hello"},
     "split": {"split_special_tokens": True},
     "split, with a named token that is not special": {"split_special_tokens": True, "pad_token": "<user>"},
-    "split, with a new token": {"split_special_tokens": True, "additional_special_tokens": ["<x>"]},
     "map": {"special_tokens_map.json": {"pad_token": "<x>", "additional_special_tokens": ["<new>"]}},
     "map beside added tokens": {"added_tokens_decoder": {}, "special_tokens_map.json": {"pad_token": "<x>"}},
     "added_tokens.json and map": {
@@ -237,15 +215,11 @@ TWICE = [
 
 
 @pytest.mark.parametrize("case", [*ONCE, *TWICE])
-def test_a_special_token_is_never_put_beside_itself(case, tmp_path, caplog):
+def test_a_special_token_is_never_put_beside_itself(case, tmp_path):
     post, settings, text, expected = case
     tokenizer = load_tokenizer(save(tmp_path, byte_level(post), {}), **settings)
     word = tokenizer.token_id("x", "hello")
-    caplog.set_level(logging.WARNING, logger="pipeline")
-    for _ in range(2):
-        ids = tokenizer.encode([text])[0].tolist()
-        assert ids == [word if item == "hello" else item for item in expected]
-    assert caplog.text.count("it is put once") == (case in ONCE)
+    assert tokenizer.encode([text])[0].tolist() == [word if item == "hello" else item for item in expected]
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class ArcSource:
         self._encoder = grid_encoder(config)
         augmented_parts(config)
         self._tasks = open_tasks(config)
-        agree(lambda _: Manifest(self._tasks.files))
+        agree(lambda: Manifest(self._tasks.files))
         self._starts = range(0, self._tasks.size, _TASKS_PER_SHARD)
         self.shards = tuple(f"tasks-{first:06d}" for first in self._starts)
 

@@ -12,7 +12,6 @@ Data sets write conversations in many ways. Here they become the messages and to
 """
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,8 +20,6 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.messages import shown
 from pipeline.data.text.labels import REASONING, Role
 from pipeline.data.text.templates import ChatTemplate, RenderError
-
-log = logging.getLogger("pipeline")
 
 Message = dict[str, Any]
 
@@ -147,10 +144,7 @@ class Conversations:
         if unknown := sorted({*roles.values()} - {role.name for role in Role if role}):
             raise ConfigError(f"data.roles has {unknown[0]}, expected {', '.join(role.name for role in Role if role)}.")
         self._columns = [messages] if isinstance(messages, str) else list(messages)
-        if twice := [name for name in self._columns if self._columns.count(name) > 1]:
-            raise ConfigError(f"data.messages has {twice[0]} twice. Remove one of them.")
         self._is_padded = is_padded
-        self._has_warned = False
         self._tools = tools
         self._roles = {**_ROLES, **{str(name).lower(): role for name, role in roles.items()}}
         self._forms = forms
@@ -200,7 +194,7 @@ class Conversations:
         calls += map(_as_call, _calls(number, message.pop("function_call", None)))  # an earlier form
         if role.lower() in _CALL_ROLES and role.lower() not in self._roles:
             calls, role, content = [*map(_as_call, _calls(number, content or [content])), *calls], "assistant", None
-        message = {"role": self._role(number, role)} | message
+        message = {"role": self._roles.get(role.lower(), role)} | message
         if calls:
             message["tool_calls"] = [self._call(call) for call in calls]
         thinking = ""
@@ -216,16 +210,6 @@ class Conversations:
         if not isinstance(content, str | list):
             raise ValueError(f"message {number} has the content {shown(content)}, expected a text or parts of text")
         return message | {"content": content}
-
-    def _role(self, number: int, name: str) -> str:
-        if name.lower() not in (*self._roles, "ipython", "environment") and not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "message %d has the role %r, which is not known: the chat template decides what it means, and its "
-                "tokens have no role. data.roles may name one",
-                *(number, name),
-            )
-        return self._roles.get(name.lower(), name)
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
         """A tool call, with its arguments in the template's form."""

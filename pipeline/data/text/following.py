@@ -12,7 +12,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import filters, nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from pipeline.data.text.tagged import NO_TAG, Safe, Tagged, TaggedDict, as_text, has_tags, refuse, tojson
@@ -81,10 +81,13 @@ class Following(ImmutableSandboxedEnvironment):
         original = super().wrap_str_format(value)
         if original is None:
             return None
-        text, named = value.__self__, value.__name__ == "format_map"
-        if has_tags(text):
-            refuse("format of a message's text")
-        return lambda *args, **kwargs: _Formatter(self).fill(text, *((), args[0]) if named else (args, kwargs))
+
+        def fill(*args: Any, **named: Any) -> str:
+            if has_tags([value.__self__, args, named]):
+                refuse("format with texts of the conversation")
+            return original(*args, **named)
+
+        return fill
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Instrument().visit(super()._parse(source, name, filename)).set_lineno(1).set_environment(self)
@@ -101,23 +104,6 @@ def _with_tag(text: str, tag: str) -> str:
     if tag == NO_TAG:
         return text
     return Tagged(text, text._tags.replace(NO_TAG, tag) if isinstance(text, Tagged) else tag * len(text))
-
-
-class _Formatter(SandboxedFormatter):
-    """`'{}'.format(text)`: fields become numbers between null characters, and then the fields' texts."""
-
-    def fill(self, text: str, args: Any, kwargs: Any) -> Tagged:
-        if "\0" in text:
-            refuse("format of null characters")
-        self._fields: list[str] = []
-        parts = self.vformat(str.__str__(text), args, kwargs).split("\0")
-        return Tagged("").join(self._fields[int(part)] if i % 2 else part for i, part in enumerate(parts))
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        if format_spec and has_tags(value):
-            refuse(f"format with {format_spec}")
-        self._fields.append(as_text(value) if not format_spec else super().format_field(value, format_spec))
-        return f"\0{len(self._fields) - 1}\0"
 
 
 class _Instrument(NodeTransformer):
@@ -232,7 +218,7 @@ def _prompt(context: jinja2.runtime.Context, value: Any) -> Any:
 
 
 def _indent(s: str, *args: Any, **kwargs: Any) -> str:
-    return Tagged(s).padded(filters.do_indent(str.__str__(s), *args, **kwargs))
+    return Tagged(s).indented(filters.do_indent(str.__str__(s), *args, **kwargs))
 
 
 @jinja2.pass_eval_context

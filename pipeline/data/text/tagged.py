@@ -97,7 +97,7 @@ class Tagged(str):
             refuse("a change of case that changes a text's length")
         return type(self)(text, self._tags)
 
-    def padded(self, text: str) -> "Tagged":
+    def indented(self, text: str) -> "Tagged":
         """text: this one, with characters inserted."""
         tags, position = [], 0
         for character in text:
@@ -145,11 +145,9 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 for _name in ("capitalize", "casefold", "lower", "swapcase", "title", "upper"):
     setattr(Tagged, _name, _like(Tagged.mapped, _name))
-for _name in ("center", "ljust", "rjust", "zfill"):
-    setattr(Tagged, _name, _like(Tagged.padded, _name))
 for _name in ("partition", "rpartition", "splitlines"):
     setattr(Tagged, _name, _like(Tagged._parts, _name))
-for _name in ("encode", "expandtabs", "translate", "__mod__", "__rmod__"):
+for _name in ("center", "encode", "expandtabs", "ljust", "rjust", "translate", "zfill", "__mod__", "__rmod__"):
     setattr(Tagged, _name, _refused(_name))
 
 

@@ -1,6 +1,5 @@
 """Converts text to token ids with the `tokenizers` library, as transformers' fast tokenizer does."""
 
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,12 +12,11 @@ from tokenizers import Tokenizer
 
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.errors import ConfigError, InputError
-from pipeline.data.text.long_texts import PIECE_CHARACTERS, encode_in_pieces
 from pipeline.data.text.templates import ChatTemplate, RenderError
 from pipeline.data.text.tokenizer_files import read_tokenizer_files
 from pipeline.data.text.tokenizer_settings import is_from_tokenizers, library_errors
 
-log = logging.getLogger("pipeline")
+MAX_CHARACTERS = 1 << 23  # of a text: the library takes 100 to 500 bytes for each
 
 
 class TextTokenizer:
@@ -62,7 +60,6 @@ class TextTokenizer:
             added = tokenizer.get_added_tokens_decoder().items()
         self._special = {*self._before, *self._after, *(number for number, token in added if token.special)}
         tokenizer.post_processor = None  # it may leave spaces out of the offsets
-        self._has_said_once = False
         self._identity = {"sha256": digest, "special_tokens": str(special_tokens), "prefix": prefix, "suffix": suffix}
 
     def require_ends(self, adds: Mapping[str, tuple[str, bool]]) -> None:
@@ -127,13 +124,7 @@ class TextTokenizer:
         return self._encoded(texts, True, with_ends)
 
     def _encoded(self, texts: Sequence[str], has_starts: bool, with_ends: bool) -> list[Int32[np.ndarray, "_ columns"]]:
-        short = iter(self._tokens([text for text in texts if len(text) <= PIECE_CHARACTERS], has_starts))
-        encoded = [
-            next(short)
-            if len(text) <= PIECE_CHARACTERS
-            else encode_in_pieces(lambda piece: self._tokens([piece], has_starts)[0], text)
-            for text in texts
-        ]
+        encoded = self._tokens(texts, has_starts)
         return [self._completed(tokens) for tokens in encoded] if with_ends else encoded
 
     def _completed(self, tokens: Int32[np.ndarray, "_ columns"]) -> Int32[np.ndarray, "_ columns"]:
@@ -149,23 +140,16 @@ class TextTokenizer:
             for size in range(min(len(whole), len(part)), 0, -1):
                 ids = part[:size, 0]
                 if np.array_equal(whole[-size:, 0], ids) and self._special.issuperset(ids.tolist()):
-                    self._say_once(int(ids[0]))
                     whole[-size:] = np.maximum(whole[-size:], part[:size])  # the text's own has a place in it
                     part = part[size:]
                     break
             whole = np.concatenate([whole, part])
         return whole
 
-    def _say_once(self, token_id: int) -> None:
-        if not self._has_said_once:
-            self._has_said_once = True
-            log.warning(
-                "%r would be put beside the same token, by tokenizer %s, data.prefix or data.suffix: it is put once",
-                *(self._tokenizer.id_to_token(token_id), self.name),
-            )
-
-    def _tokens(self, texts: list[str], has_starts: bool = False) -> list[Int32[np.ndarray, "_ columns"]]:
+    def _tokens(self, texts: Sequence[str], has_starts: bool = False) -> list[Int32[np.ndarray, "_ columns"]]:
         """The ids of each text, without special tokens, and in a second column the places of `encode_with_starts`."""
+        if (longest := max(map(len, texts), default=0)) > MAX_CHARACTERS:
+            raise ValueError(f"it has {longest:,} characters, expected at most {MAX_CHARACTERS:,}: divide the document")
         encode = self._tokenizer.encode_batch if has_starts else self._tokenizer.encode_batch_fast
         try:
             encodings = encode(texts, add_special_tokens=False)
