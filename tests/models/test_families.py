@@ -344,6 +344,7 @@ REFUSED = [
     ("gptj", {"rotary_dim": 3}, "rotary_dim is 3, expected an even number"),
     ("gptj", {"rotary_dim": 10}, "at most the head size, 8"),
     ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16, expected hidden"),
+    ("roberta", {"max_position_embeddings": 2}, "expected more than pad_token_id . 1, 2"),
     (
         "mistral3",
         {"text_config": {"model_type": "mistral4"}},
