@@ -248,6 +248,7 @@ class Architecture:
     sinks: bool = False  # each head has a learned score for a key without a value, which all its queries see
     embed_scale: float = 1.0
     position_offset: int = 0  # number of the first row of learned positions that is used
+    uncounted_token: int | None = None  # has the row before the first one, and does not move later tokens' positions
     residual_scale: float = 1.0  # multiplies what attention and the MLP add to the stream
     num_token_types: int = 0
     experts: Experts | None = None  # None: all layers are dense

@@ -17,6 +17,7 @@ from pipeline.models.architecture import Architecture, LayerKind, QueryScaling
 from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.pattern import attention_entropy
 from pipeline.models.attention.spec import Attend
+from pipeline.models.exchange.context import in_device_order, in_row_order
 from pipeline.models.experts import experts_block
 from pipeline.models.layers import (
     BlockWeights,
@@ -300,8 +301,24 @@ def embed(
     if "type_embed" in params:
         x += params["type_embed"][0]
     if "position_embed" in params:
-        x += params["position_embed"][positions + arch.position_offset if arch.position_offset else positions]
+        x += params["position_embed"][learned_positions(arch, tokens, positions, partition)]
     return norm_if_any(x, params, "embed_norm", arch)
+
+
+def learned_positions(
+    arch: Architecture, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"], partition: Partition
+) -> Int32[Array, "B T"]:
+    """The row of each token in the learned positions."""
+    if arch.uncounted_token is None:
+        return positions + arch.position_offset if arch.position_offset else positions
+    if partition.context > 1:
+        in_rows = [in_row_order(ids, partition.mesh) for ids in (tokens, positions)]
+        return in_device_order(learned_positions(arch, *in_rows, Partition()), partition.mesh)
+    is_uncounted = tokens == arch.uncounted_token
+    num_uncounted = jnp.cumsum(is_uncounted, axis=1)  # from the first token of the row, then of the window
+    first = jnp.arange(tokens.shape[1]) - positions
+    num_uncounted -= jnp.take_along_axis(num_uncounted - is_uncounted, first, axis=1)
+    return arch.position_offset + jnp.where(is_uncounted, -1, positions - num_uncounted)
 
 
 def layer_inputs(

@@ -64,6 +64,7 @@ class Family:
 
 FAMILIES = {
     "bert": Family(bert.read, "Bert", head=None),
+    "camembert": Family(bert.read_roberta, "Camembert", head=None),
     "cohere": Family(cohere.read, "Cohere", HeadFormat(is_tied=True, read_scale=cohere.logit_scale)),
     "cohere2": Family(cohere.read_cohere2, "Cohere2", HeadFormat(is_tied=True, read_scale=cohere.logit_scale)),
     "deepseek_v2": Family(deepseek.read_v2, "DeepseekV2"),
@@ -120,10 +121,12 @@ FAMILIES = {
     "qwen3_next": Family(qwen_delta.read_qwen3_next, "Qwen3Next"),
     "qwen3_vl": Family(qwen_vl.read_qwen3_vl, "Qwen3VL"),
     "qwen3_vl_moe": Family(qwen_vl.read_qwen3_vl_moe, "Qwen3VLMoe"),
+    "roberta": Family(bert.read_roberta, "Roberta", head=None),
     "seed_oss": Family(llama.read_seed_oss, "SeedOss"),
     "smollm3": Family(smollm3.read, "SmolLM3", HeadFormat(is_tied=True)),
     "stablelm": Family(stablelm.read, "StableLm"),
     "starcoder2": Family(starcoder2.read, "Starcoder2", HeadFormat(is_tied=True)),
+    "xlm-roberta": Family(bert.read_roberta, "XLMRoberta", head=None),
 }
 _HEADS = (
     *("Model", "TextModel", "LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForPreTraining", "ForConditionalGeneration"),

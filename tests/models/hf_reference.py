@@ -148,6 +148,19 @@ OPT_PLACES = UNGATED_PLACES | {
 }
 GRANITE_PLACES = LLAMA_PLACES | {Site.embed: "layers.0 input"}
 LLAMA4_PLACES = {site: place.replace(".mlp", ".feed_forward") for site, place in LLAMA_PLACES.items()}
+ENCODERS = ("bert", "roberta", "xlm-roberta")
+BERT_PLACES = {
+    Site.embed: "embeddings output",
+    Site.resid_pre: "encoder.layer.* input",
+    Site.attn_in: "encoder.layer.*.attention.self.query input",
+    Site.attn_out: "encoder.layer.*.attention.output.dense output",
+    Site.resid_mid: "encoder.layer.*.attention output",
+    Site.mlp_in: "encoder.layer.*.intermediate input",
+    Site.mlp_pre: "encoder.layer.*.intermediate.dense output",
+    Site.mlp_post: "encoder.layer.*.output.dense input",
+    Site.mlp_out: "encoder.layer.*.output.dense output",
+    Site.resid_post: "encoder.layer.* output",
+}
 PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
     "gpt_neo": GPT2_PLACES | {Site.attn_in: "h.*.attn.attention.q_proj input"},
     "gptj": GPT2_PLACES
@@ -233,18 +246,7 @@ PLACES: dict[str, dict[Site, str | tuple[str, ...]]] = {
         Site.final_norm: "final_layer_norm output",
     },
     "gpt2": GPT2_PLACES,
-    "bert": {
-        Site.embed: "embeddings output",
-        Site.resid_pre: "encoder.layer.* input",
-        Site.attn_in: "encoder.layer.*.attention.self.query input",
-        Site.attn_out: "encoder.layer.*.attention.output.dense output",
-        Site.resid_mid: "encoder.layer.*.attention output",
-        Site.mlp_in: "encoder.layer.*.intermediate input",
-        Site.mlp_pre: "encoder.layer.*.intermediate.dense output",
-        Site.mlp_post: "encoder.layer.*.output.dense input",
-        Site.mlp_out: "encoder.layer.*.output.dense output",
-        Site.resid_post: "encoder.layer.* output",
-    },
+    **dict.fromkeys(ENCODERS, BERT_PLACES),
 }
 """Each family's sites in transformers: a module of the trunk with its first input or output, an output by number, or
 the second half of the output. A layer without the module lacks the site."""
@@ -278,7 +280,7 @@ def tiny_config(family: str, **overrides: object):
 def save_random(family: str, path: Path, *, seed: int = 0, max_shard_size: str = "1GB", **overrides: object):
     """A random float32 model of `family` (its `model_type`), saved to `path`. Returns the torch model."""
     torch.manual_seed(seed)
-    auto = "ImageTextToText" if family in MULTIMODAL else "MaskedLM" if family == "bert" else "CausalLM"
+    auto = "ImageTextToText" if family in MULTIMODAL else "MaskedLM" if family in ENCODERS else "CausalLM"
     model = getattr(transformers, f"AutoModelFor{auto}").from_config(tiny_config(family, **overrides)).eval()
     with torch.no_grad():  # the usual initialisation has biases of 0, norms of 1 and almost uniform attention
         for name, parameter in model.named_parameters():

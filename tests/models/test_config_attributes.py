@@ -26,7 +26,7 @@ from test_parity import (
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.registry import open_model
-from tests.models.hf_reference import PLACES, tiny_config
+from tests.models.hf_reference import ENCODERS, PLACES, tiny_config
 
 pytestmark = pytest.mark.heavy
 VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
@@ -52,6 +52,7 @@ VARIANTS = FAMILIES | {  # as many attributes as can have a meaning at once
     "smollm3": WINDOW | {"layer_types": ALTERNATING},
 }
 IN_TEXT = {"text_config.architectures", "text_config.rope_parameters.mrope_section"}
+NOT_READ_BY_ENCODERS = frozenset({"attention_probs_dropout_prob", "hidden_dropout_prob", "tie_word_embeddings"})
 ROUTERS_IN_TRAINING = {"output_router_logits", "router_aux_loss_coef"}
 REFUSED_BY_TRANSFORMERS = (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError)
 LLAMA4 = ROUTERS_IN_TRAINING | {"router_jitter_noise", "interleave_moe_layer_step", "no_rope_layer_interval"}
@@ -77,7 +78,7 @@ IGNORED = {  # not read by transformers' model at inference, or not with the var
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ROUTERS_IN_TRAINING & {"output_router_logits"}),
     "deepseek_v32": {"first_k_dense_replace", "index_head_dim", "index_n_heads", "max_position_embeddings"}
     | {"output_router_logits"},
-    "bert": {"attention_probs_dropout_prob", "hidden_dropout_prob", "tie_word_embeddings"},
+    **dict.fromkeys(ENCODERS, NOT_READ_BY_ENCODERS),
     "glm4_moe": ROUTERS_IN_TRAINING & {"output_router_logits"},
     "gemma3": {"mm_tokens_per_image", "text_config.architectures", "text_config.tie_word_embeddings"},
     "gemma4_unified": {"audio_config", "text_config.architectures", "text_config.tie_word_embeddings"},
@@ -174,7 +175,7 @@ def without(config: Mapping[str, object]) -> Iterator[tuple[str, dict[str, objec
 
 
 OTHER_SIZES = {  # transformers' default is one model's size, ours follows from other sizes; tensors' shapes are checked
-    **dict.fromkeys(("bert", "gpt_neox"), frozenset({"intermediate_size"})),
+    **dict.fromkeys((*ENCODERS, "gpt_neox"), frozenset({"intermediate_size"})),
     "opt": frozenset({"ffn_dim"}),
     **dict.fromkeys(
         ("deepseek_v3", "deepseek_v32", "gemma", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3"),

@@ -329,6 +329,7 @@ REFUSED = [
     ("gpt_neo", {"attention_layers": None, "attention_types": [[["global"], 10**15]]}, "for 4 layers in total"),
     ("gptj", {"rotary_dim": 10}, "an even number of a head's 8 dimensions to rotate, got 10"),
     ("opt", {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16"),
+    ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings"),
     ("mistral3", {"text_config": {"model_type": "mistral4"}}, "'mistral4'.*implemented: mistral, ministral3"),
     ("ministral3", {"rope_parameters": LINEAR}, "has no 'llama_4_scaling_beta'"),
     ("qwen2_5_vl", {"hidden_size": 64}, "sets hidden_size=64"),

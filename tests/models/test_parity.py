@@ -100,10 +100,12 @@ FAMILIES = {
     "qwen3_5_text": DELTA_FIRST,
     "qwen3_vl": {"head_dim": 8, "rope_parameters": SECTIONS},
     "qwen3_vl_moe": {"rope_parameters": SECTIONS},
+    "roberta": {"pad_token_id": 164},
     "seed_oss": {"head_dim": 8},
     "smollm3": WINDOW,
     "stablelm": {},
     "starcoder2": {"sliding_window": 7},
+    "xlm-roberta": {"pad_token_id": 90, "type_vocab_size": 1, "layer_norm_eps": 1e-3, "hidden_act": "relu"},
 }
 CASES = {
     "qwen2 tied, one kv head, window in the last layer, longrope": (
@@ -417,8 +419,8 @@ ALIKE = (
     *("bert", "cohere", "deepseek_v2", "deepseek_v3", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4"),
     *("glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj", "granite", "granitemoe", "llama", "minimax_m2", "ministral3"),
     *("mistral", "mistral3", "mixtral", "olmo", "olmo2", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_5_vl"),
-    *("qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "seed_oss", "stablelm"),
-    "starcoder2",
+    *("qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe", "roberta", "seed_oss", "stablelm"),
+    *("starcoder2", "xlm-roberta"),
 )
 """Two layers of these families test as much as four: layers are alike, alternate, or only the first is dense."""
 OF_LAYERS = {"layer_types", "max_window_layers", "mlp_only_layers", "decoder_sparse_step", "first_k_dense_replace"}

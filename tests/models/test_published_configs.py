@@ -15,6 +15,7 @@ CONFIGS = PUBLISHED | {f"{name}'s shape": config for name, config in SHAPES.item
 NUM_PARAMS = {  # transformers' count: with the unembedding where it is not tied, and without BERT's heads
     "gpt2": 124_439_808,
     "bert-base-uncased": 108_891_648,
+    "xlm-roberta-base": 277_453_056,
     "pythia-70m": 70_426_624,
     "gemma-2-2b": 2_614_341_888,
     "gemma-3-1b": 999_885_952,

@@ -27,15 +27,15 @@ from tests.step.test_mesh import CONFIG, CONFIGS
 
 pytestmark = pytest.mark.heavy
 
-BERT = {name: CONFIG[name] for name in CONFIG if name != "num_key_value_heads"} | {
-    "model_type": "bert",
+ROBERTA = {name: CONFIG[name] for name in CONFIG if name != "num_key_value_heads"} | {
+    "model_type": "roberta",
     "num_hidden_layers": 2,
-    **{"max_position_embeddings": 4096, "type_vocab_size": 2},
+    **{"max_position_embeddings": 4098, "type_vocab_size": 2},
 }
 WINDOWS = CONFIG | {"model_type": "gemma2", "head_dim": 8, "sliding_window": 8}
-MODELS = CONFIGS | {"bert": BERT, "gemma2": WINDOWS}
+MODELS = CONFIGS | {"roberta": ROBERTA, "gemma2": WINDOWS}
 DIVISIONS = {"dense": [(4, 2, True)], "gpt_oss": [(2, 1, False)], "delta": [(2, 1, True)], "llama4": [(4, 1, False)]}
-DIVISIONS |= {"bert": [(4, 1, False)]}
+DIVISIONS |= {"roberta": [(4, 1, False)]}
 """Sizes of `context` and `tensor`, and whether fsdp divides the weights, by model."""
 
 PROGRAM = """

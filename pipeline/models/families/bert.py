@@ -1,4 +1,4 @@
-"""BERT and other models of that type (transformers' `BertModel`), such as MiniLM from sentence-transformers.
+"""BERT (transformers' `BertModel`), such as MiniLM from sentence-transformers, and RoBERTa (`RobertaModel`).
 
 Bidirectional; the residual stream itself is normalised. All tokens have type 0, as in a single text.
 """
@@ -46,3 +46,18 @@ def read(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch = read_multi_head(config, max_positions=512, eps=1e-12, activation="gelu")
     num_token_types = config.positive_int("type_vocab_size", 2)
     return dataclasses.replace(arch, causal=False, num_token_types=num_token_types), KEY_TABLE
+
+
+def read_roberta(config: HfConfig) -> tuple[Architecture, KeyTable]:
+    """Positions are numbered from the padding token's id + 1."""
+    config.ignore("output_past")  # generation
+    arch, table = read(config)
+    padding = config.count("pad_token_id", 1)
+    max_positions = arch.max_positions - padding - 1
+    if max_positions < 1:
+        raise CheckpointError(
+            f"{config.where}: max_position_embeddings is {arch.max_positions}, expected more than pad_token_id + 1, "
+            f"{padding + 1}. Is the file damaged?"
+        )
+    positions = {"max_positions": max_positions, "position_offset": padding + 1, "uncounted_token": padding}
+    return dataclasses.replace(arch, **positions), table
