@@ -54,10 +54,8 @@ def read_roberta(config: HfConfig) -> tuple[Architecture, KeyTable]:
     arch, table = read(config)
     padding = config.count("pad_token_id", 1)
     max_positions = arch.max_positions - padding - 1
-    if max_positions < 1:
-        raise CheckpointError(
-            f"{config.where}: max_position_embeddings is {arch.max_positions}, expected more than pad_token_id + 1, "
-            f"{padding + 1}. Is the file damaged?"
-        )
+    config.expect(
+        max_positions > 0, f"max_position_embeddings above pad_token_id + 1, {padding + 1}, got {arch.max_positions}"
+    )
     positions = {"max_positions": max_positions, "position_offset": padding + 1, "uncounted_token": padding}
     return dataclasses.replace(arch, **positions), table

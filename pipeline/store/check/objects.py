@@ -164,7 +164,7 @@ def _check_index(storage: Storage, sae: Mapping[str, Any], place: tuple[int, int
 def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> list[Problem]:
     """What is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
     format, place = store.layout.shard_format(spec), (record.stream, record.block)
-    keys = store.layout.shard_keys(spec, *place)
+    keys = [store.layout.shard_key(spec, *place, part) for part in range(store.layout.num_parts(spec))]
     checksums, wrong, damaged = [], [], []
     for key in keys:
         try:
