@@ -21,7 +21,6 @@ _POLL_S = 0.1
 _SHUTDOWN_TIMEOUT_S = 8  # how long a finished process waits for the others
 _EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must be shorter
 _NOT_A_CLUSTER = "coordinator_address should be defined"  # in JAX's message if it detects no cluster
-
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of MPI jobs; JAX detects Open MPI 4 only
 
 
