@@ -21,6 +21,7 @@ _POLL_S = 0.1
 _SHUTDOWN_TIMEOUT_S = 8  # how long a finished process waits for the others
 _EXTRA_TIMEOUT_S = 60  # JAX aborts the process at its own timeout, so ours must be shorter
 _NOT_A_CLUSTER = "coordinator_address should be defined"  # in JAX's message if it detects no cluster
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of MPI jobs; JAX detects Open MPI 4 only
 
 
 @cache  # a sweep runs several jobs in one process, but JAX can only join before its first computation
@@ -53,6 +54,11 @@ def initialise(options: DistributedConfig) -> None:
     except ValueError as error:
         if options.coordinator is not None or _NOT_A_CLUSTER not in str(error):
             raise ConfigError(f"distributed.* is invalid: {str(error).rstrip('.')}. Correct these settings.") from error
+        if any(os.environ.get(name, "1") != "1" for name in _MPI_SIZES):
+            raise ConfigError(
+                "JAX does not detect this job of several processes. Set distributed.coordinator, num_processes and "
+                "process_id for each, or distributed.num_processes=1 if each runs alone."
+            ) from error
     except RuntimeError as error:
         raise PipelineError(f"{failure} JAX reports: {error}") from error
     if processes.count() > 1:

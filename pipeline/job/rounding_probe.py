@@ -24,31 +24,22 @@ Errors = dict[str, dict[str, float | None]]  # the fields of RoundingError by ar
 
 def measure_rounding(job: Job, store: StoreWriter) -> None:
     """Records the errors of quantised weights, and of an int8 cache of generation, unless the store has them."""
-    config = job.config
-    if config.model.quantised and store.root.weights_error is None:
-        store.record(weights_error=weights_error(job))
-    has_int8_cache = job.plan.generation is not None and config.data.has_int8_cache
+    dtype = job.config.model.quantised
+    if dtype and store.root.weights_error is None:
+        store.record(weights_error=_measure(job, f"{dtype} weights", Rounding(weights=dtype)))
+    has_int8_cache = job.plan.generation is not None and job.config.data.has_int8_cache
     if has_int8_cache and store.root.cache_error is None:
-        store.record(cache_error=cache_error(job))
+        # With the input of the head, because it determines which tokens are generated.
+        error = _measure(job, "int8 keys and values", Rounding(attend=attend_rounded), FINAL_NORM)
+        store.record(cache_error=error)
 
 
-def weights_error(job: Job) -> Errors:
+def _measure(job: Job, what: str, rounding: Rounding, *extra_keys: ActivationKey) -> Errors:
     """||a_rounded - a|| / ||a|| by array name, for the valid tokens of the data's first rows: of all together, and the
     median of each one's. {} if there are no rows.
 
     An error is None if it is undefined: a is 0 or not finite.
     """
-    dtype = job.config.model.quantised
-    return _measure(job, f"{dtype} weights", (), Rounding(weights=dtype))
-
-
-def cache_error(job: Job) -> Errors:
-    """As `weights_error`, for int8 keys and values at all positions, with unchanged weights. Includes the input of the
-    head, because it determines which tokens are generated."""
-    return _measure(job, "int8 keys and values", (FINAL_NORM,), Rounding(attend=attend_rounded))
-
-
-def _measure(job: Job, what: str, extra_keys: tuple[ActivationKey, ...], rounding: Rounding) -> Errors:
     rows = job.first_rows(_PROBE_TOKENS)
     if rows is None:
         return {}

@@ -151,6 +151,7 @@ SALLOC = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"}
 SRUN = SALLOC | {"SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 OPEN_MPI_4 = OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "1276903424.0;tcp://127.0.0.1:59335"}
+MPICH = {"PMI_SIZE": "2", "PMI_RANK": "0"}
 IN_NO_STEP = (SALLOC, SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
 JOIN = """
 import json, logging, os, sys
@@ -186,10 +187,16 @@ def test_processes_that_do_not_all_join_are_reported(variables, messages):
         assert message in result.stderr
 
 
-def test_a_process_of_a_step_can_run_alone():
-    alone = [(variables, 1) for variables in (SRUN, OPEN_MPI_4)] + [(variables, None) for variables in IN_NO_STEP]
-    result = run_program(JOIN, json.dumps(alone), timeout_s=60)
-    assert (result.returncode, result.stdout.splitlines()) == (0, ["alone"] * len(alone)), result.stderr
+def test_a_process_of_a_step_can_run_alone_and_jobs_that_jax_does_not_detect_are_refused():
+    alone = [(variables, 1) for variables in (SRUN, OPEN_MPI_4, MPICH)] + [
+        (variables, None) for variables in IN_NO_STEP
+    ]
+    result = run_program(JOIN, json.dumps([*alone, (OPEN_MPI, None), (MPICH, None)]), timeout_s=60)
+    assert result.returncode == 0, result.stderr
+    *printed, open_mpi, mpich = result.stdout.splitlines()
+    assert printed == ["alone"] * len(alone)
+    assert open_mpi == mpich
+    assert mpich.startswith("JAX does not detect this job of several processes. Set distributed.coordinator")
 
 
 def test_an_extractor_in_a_step_does_not_wait(monkeypatch):

@@ -88,10 +88,8 @@ def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) 
 
 
 def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, tmp_path, monkeypatch) -> None:
-    measured, weights_error = [], rounding_probe.weights_error
-    monkeypatch.setattr(
-        rounding_probe, "weights_error", lambda job: measured.append(weights_error(job)) or measured[-1]
-    )
+    measured = []
+    monkeypatch.setattr(rounding_probe, "rounding_errors", lambda *of: measured.append(of) or rounding_errors(*of))
     options = ("capture.layers=[2]", "capture.sites=[resid_post,final_norm]")
     run(job_config(text, tmp_path / "whole", *options, "run.max_tokens=1000"))
     config = job_config(text, tmp_path / "whole", *options)
