@@ -119,7 +119,9 @@ def put_summary(kind: str, make: Callable[[pa.Table], bytes]) -> Callable[[Path]
 
 def encoded(table: pa.Table, **options: Any) -> bytes:
     sink = io.BytesIO()
-    pq.write_table(table, sink, **{"compression": "zstd", "use_dictionary": False, **options})
+    pq.write_table(
+        table, sink, **{"compression": "zstd", "use_dictionary": False, "write_statistics": False, **options}
+    )
     return sink.getvalue()
 
 

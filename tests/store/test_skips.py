@@ -43,7 +43,7 @@ SKIPS = {  # by file: the data's options, how it is written, and what is skipped
     "a.parquet": (
         ["data=fineweb"],
         parquet,
-        "32 rows of the input (data.on_error=skip): 30 rows, 1 damaged row group, first a.parquet row 30: not readable "
+        "32 rows of the input (data.on_error=skip): 30 rows, first a.parquet row 30: not readable "
         "as parquet: could not verify page integrity, CRC checksum verification failed for page_ordinal 0; 2 rows, "
         "first a.parquet row 5: 'text' is null",
     ),

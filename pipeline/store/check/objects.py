@@ -47,7 +47,7 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
     """
     layout, encoded = store.layout, store.root.metadata.indexed_features
     kinds: dict[str, Callable[[int, int], list[str]]] = {  # by prefix: the keys of a block's objects
-        **{f"{spec.name}/c.": partial(layout.shard_keys, spec) for spec in layout.all_arrays},
+        **{f"{spec.name}/c.": partial(_shard_keys, layout, spec) for spec in layout.all_arrays},
         COMMITS_PREFIX: lambda *place: [commit_key(*place)],
         TABLES_PREFIX: lambda *place: [table_key(*place)],
         **({STATISTICS_PREFIX: lambda *place: [statistics_key(*place)]} if store.root.metadata.has_statistics else {}),
@@ -71,6 +71,11 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
         return problems
 
     yield from chain.from_iterable(map_ahead(check_kind, kinds, _KINDS_AT_ONCE))
+
+
+def _shard_keys(layout: StoreLayout, spec: ArraySpec, stream: int, block: int) -> list[str]:
+    """The keys of a block's store shards, in the order of its values."""
+    return [layout.shard_key(spec, stream, block, part) for part in range(layout.num_parts(spec))]
 
 
 def _owner(key: str, layout: StoreLayout) -> tuple[int, int] | None:
@@ -164,7 +169,7 @@ def _check_index(storage: Storage, sae: Mapping[str, Any], place: tuple[int, int
 def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> list[Problem]:
     """What is wrong with a block of an array: its checksums, its digest, or the first chunk of wrong values."""
     format, place = store.layout.shard_format(spec), (record.stream, record.block)
-    keys = [store.layout.shard_key(spec, *place, part) for part in range(store.layout.num_parts(spec))]
+    keys = _shard_keys(store.layout, spec, *place)
     checksums, wrong, damaged = [], [], []
     for key in keys:
         try:

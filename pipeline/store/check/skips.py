@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"\d+")  # reasons that only differ in numbers are counted 
 def describe_skips(storage: Storage, blocks: BlockTable) -> str:
     """How many rows of the input these blocks skipped, and why; "" if none. Raises StoreError."""
     first: dict[str, str] = {}  # by reason
-    rows, groups, files = Counter[str](), Counter[str](), Counter[str]()
+    rows, files = Counter[str](), Counter[str]()
     numbers = [(block.stream, block.block) for block in blocks[blocks.column("skipped") > 0]]
     for record in read_commit_records(storage, numbers):
         for skip in record.skipped:
@@ -24,9 +24,8 @@ def describe_skips(storage: Storage, blocks: BlockTable) -> str:
             first.setdefault(reason, f"first {skip['source']} row {skip['index']}: {skip['reason'][:_MAX_CHARACTERS]}")
             count = skip.get("rows", 1)  # None: unknown, since the rest of a file was skipped
             rows[reason] += count or 0
-            groups[reason] += (count or 0) > 1
             files[reason] += count is None
-    nouns = {"row": rows, "damaged row group": groups, "damaged file": files}
+    nouns = {"row": rows, "damaged file": files}
     reasons = [
         ", ".join([*(counted(counter[reason], noun) for noun, counter in nouns.items() if counter[reason]), text])
         for reason, text in sorted(first.items(), key=lambda item: (files[item[0]], rows[item[0]]), reverse=True)

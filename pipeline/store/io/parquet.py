@@ -28,8 +28,7 @@ _VALUE_BYTES = 16  # of a value with its offsets and bits for nulls, in arrow's 
 _TAIL_BYTES = 8  # the footer's size and the format's name
 
 # Of Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
-_TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 12
-_INTEGERS = (4, 5, 6)
+_INTEGERS, _STRUCT = (4, 5, 6), 12
 _MAX_DEPTH = 8  # of the structures in a page's header
 
 # Fields of a page's header.
@@ -142,7 +141,8 @@ def _pages(content: Content, column: pq.ColumnChunkMetaData) -> Iterator[tuple[i
 
 
 def _read_struct(content: Content, at: int, depth: int) -> tuple[dict[int, object], int]:
-    """The fields of a structure, by number, and the position after it. Raises ValueError."""
+    """The fields of a structure, which are integers and structures, by number, and the position after it. Raises
+    ValueError."""
     fields: dict[int, object] = {}
     number = 0
     try:
@@ -153,7 +153,12 @@ def _read_struct(content: Content, at: int, depth: int) -> tuple[dict[int, objec
                 number += head >> 4
             else:
                 number, at = _read_integer(content, at)
-            fields[number], at = _read_value(content, at, kind, depth)
+            if kind in _INTEGERS:
+                fields[number], at = _read_integer(content, at)
+            elif kind == _STRUCT:
+                fields[number], at = _read_struct(content, at, depth - 1)
+            else:
+                raise ValueError(f"a page's header has a field of type {kind}")
     except IndexError:
         depth = 0
     if not depth:
@@ -161,30 +166,11 @@ def _read_struct(content: Content, at: int, depth: int) -> tuple[dict[int, objec
     return fields, at + 1
 
 
-def _read_value(content: Content, at: int, kind: int, depth: int) -> tuple[object, int]:
-    if kind in _INTEGERS:
-        return _read_integer(content, at)
-    if kind in (_TRUE, _FALSE):
-        return kind == _TRUE, at
-    if kind == _STRUCT:
-        return _read_struct(content, at, depth - 1)
-    if kind == _BINARY:
-        size, at = _read_varint(content, at)
-        return None, at + size
-    if kind in (_BYTE, _DOUBLE):
-        return None, at + (1 if kind == _BYTE else 8)
-    raise ValueError(f"a page's header has a field of type {kind}")
-
-
 def _read_integer(content: Content, at: int) -> tuple[int, int]:
-    value, at = _read_varint(content, at)
-    return (value >> 1) ^ -(value & 1), at
-
-
-def _read_varint(content: Content, at: int) -> tuple[int, int]:
     value = shift = 0
     while (byte := content[at]) & 128 and shift < 63:
         value |= (byte & 127) << shift
         shift += 7
         at += 1
-    return value | byte << shift, at + 1
+    value |= byte << shift
+    return (value >> 1) ^ -(value & 1), at + 1

@@ -87,9 +87,8 @@ class StoreWriter:
         if self._is_new:
             planned = self.root
             self.storage.put(ROOT_KEY, planned.to_json())
-            root = require_root(self.storage)  # perhaps of another process
-            root.metadata.require_same(planned.metadata, self.path)
-            self.root, self._is_new = root, False  # not before: after an error, the next call tries again
+            require_root(self.storage).metadata.require_same(planned.metadata, self.path)  # perhaps of another process
+            self._is_new = False  # not before: after an error, the next call tries again
             recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
             self.reopen(planned.target)
             self.record(**{name: value for name, value in recorded.items() if value})
