@@ -217,5 +217,5 @@ class Checkpoint:
         return CheckpointError(
             f"{self.where} has no weights: expected {' or '.join(_SINGLE)} or an index of several such files, got "
             f"{', '.join(self._files.names())}. Download the weights, or set model.init=random; an adapter's weights "
-            f"are for model.adapter. Convert others: AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)."
+            f"are for model.adapter. Convert others: AutoModelForCausalLM.from_pretrained(path).save_pretrained(new)."
         )
