@@ -21,7 +21,7 @@ from pipeline.models.leaves import LeafTree, flops_per_token, needed_leaves, qua
 from pipeline.models.partition import Partition
 from pipeline.models.recurrent.recur import Recur
 from pipeline.models.runs import single_layers
-from pipeline.models.weight_specs import TENSOR_AXES, has_site, is_post_norm, weight_spec
+from pipeline.models.weight_specs import TENSOR_AXES, has_site, weight_spec
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Model:
 
     def hook_name(self, key: ActivationKey) -> str:
         """The TransformerLens hook name of the site in this family."""
-        if is_post_norm(self._weight_keys):
+        if "attention.sum_norm" in self._weight_keys:  # normalises the stream after each addition, as BERT does
             return key.hook_name(POST_NORM_HOOKS)
         is_unrotated = self.arch.rope is None or (key.site.per_layer and not self.arch.is_rotated(key.layer))
         return key.hook_name(UNROTATED_HOOKS if is_unrotated else {})

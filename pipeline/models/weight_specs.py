@@ -29,20 +29,6 @@ def has_site(arch: Architecture, layer: int, site: Site) -> bool:
     return not arch.kind(layer).parts.isdisjoint(_SITE_PARTS.get(site, (Part.layer,)))
 
 
-def why_missing(arch: Architecture, layer: int, site: Site) -> str:
-    """Why `has_site` is false, as a clause for messages."""
-    kind = arch.kind(layer)
-    if Part.keys in _SITE_PARTS[site] and kind.keys_of is not None:
-        return f"it attends to the keys and values of layer {kind.keys_of}"
-    if {Part.attention, Part.keys} & {*_SITE_PARTS[site]}:
-        delta = "Mamba 2" if arch.delta and arch.delta.is_mamba else "a gated DeltaNet"
-        others = {Part.delta: delta, Part.conv: "a short convolution", Part.dense: "an MLP", Part.sparse: "experts"}
-        return f"it has {next(name for part, name in others.items() if part in kind.parts)} in place of attention"
-    if not kind.parts & {Part.dense, Part.sparse}:
-        return "it has no MLP"
-    return f"its MLP is {'a mixture of experts' if Part.sparse in kind.parts else 'dense'}"
-
-
 class WeightKind(StrEnum):
     """What a weight is used for. Only matrices of layers are divided over a mesh by `tensor`'s heads, neurons and
     experts, and only they may be int8.
@@ -179,8 +165,3 @@ def weight_spec(key: str) -> WeightSpec:
     names."""
     spec = WEIGHTS[key.removesuffix(_BIAS)]
     return replace(spec, axes=spec.axes.partition(" ")[0], is_bias=True) if key.endswith(_BIAS) else spec
-
-
-def is_post_norm(keys: Collection[str]) -> bool:
-    """Whether a model with these weights normalises the residual stream after each addition, as BERT does."""
-    return "attention.sum_norm" in keys

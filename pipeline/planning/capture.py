@@ -10,7 +10,7 @@ from pipeline.core.messages import shown
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.data.selection import slots_per_row
 from pipeline.models.registry import Model
-from pipeline.models.weight_specs import has_site, why_missing
+from pipeline.models.weight_specs import has_site
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, activation_spec, output_specs
 from pipeline.store.format.scaled import LARGEST
@@ -116,10 +116,9 @@ def captured_keys(capture: CaptureConfig, model: Model) -> tuple[ActivationKey, 
         have = [layer for layer in range(model.num_layers) if has_site(model.arch, layer, site)]
         missing = [layer for layer in layers if layer not in have]
         if missing and capture.layers != "all":
-            why = why_missing(model.arch, missing[0], site)
             raise ConfigError(
-                f"capture.layers is {shown(list(layers))} with the site {site}, which layer {missing[0]} lacks: "
-                f"{why}. Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of these, or to "
+                f"capture.layers is {shown(list(layers))} with the site {site}, which layer {missing[0]} lacks. "
+                f"Layers that have it: {', '.join(map(str, have))}. Set capture.layers to some of these, or to "
                 f"all to capture each site in every layer that has it."
             )
     keys = activation_keys(layers, sites)

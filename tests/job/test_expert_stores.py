@@ -70,7 +70,7 @@ def test_batches_have_integer_indices_which_are_not_stacked_with_floats(path) ->
     ("override", "message"),
     [
         ("capture.dtype=int8", "router_indices, whose values are integers, with capture.dtype=int8"),
-        ("capture.layers=[0,1]", "with the site router_logits, which layer 1 lacks: its MLP is dense"),
+        ("capture.layers=[0,1]", "with the site router_logits, which layer 1 lacks"),
     ],
 )
 def test_captures_that_cannot_be_stored_are_refused(overrides, override: str, message: str, tmp_path) -> None:

@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.models.attention.spec import AttentionSpec
-from pipeline.models.attention.splash import blocks_per_device
+from pipeline.models.attention.splash import chunk_block, chunk_blocks
+from pipeline.models.exchange.context import device_chunks
 from pipeline.store.read.reader import ActivationStore
 from tests.jobs import (
     assert_same_store,
@@ -156,7 +157,10 @@ def test_every_family_computes_the_same_in_long_rows(tmp_path):
 def test_every_device_runs_as_many_blocks(context, sizes, window, total, ratio):
     """Of 1,024 queries and keys. Rows of several documents have less to compute, and no device has more."""
     segments = jnp.asarray(np.repeat(np.arange(len(sizes)) + 1, sizes)[None], jnp.int32)
-    blocks = blocks_per_device(segments, context, AttentionSpec(causal=True, scale=1.0, window=window), item_bytes=2)
+    spec, chunks = AttentionSpec(causal=True, scale=1.0, window=window), device_chunks(context, segments.shape[1])
+    block = chunk_block(segments.shape[1] // len(chunks), segments.shape[1], item_bytes=2)
+    runs = [chunk_blocks(segments[:, chunk], segments, chunk.start, spec, block)[0].sum() for chunk in chunks]
+    blocks = np.array(runs).reshape(context, 2).sum(axis=1)
     assert blocks.sum() == total
     assert blocks.max() <= ratio * blocks.mean()
     assert blocks.max() <= 128 * 129 / 2 / context

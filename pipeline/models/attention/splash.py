@@ -8,15 +8,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int, Int32, Integer
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from pipeline.models.architecture import Architecture
 from pipeline.models.attention.arithmetic import scaled
 from pipeline.models.attention.sharding import attend_rows, undivided_heads
 from pipeline.models.attention.spec import Attend, AttentionInputs, AttentionSpec
-from pipeline.models.exchange.context import device_chunks
 
 _LANES = 128  # the kernel's block sizes are multiples of this
 _SKIPPING_LENGTH = 2048  # the shortest rows in which blocks are skipped
@@ -138,7 +136,7 @@ def attend_chunk(inputs: AttentionInputs, spec: AttentionSpec, *, interpret: boo
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
     (num_rows, length, num_heads, _), num_keys = inputs.q.shape, inputs.k.shape[1]
-    block = _chunk_block(length, num_keys, inputs.q.dtype.itemsize)
+    block = chunk_block(length, num_keys, inputs.q.dtype.itemsize)
     num_queries = length // block
     num_parts = next(
         parts
@@ -179,7 +177,7 @@ def attend_chunk(inputs: AttentionInputs, spec: AttentionSpec, *, interpret: boo
     return jnp.einsum("NSH->SNH", z).reshape(num_rows, length, num_heads, -1)
 
 
-def _chunk_block(length: int, num_keys: int, item_bytes: int) -> int:
+def chunk_block(length: int, num_keys: int, item_bytes: int) -> int:
     """The block size for a chunk of queries. It also divides the keys."""
     return math.gcd(block_size(length, item_bytes, num_keys), num_keys)
 
@@ -202,16 +200,6 @@ def chunk_blocks(
     reached = reached_blocks(segments, block, key_segments, offset)
     key_blocks = jnp.broadcast_to(jnp.arange(len(first_key), dtype=jnp.int32), allowed.shape)
     return _fetched_early(allowed & reached, key_blocks, len(first_key))
-
-
-def blocks_per_device(
-    segments: Int32[Array, "B T"], context: int, spec: AttentionSpec, item_bytes: int
-) -> Int[np.ndarray, " context"]:
-    """The steps that each device along `context` runs per head, in rows with these segments."""
-    chunks = device_chunks(context, segments.shape[1])
-    block = _chunk_block(segments.shape[1] // len(chunks), segments.shape[1], item_bytes)
-    runs = (chunk_blocks(segments[:, chunk], segments, chunk.start, spec, block)[0] for chunk in chunks)
-    return np.array([int(jnp.sum(each)) for each in runs]).reshape(context, 2).sum(axis=1)
 
 
 def blocks_to_run(

@@ -63,55 +63,14 @@ class _AdapterConfig(JsonConfig):
 
 
 @dataclass(frozen=True)
-class _Scaling:
-    """The settings from which PEFT computes a module's rank and scale."""
-
-    rank: int
-    alpha: float
-    ranks: Mapping[str, int]  # regular expression for a module's name, or for its end -> rank
-    alphas: Mapping[str, float]
-    use_rslora: bool  # divides by the square root of the rank (Kalajdzievski, arXiv 2312.03732)
-
-    @classmethod
-    def read(cls, config: _AdapterConfig) -> "_Scaling":
-        ranks, alphas = config.nested("rank_pattern"), config.nested("alpha_pattern")
-        return cls(
-            config.positive_int("r", 8),
-            config.positive_float("lora_alpha", 8),
-            {pattern: ranks.positive_int(pattern) for pattern in ranks.values},
-            {pattern: alphas.positive_float(pattern) for pattern in alphas.values},
-            config.flag("use_rslora", False),
-        )
-
-    def of(self, module: str) -> tuple[int, float]:
-        """The rank and the scale of a module. Raises re.error."""
-        rank, alpha = _matching(self.ranks, module, self.rank), _matching(self.alphas, module, self.alpha)
-        return rank, alpha / (rank**0.5 if self.use_rslora else rank)
-
-
-def _matching(patterns: Mapping[str, float], module: str, default: float) -> float:
-    return next((value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), default)
-
-
-@dataclass(frozen=True)
 class _Delta:
-    """What LoRA adds to a tensor."""
+    """What LoRA adds to a tensor: scale * B A."""
 
-    module: str  # the adapter's name of the module
+    a: str  # the names of A [rank, inputs] and B [outputs, rank] in the adapter
+    b: str
     scale: float
-    is_embedding: bool  # LoRA's factors of an embedding have other names
     is_transposed: bool  # the tensor is [inputs, outputs], or an embedding
-    has_norms: bool  # DoRA: the rows of the merged weight have these norms
-
-    @property
-    def factors(self) -> tuple[str, str]:
-        """The names of A [rank, inputs] and B [outputs, rank]."""
-        kind, end = ("lora_embedding", "") if self.is_embedding else ("lora", ".weight")
-        return f"{self.module}.{kind}_A{end}", f"{self.module}.{kind}_B{end}"
-
-    @property
-    def norms(self) -> str:
-        return f"{self.module}.lora_magnitude_vector"
+    norms: str | None  # DoRA: the name of the norms of the merged weight's rows
 
 
 class Adapter:
@@ -128,7 +87,9 @@ class Adapter:
         config.initialisation()
         config.flag("use_dora", False)  # its tensors tell
         self.base = config.text("base_model_name_or_path")
-        self._scaling = _Scaling.read(config)
+        self._rank, self._alpha = config.positive_int("r", 8), config.positive_float("lora_alpha", 8)
+        self._ranks, self._alphas = config.nested("rank_pattern"), config.nested("alpha_pattern")
+        self._uses_root = config.flag("use_rslora", False)
         config.finish()
         try:
             self._file = SafetensorsFile(files.open(_WEIGHTS_FILE))
@@ -167,13 +128,13 @@ class Adapter:
         # In float64, so that rounded sums do not depend on how many rows are read at once.
         added = delta.scale * (left[start:stop].astype(np.float64) @ right.astype(np.float64))
         rows = rows.astype(np.float32) + added.astype(np.float32)
-        if delta.has_norms:
+        if delta.norms is not None:
             norms = self._file.rows(delta.norms, start, stop).astype(np.float32)
             rows *= (norms / np.linalg.norm(rows, axis=1))[:, None]
         return rows
 
     def _read_factors(self, delta: _Delta) -> list[np.ndarray]:
-        shapes = {name: self._file.tensors[name].shape for name in delta.factors}
+        shapes = {name: self._file.tensors[name].shape for name in (delta.a, delta.b)}
         return [self._file.rows(name, 0, shape[0]).astype(np.float32) for name, shape in shapes.items()]
 
     def _match(self, arch: Architecture, table: KeyTable, leaves: Mapping[str, Leaf]) -> None:
@@ -210,22 +171,33 @@ class Adapter:
 
     def _delta(self, module: str, leaf: Leaf) -> tuple[_Delta, int]:
         """A module's delta, and its rank."""
+        rank, scale = self._rank_and_scale(module.removeprefix(_PREFIX))
+        inputs_first = leaf.num_inputs > 0 and leaf.order.index(0) >= len(leaf.order) - leaf.num_inputs
+        is_embedding = f"{module}.lora_embedding_A" in self._file.tensors
+        norms = f"{module}.lora_magnitude_vector" if f"{module}.lora_magnitude_vector" in self._file.tensors else None
+        if norms and (is_embedding or inputs_first):
+            raise CheckpointError(
+                f"{self.where} has DoRA for {module}, which is implemented for linear layers only. Merge it "
+                f"with PEFT, and give the merged model as model.path."
+            )
+        a, b = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
+        return _Delta(f"{module}.{a}", f"{module}.{b}", scale, is_embedding or inputs_first, norms), rank
+
+    def _rank_and_scale(self, module: str) -> tuple[int, float]:
+        """As PEFT computes them. A pattern is a regular expression for a module's name, or for its end."""
         try:
-            rank, scale = self._scaling.of(module.removeprefix(_PREFIX))
+            ranks, alphas = (
+                [key for key in patterns.values if re.fullmatch(rf"(.*\.)?({key})", module)]
+                for patterns in (self._ranks, self._alphas)
+            )
         except re.error as error:
             raise CheckpointError(
                 f"{self.where}/{CONFIG_FILE}: rank_pattern or alpha_pattern has a pattern that is not a regular "
                 f"expression: {error}. Is the file damaged?"
             ) from error
-        inputs_first = leaf.num_inputs > 0 and leaf.order.index(0) >= len(leaf.order) - leaf.num_inputs
-        is_embedding = f"{module}.lora_embedding_A" in self._file.tensors
-        has_norms = f"{module}.lora_magnitude_vector" in self._file.tensors
-        if has_norms and (is_embedding or inputs_first):
-            raise CheckpointError(
-                f"{self.where} has DoRA for {module}, which is implemented for linear layers only. Merge it "
-                f"with PEFT, and give the merged model as model.path."
-            )
-        return _Delta(module, scale, is_embedding, is_embedding or inputs_first, has_norms), rank
+        rank = self._ranks.positive_int(ranks[0]) if ranks else self._rank
+        alpha = self._alphas.positive_float(alphas[0]) if alphas else self._alpha
+        return rank, alpha / (rank**0.5 if self._uses_root else rank)  # Kalajdzievski, arXiv 2312.03732
 
     def _unexpected_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
         problems = []
@@ -241,8 +213,7 @@ class Adapter:
 def _shapes(delta: _Delta, rank: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """The expected shapes of the adapter's tensors for a tensor of this shape."""
     outputs, *inputs = reversed(shape) if delta.is_transposed else shape
-    norms = {delta.norms: (outputs,)} if delta.has_norms else {}
-    return dict(zip(delta.factors, ((rank, *inputs), (outputs, rank)), strict=True)) | norms
+    return {delta.a: (rank, *inputs), delta.b: (outputs, rank)} | ({delta.norms: (outputs,)} if delta.norms else {})
 
 
 class AdaptedCheckpoint(Checkpoint):

@@ -18,8 +18,7 @@ from pipeline.models.checkpoints.torch_file import TorchFile
 
 _TRUNKS = (  # first the prefixes of vision-language models, then each family's `base_model_prefix` in transformers
     *("model.language_model.", "language_model.model.", "language_model."),
-    *("model.decoder.", "model.", "backbone.", "gpt_neox.", "transformer.", "bert.", "roberta."),
-    "decoder.",
+    *("model.decoder.", "model.", "backbone.", "gpt_neox.", "transformer.", "bert.", "decoder."),
 )
 _HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")  # names without a trunk prefix
 _SINGLE = ("model.safetensors", "pytorch_model.bin")  # the first is preferred
@@ -218,6 +217,5 @@ class Checkpoint:
         return CheckpointError(
             f"{self.where} has no weights: expected {' or '.join(_SINGLE)} or an index of several such files, got "
             f"{', '.join(self._files.names())}. Download the weights, or set model.init=random; an adapter's weights "
-            f"are for model.adapter. Convert others: "
-            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(new_path)."
+            f"are for model.adapter. Convert others: AutoModelForCausalLM.from_pretrained(path).save_pretrained(new)."
         )
