@@ -44,8 +44,9 @@ def documents_of_rows(
     shard: str,
     where: str,
     on_error: OnError,
+    remedy: str = "Repair or replace the file",
 ) -> Iterator[Document | SkippedDocument]:
-    """A document for each row, or a skip where `document` raises ValueError. where: for messages.
+    """A document for each row, or a skip where `document` raises ValueError. where, remedy: for messages.
 
     Raises InputError for a skip unless skips are allowed.
     """
@@ -56,7 +57,7 @@ def documents_of_rows(
                 continue
             except ValueError as error:
                 item = SkippedDocument(shard, item[0], str(error))
-        yield item.if_allowed(on_error, f"{where} row {item.index}", "Repair or replace the file")
+        yield item.if_allowed(on_error, f"{where} row {item.index}", remedy)
 
 
 @contextmanager
