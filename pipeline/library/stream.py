@@ -17,6 +17,7 @@ from pipeline.core.errors import ArgumentError, ConfigError, StoreMismatch
 from pipeline.core.messages import counted, shown
 from pipeline.core.sites import ActivationKey
 from pipeline.data.files import NoSuchFiles
+from pipeline.data.parquet_file import ParquetDamage
 from pipeline.job.job import Job, weights_identity
 from pipeline.job.loaded_step import load_step
 from pipeline.job.opening import open_job, replanned
@@ -90,7 +91,7 @@ class Stream:
         values |= {"run.max_tokens": max_tokens, "run.progress": progress}
         try:
             self._open(composing.from_values(ParquetData, {key: plain(value) for key, value in values.items()}))
-        except NoSuchFiles as error:
+        except (NoSuchFiles, ParquetDamage) as error:
             raise NoSuchFiles(
                 f"{error} In Python, data=... are settings of Stream.from_config: Stream.from_config(['data=hf', "
                 "'data.path=json', 'data.data_files=FILE', ...])."
