@@ -1,6 +1,7 @@
 """Opens datasets with `datasets`, and turns its errors into the program's, with what is wrong and what to do."""
 
 import csv
+import glob
 import gzip
 import lzma
 import os
@@ -52,6 +53,11 @@ def open_builder(
             f"data.path is {path!r:.200}, which is not a directory, a loader or a Hub id. Correct it; a file is read "
             "with data.data_files=FILE and data.path=json, csv, text, arrow or parquet."
         )
+    elif os.path.isdir(path) and has_magic(path):
+        raise ConfigError(
+            f"data.path is {path}, in which `datasets` takes *, ? and [ as parts of a pattern. Rename the directory, "
+            f"or set data.path=json, csv, text, arrow or parquet and data.data_files={glob.escape(path)}/*."
+        )
     repeat_requests()
     with dataset_errors(path):
         for pattern in filter(has_magic, data_files or ()):  # `datasets` leaves out globs without files
@@ -92,7 +98,7 @@ def dataset_errors(path: str) -> Iterator[None]:
         except (FileNotFoundError, DatasetsError, RuntimeError) as error:  # RuntimeError: the dataset is a script
             if _is_unreachable(error):
                 raise PipelineError(f"{path} cannot be read: {error}. Check access to it, and try again.") from error
-            raise InputError(f"{path}: {error}. Set data.path and data.data_files to a dataset.") from error
+            raise InputError(f"{path}: {error!s:.300}. Set data.path and data.data_files to a dataset.") from error
         except ValueError as error:
             raise ConfigError(
                 f"data.path={path}: {str(error).rstrip('.')}. Set data.subset and data.data_files."

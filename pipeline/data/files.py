@@ -100,12 +100,11 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
     if not is_file:
         files = [file for file in files if not any(part.startswith((".", "_")) for part in file.name.split("/"))]
     if not files:
-        is_absent = isinstance(filesystem, LocalFileSystem) and not is_glob(root) and not os.path.lexists(root)
-        subject = f"there is no {path}" if is_absent else f"{path} has no {suffix} file"
         braces = " Braces are not supported in globs, only *, **, ? and [...]." if {*"{}"} & {*path} else ""
         other = f" {OTHER_FORMATS}" if suffix == ".parquet" else ""
         raise NoSuchFiles(
-            f"{subject}. Set data.path to a {suffix} file, or a directory or glob with {suffix} files.{braces}{other}"
+            f"{path} has no {suffix} file. Set data.path to one, or to a directory or glob with {suffix} files.{braces}"
+            f"{other}"
         )
     with input_errors(path):
         for file in files:

@@ -100,8 +100,7 @@ class HfSource:
         if not start:
             rows = self._with_columns(rows, name)
         where = f"{self._config.path}, {name}"
-        remedy = "Correct the row" if self._config.messages else "Repair or replace the file"
-        return documents_of_rows(rows, partial(self._document, name), name, where, self._config.on_error, remedy)
+        return documents_of_rows(rows, partial(self._document, name), name, where, self._config.on_error)
 
     def fingerprint(self) -> dict[str, object]:
         """The template and columns, and a digest of the names and sizes of the dataset's files."""

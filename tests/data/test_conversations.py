@@ -293,10 +293,12 @@ def test_a_bad_conversation_is_named_or_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join(map(json.dumps, [{"messages": [HI]}, {"messages": []}, {"messages": [YO]}])))
     settings = {"path": "json", "data_files": str(path)}
-    with pytest.raises(InputError, match=r"a.jsonl row 1: the conversation is empty. Correct the row, or set"):
+    with pytest.raises(
+        InputError, match=r"a.jsonl row 1: the conversation is empty. Repair or replace the file, or set"
+    ):
         list(source(chat_tokenizer(), **settings).read(0, 0))
     unfollowed = chat_tokenizer("{{ '%s' % messages[0].content }}")
-    remedy = r"Use another template \(model.tokenizer\), or render the text with data.text. Correct the row, or"
+    remedy = r"Use another template \(model.tokenizer\), or render the text with data.text. Repair or replace"
     with pytest.raises(InputError, match=remedy):
         list(source(unfollowed, **settings).read(0, 0))
     prompts = HfSource(HfData(source="hf", messages="messages", **settings), unfollowed, are_prompts=True)

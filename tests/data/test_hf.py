@@ -249,6 +249,7 @@ def test_compressed_files_are_read(tmp_path, kind):
         ({"data_files": []}, ConfigError, "data.path=json is a loader. Set data.data_files"),
         ({"path": "card"}, InputError, "card: the header of its card, README.md, cannot be used: while parsing"),
         ({"path": "folder/rows.jsonl.gz"}, ConfigError, "a file is read with data.data_files=FILE and data.path=json"),
+        ({"path": "[1]"}, ConfigError, r"data.path is \[1\], .* and data.data_files=\[\[\]1\]/\*"),
         ({"path": "folder/rows"}, ConfigError, "data.path is 'folder/rows', which is not a directory, a"),
     ],
 )
@@ -258,6 +259,7 @@ def test_wrong_settings_are_refused_at_the_start(rows, settings, error, message,
     (folder / "rows.jsonl.gz").touch()
     monkeypatch.chdir(folder.parent)
     Path("card").mkdir()
+    Path("[1]").mkdir()
     Path("card", "README.md").write_text("---\nlicense: [\n---\n")
     with pytest.raises(error, match=message):
         source(**({"data_files": rows} | settings))

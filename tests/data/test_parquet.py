@@ -189,9 +189,7 @@ def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
 
 @pytest.mark.parametrize("path", ["nothing", "*.parquet", "."])
 def test_a_path_without_parquet_files_is_refused(tmp_path, path):
-    with pytest.raises(
-        InputError, match=r"(has no \.parquet file|there is no .*nothing)\. Set data.path.*data=hf data.path=json"
-    ):
+    with pytest.raises(InputError, match=r"has no \.parquet file\. Set data.path.*data=hf data.path=json"):
         source(tmp_path / path)
 
 

@@ -97,15 +97,13 @@ HONOURED: dict[str, dict[str, object]] = {
     },
     "named token as object": {"pad_token": token("<x>", lstrip=True) | {"__type": "AddedToken"}},
     "a word as a token": {"pad_token": "hello"},
-    "split": {"split_special_tokens": True},
-    "split, with a named token that is not special": {"split_special_tokens": True, "pad_token": "<user>"},
     "map": {"special_tokens_map.json": {"pad_token": "<x>", "additional_special_tokens": ["<new>"]}},
     "map beside added tokens": {"added_tokens_decoder": {}, "special_tokens_map.json": {"pad_token": "<x>"}},
     "added_tokens.json and map": {
         "added_tokens.json": {"<x>": END},
         "special_tokens_map.json": {"additional_special_tokens": ["<x>"]},
     },
-    "without effect": {"model_max_length": 3, "truncation_side": "left", "max_length": 2, "legacy": False},
+    "without effect": {"model_max_length": 3, "max_length": 2, "legacy": False, "split_special_tokens": False},
 }
 REFUSED: list[dict[str, object]] = [  # one attribute each, which the message names
     {"added_tokens_decoder": {9999: token("<x>")}},  # another id
@@ -124,6 +122,7 @@ REFUSED: list[dict[str, object]] = [  # one attribute each, which the message na
     {"auto_map": {"AutoTokenizer": ["a.B", None]}},
     {"tokenizer_class": "ByT5Tokenizer"},
     {"sp_model_kwargs": {"enable_sampling": True}},
+    {"split_special_tokens": True},
     {"src_lang": "de"},
     {"mystery": 1},
 ]

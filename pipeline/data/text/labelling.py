@@ -46,7 +46,6 @@ _PARTS = {
     **dict.fromkeys(("tool_calls", "function_call", "function_calls"), Part.tool_call),
     **dict.fromkeys(("tools", "functions"), Part.tool_definition),
 }
-_MAX_MESSAGES = 1 << 15
 _RECOGNISABLE = 20  # characters of a text that a template would not write by chance
 # A tag is 32 * (message + 1) + kind, plus 16 in `{% generation %}`. A kind is a part, or one of these:
 _PROMPT_KIND, _ROLE_KIND = len(Part), len(Part) + 1
@@ -148,8 +147,6 @@ class Labeller:
 
     def _rendered(self, values: Mapping[str, Any], roles: Sequence[Role]) -> tuple[str, list[_Run], _Texts]:
         """The text, its runs, and the texts of the conversation."""
-        if len(roles) > _MAX_MESSAGES:
-            refuse(f"{len(roles)} messages; {_MAX_MESSAGES} are possible")
         given: _Texts = {}
         values = {**self.fixed, **values}
         both = zip(values["messages"], roles, strict=True)

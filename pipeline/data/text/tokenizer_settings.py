@@ -26,7 +26,7 @@ _COMPARED = _words("add_prefix_space do_lower_case keep_accents strip_accents to
 # The others are about decoding, padding, truncation, other files, or how tokenizer.json was made.
 _KNOWN = _COMPARED | _words(
     """
-    added_tokens_decoder extra_special_tokens additional_special_tokens split_special_tokens chat_template
+    added_tokens_decoder extra_special_tokens additional_special_tokens chat_template
     add_bos_token add_eos_token tokenizer_class auto_map model_max_length max_len max_length stride truncation
     truncation_side truncation_strategy padding padding_side pad_to_multiple_of pad_token_type_id model_input_names
     clean_up_tokenization_spaces errors trim_offsets spaces_between_special_tokens skip_special_tokens
@@ -41,7 +41,7 @@ _KNOWN = _COMPARED | _words(
 # The only values of these with which transformers gives the ids of tokenizer.json.
 _ALLOWED: dict[str, Any] = {
     **{"do_basic_tokenize": True, "remove_space": True, "split_by_punct": False, "fix_mistral_regex": False},
-    **{"never_split": [], "sp_model_kwargs": {}, "init_inputs": []},
+    **{"never_split": [], "sp_model_kwargs": {}, "init_inputs": [], "split_special_tokens": False},
 }
 _CLASSES_IN_PYTHON = _words(  # which divide texts even beside a tokenizer.json
     """
@@ -113,16 +113,7 @@ class TokenizerSettings:
         before = tokenizer.get_added_tokens_decoder()
         self._add_tokens(tokenizer)
         after = tokenizer.get_added_tokens_decoder()
-        changes: list[object] = [[i, repr(after[i])] for i in sorted(after) if repr(after[i]) != repr(before.get(i))]
-        split = self._config.get("split_special_tokens") or False
-        if not isinstance(split, bool):
-            raise wrong_value(self._where, "split_special_tokens", split, "true or false")
-        if split:
-            tokens = [*self._named().values()]
-            tokenizer.add_special_tokens(tokens)  # those that tokenizer.json does not call special are split, too
-            tokenizer.encode_special_tokens = True
-            changes.append(["split_special_tokens", *sorted({token.content for token in tokens})])
-        return changes
+        return [[i, repr(after[i])] for i in sorted(after) if repr(after[i]) != repr(before.get(i))]
 
     def _add_tokens(self, tokenizer: Tokenizer) -> None:
         """In transformers' order, which determines the ids (TokenizersBackend.__init__)."""
