@@ -24,6 +24,7 @@ def prepare_process() -> None:
     _open_closed_streams()
     if not isinstance(sys.stderr, _Messages):
         sys.stderr = _Messages(sys.stderr, OSError)
+        sys.stdout.reconfigure(line_buffering=True)  # so that errors are raised while the command runs
         sys.stdout = _Messages(sys.stdout, BrokenPipeError)  # other errors, such as a full disk, would lose a result
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup and in a shell's background jobs
@@ -50,8 +51,8 @@ def _open_closed_streams() -> None:
 
 
 class _Messages:
-    """A text stream that ignores some errors, so that failing to print a message does not end a job, and escapes the
-    control characters in what it prints, except those of progress bars."""
+    """A text stream that ignores some errors, so that failing to print a message does not end a job, and ends the
+    command at others. It escapes the control characters in what it prints, except those of progress bars."""
 
     def __init__(self, stream: TextIO, ignored: type[OSError]) -> None:
         self._stream = stream
@@ -59,13 +60,23 @@ class _Messages:
 
     def write(self, text: str) -> int:
         moves = _CURSOR_MOVES.match(text)[0]
-        with suppress(self._ignored):
+        with self._errors():
             self._stream.write(moves + printable(text[len(moves) :]))
         return len(text)
 
     def flush(self) -> None:
-        with suppress(self._ignored):
+        with self._errors():
             self._stream.flush()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except self._ignored:
+            pass
+        except OSError as error:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  Python would flush it once more
+            sys.exit(f"Standard output cannot be written: {error.strerror}.")
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._stream, name)

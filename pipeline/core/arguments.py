@@ -24,7 +24,7 @@ def integer(name: str, value: object, least: int = 0, most: int = _MOST) -> int:
     except Exception:  # whatever an object's own __index__ raises
         number = None
     if number is None or not least <= number <= most:
-        end = "" if most == _MOST else f" and at most {most}"
+        end = "" if most == _MOST and (number or 0) <= most else f" and at most {most}"
         raise ArgumentError(f"{name} is {shown(value)}, expected an integer of at least {least}{end}.")
     return number
 

@@ -90,7 +90,7 @@ def test_numpys_numbers_are_accepted(store):
         (lambda store: store.document(10**6), "no document has it"),
         (lambda store: store.batches([], 4), r"keys is empty; the store .* has blocks\.1\."),
         (lambda store: store.batches([(1, "resid_post")], 4), "has blocks.*; expected a name such as"),
-        (lambda store: store.documents(["nothing"]), r"have no columns \['nothing'\]"),
+        (lambda store: store.documents(["nothing"]), r"have no columns \['nothing'\], expected \[.*'id'"),
         (lambda store: store.labels("url", pa.table({"id": ["a"]})), r"no columns \['url'\]; it has \['id'"),
         (lambda store: store.labels("url")[np.array([0, 10**6])], r"documents \[1000000\] have no url"),
         (lambda store: store.labels("url")[None], r"labels\[...\] takes numbers of documents, got None"),

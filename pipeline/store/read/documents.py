@@ -122,9 +122,8 @@ class StoredDocuments:
             tables = (table.select([name for name in columns if name in table.column_names]) for table in tables)
         table = _joined(list(tables) or [empty_table()])
         if missing := [name for name in columns or () if name not in table.column_names]:
-            raise ArgumentError(
-                f"the documents of {self._storage.path} have no columns {missing}, expected {table.column_names}."
-            )
+            known = self.read(self._blocks[:1]).column_names
+            raise ArgumentError(f"the documents of {self._storage.path} have no columns {missing}, expected {known}.")
         return table if columns is None else table.select(columns)
 
     @cached_property
