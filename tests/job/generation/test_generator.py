@@ -51,7 +51,8 @@ FAMILIES = {
     "smollm3": TWO_LAYERS | {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 7},
 }
 """One family for each kind of cache and of positions. `test_parity.py` compares the layers of all families."""
-LIKE_OTHERS = ("gpt_neox", "opt", "qwen2", "qwen3_5_moe_text", "smollm3")  # each part of these is in another family too
+LIKE_OTHERS = ("gemma3_text", "gpt_neox", "opt", "qwen2", "qwen3_5_moe_text", "smollm3")
+"""Each part of these is in another family too."""
 SPECULATING = ("deepseek_v3", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss", "llama4_text")
 """With 3 proposals, the local layers of Gemma 3 and Llama 4 have windows of 29 positions, and exactly 32 slots."""
 
