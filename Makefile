@@ -63,7 +63,7 @@ demo: setup  ## the main job on text and on ARC tasks, with the bundled model: C
 test test-fast: export PYTHONDONTWRITEBYTECODE =
 
 test: setup-test  ## the test suite, in three processes: many tests wait for jobs that they start, or for time to pass
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-fast: setup-test  ## what needs no process of its own and compiles little
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not heavy'

@@ -1,6 +1,7 @@
 """Small real jobs for tests: text files, runs in their own processes, comparison of stores."""
 
 import json
+import os
 import pydoc_data.topics
 import shutil
 import signal
@@ -89,9 +90,10 @@ def run(*overrides: str, module: str = "pipeline.run", timeout_s: float = 300) -
 
 
 def run_program(
-    program: str, *arguments: str, env: Mapping[str, str] | None = None, timeout_s: float = 300
+    program: str, *arguments: str, devices: int = 0, env: Mapping[str, str] = os.environ, timeout_s: float = 300
 ) -> subprocess.CompletedProcess:
-    """Runs a program, given as text, and waits for it."""
+    """Runs a program, given as text, and waits for it. With `devices`, that many are on its CPU."""
+    env = {**env, **({"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"} if devices else {})}
     program_command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(program_command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s)
 

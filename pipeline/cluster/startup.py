@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from pipeline.core.errors import EXIT_INTERRUPTED

@@ -4,7 +4,6 @@ They are interpreted on the CPU. `test_compile_check.py` compiles splash attenti
 lowered, and runs where there is a GPU.
 """
 
-import os
 import re
 from functools import partial
 from pathlib import Path
@@ -223,7 +222,7 @@ for rule in ({{"causal": True}}, {{"causal": True, "window": 120}}, {{"causal": 
 def test_rows_and_heads_are_divided_without_communication_and_positions_with_it() -> None:
     """In another process, since the number of devices is fixed when JAX starts."""
     script = FOUR_DEVICES.format(here=str(Path(__file__).resolve().parent))
-    done = run_program(script, env=os.environ | {"JAX_NUM_CPU_DEVICES": "4"})
+    done = run_program(script, devices=4)
     assert done.returncode == 0, done.stderr
 
 

@@ -36,7 +36,13 @@ def plan(shapes: Path, name: str, *overrides: str) -> subprocess.CompletedProces
 def test_a_published_model_fits_a_slice(shapes: Path) -> None:
     """Compares the plan's arithmetic with the compiler's figures, which include the padding of layouts. The audit
     compiles more models."""
-    sizes = ("capture.layers=[21]", "batch.rows=256", "batch.length=2048", "run.max_inflight_mib=40000")
+    sizes = (
+        "capture.layers=[21]",
+        "capture.sites=[resid_pre]",
+        "batch.rows=256",
+        "batch.length=2048",
+        "run.max_inflight_mib=40000",
+    )
     done = plan(shapes, "Qwen2.5-7B", "topology=v5e-64", *sizes, "plan.json=true")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -1,7 +1,6 @@
 """The planned bytes of weights against the compiler's, on numbers of devices that divide a model's axes or do not."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -67,8 +66,7 @@ def write(path: Path, name: str, config: dict) -> str:
 def test_planned_bytes_are_the_programs_arguments_on_any_number_of_devices(tmp_path: Path) -> None:
     for name, config in TINY.items():
         write(tmp_path, name, config)
-    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu"}
-    done = run_program(PROGRAM, str(tmp_path), json.dumps(DEVICES), *TINY, env=environment)
+    done = run_program(PROGRAM, str(tmp_path), json.dumps(DEVICES), *TINY, devices=8)
     assert done.returncode == 0, done.stderr
     cases = [(name, *devices) for name in TINY for devices in DEVICES[name]]
     for case, step in zip(cases, json.loads(done.stdout), strict=True):
