@@ -153,7 +153,7 @@ def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topo
         notes = (f"the weights are large, so generation divides them over {tensor} devices along tensor",)
     data, rows = topology.devices // tensor, config.data.rows
     num_pair_bytes = pair_bytes(model.arch, -(-rows // data), ITEM_BYTES[config.model.dtype])  # of a decoding step
-    plan = plan_weights(config.model.weights, sizes, data, tensor, memory, num_pair_bytes)
+    plan = plan_weights(config.model.weights, sizes, data, tensor, topology, num_pair_bytes)
     if plan.sharding is Weights.fsdp:
         remedy = "" if quantised == "int4" else ", or model.weights_dtype=" + ("int4" if quantised else "int8 or int4")
         gathered = gathered_bytes(sizes, data, tensor, plan.expert_group)

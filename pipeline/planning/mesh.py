@@ -126,16 +126,17 @@ def plan_weights(
     weights: WeightBytes,
     data: int,
     tensor: int,
-    device_memory: int | None,
+    topology: Topology,
     num_pair_bytes: int = 0,
     context: int = 1,
 ) -> WeightsPlan:
     """Divides the weights over a mesh of `data` * `tensor` devices. `data` includes those along `context`.
 
-    `device_memory` is in bytes; None if it is unknown. `num_pair_bytes` are a device's `pair_bytes`. Raises ConfigError
-    if `wanted` contradicts the mesh, or if the weights do not fit.
+    `num_pair_bytes` are a device's `pair_bytes`. Raises ConfigError if `wanted` contradicts the mesh, or if the weights
+    do not fit.
     """
-    group = choose_group(weights, data, tensor, num_pair_bytes)
+    device_memory, on_gpus = topology.device_bytes, topology.platform == "gpu"
+    group = choose_group(weights, data, tensor, num_pair_bytes, on_gpus)
     sizes = {
         Weights.replicated: weights.on_device(),
         Weights.tensor: weights.on_device(tensor),
@@ -158,7 +159,9 @@ def plan_weights(
             )
     group = group if sharding is Weights.fsdp else 1
     if group > 1:
-        gathered, received = (received_bytes(weights, data, tensor, num_pair_bytes, size) for size in (1, group))
+        gathered, received = (
+            received_bytes(weights, data, tensor, num_pair_bytes, size, on_gpus) for size in (1, group)
+        )
         notes += (
             f"{group} neighbouring devices exchange tokens and divide the experts of a layer, which costs "
             f"{received / gathered:.0%} of gathering all experts",

@@ -89,8 +89,9 @@ def test_interconnect_bytes_follow_the_topology_and_the_division() -> None:
     assert {name: parse_slice(name).interconnect_bytes_per_s for name in rates} == rates
     weights = WeightBytes({"q": make_leaf(LLAMA, "attention.q", "q")}, "bfloat16")
     fsdp, replicated = WeightsPlan(Weights.fsdp, 0), WeightsPlan(Weights.replicated, 0)
-    assert received_bytes(weights, fsdp, 8, tensor=2, summed=600, num_pair_bytes=0) == 512 * 512 * 7 // 8 + 600
-    assert received_bytes(weights, replicated, 8, tensor=1, summed=600, num_pair_bytes=0) == 0
+    others = {"summed": 600, "num_pair_bytes": 0, "on_gpus": False}
+    assert received_bytes(weights, fsdp, 8, tensor=2, **others) == 512 * 512 * 7 // 8 + 600
+    assert received_bytes(weights, replicated, 8, tensor=1, **others) == 0
     matrices, tokens = 2 * 10**9, 64 * 1970  # bytes, of 10^9 numbers
     cost = Cost(2 * 10**9, 1.0, fill=1.0, received_bytes=matrices / tokens)
     limits = throughput_limits(cost, V5E_64, mfu=1.0, store_bytes_per_s=1e30)

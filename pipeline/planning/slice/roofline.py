@@ -86,12 +86,12 @@ def decoding_step_s(hbm_bytes: int, received_bytes: int, tpu_slice: Slice) -> fl
 
 
 def received_bytes(
-    weights: WeightBytes, plan: WeightsPlan, data: int, tensor: int, summed: int, num_pair_bytes: int
+    weights: WeightBytes, plan: WeightsPlan, data: int, tensor: int, summed: int, num_pair_bytes: int, on_gpus: bool
 ) -> int:
     """Bytes that a device receives from others in a step: with fsdp, the parts of matrices that it does not hold,
     and the tokens of its experts; along `tensor`, all-reduces of `summed` bytes of activations."""
     received = 0
     if plan.sharding is Weights.fsdp:
         received = gathered_bytes(weights, data, tensor, plan.expert_group)
-        received += round(exchanged_bytes(weights, tensor, num_pair_bytes, plan.expert_group))
+        received += round(exchanged_bytes(weights, tensor, num_pair_bytes, plan.expert_group, on_gpus))
     return received + 2 * summed * (tensor - 1) // tensor

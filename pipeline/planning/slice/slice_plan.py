@@ -91,7 +91,7 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
     step, memory, num_tokens = job.step, job.memory, job.streams.max_tokens
     flops = model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops
     mfu = _expected_mfu(model, tpu_slice, job, flops) if config.plan.mfu is None else config.plan.mfu
-    received = _received_bytes(config, model, job) / (step.rows * step.length)
+    received = _received_bytes(config, model, job, tpu_slice) / (step.rows * step.length)
     hbm = _hbm_bytes(config, model, job, tpu_slice) * tpu_slice.num_devices / (step.rows * step.length)
     fill = _FILL * (1 - config.batch.overlap / step.length)  # as of documents much longer than rows
     cost = Cost(flops, step.row_bytes / step.length, fill, received, step.index_bytes, hbm)
@@ -209,7 +209,7 @@ def _expected_mfu(model: Model, tpu_slice: Slice, job: Plan, flops: int) -> floa
     return forward_mfu(tpu_slice.chip, model.arch, flops, flops - step.encoder_flops - without_attention)
 
 
-def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
+def _received_bytes(config: RunConfig, model: Model, job: Plan, tpu_slice: Slice) -> int:
     """Bytes that each device receives from others in a step."""
     step, mesh, dtype = job.step, job.mesh, str(config.model.dtype)
     weights = model.weight_bytes(step.forward_keys, dtype, config.model.quantised, bool(step.head_outputs))
@@ -217,8 +217,8 @@ def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
     row_tokens = step.rows // mesh.data * step.length
     summed = _summed_bytes(config, model, num_layers, row_tokens // mesh.context)
     num_pair_bytes = pair_bytes(model.arch, row_tokens, ITEM_BYTES[dtype])
-    devices = mesh.data * mesh.context
-    received = received_bytes(weights, job.weights, devices, mesh.tensor, summed, num_pair_bytes)
+    devices, on_gpus = mesh.data * mesh.context, tpu_slice.chip.platform == "gpu"
+    received = received_bytes(weights, job.weights, devices, mesh.tensor, summed, num_pair_bytes, on_gpus)
     keys = num_layers * model.arch.num_kv_heads // mesh.tensor * (model.arch.head_dim + model.arch.value_dim)
     return received + ITEM_BYTES[dtype] * keys * row_tokens * (mesh.context - 1) // mesh.context
 
@@ -245,7 +245,8 @@ def _decoding(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan) -> d
     num_tokens = generation.spec.rows // data
     summed = _summed_bytes(config, model, model.num_layers, num_tokens)
     num_pair_bytes = pair_bytes(model.arch, num_tokens, ITEM_BYTES[dtype])
-    received = received_bytes(weights, generation.weights, data, generation.tensor, summed, num_pair_bytes)
+    on_gpus = tpu_slice.chip.platform == "gpu"
+    received = received_bytes(weights, generation.weights, data, generation.tensor, summed, num_pair_bytes, on_gpus)
     read = used_bytes(weights, generation.tensor, generation.weights.expert_group) + generation.cache_bytes
     if model.head.tensor is not None:  # a step reads only a few rows of the embedding
         read -= replace(weights, leaves=weights.leaves["embed"]).on_device(generation.tensor)
