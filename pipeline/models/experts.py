@@ -36,7 +36,6 @@ from pipeline.models.quantised_weights import QuantisedWeight
 
 _GROUPED = Router.groups, Router.sigmoid_groups
 _EXPERTS = "experts_"  # prefix of their weights' names
-_MAX_BLOCK = 128  # tokens per product in the loop over experts
 
 _TRANSPOSED = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
@@ -49,14 +48,6 @@ class _Routing(NamedTuple):
 
     indices: Int32[Array, "B T A"]
     weights: Float[Array, "B T A"]
-
-
-class _Pairs(NamedTuple):
-    """Pairs of a token and one of its experts. The results of those of no expert are undefined."""
-
-    tokens: Float[Array, "S D"]
-    rows: Int32[Array, " R"]  # of the tokens of pairs, which are sorted by expert
-    order: Order
 
 
 class _Mixed(NamedTuple):
@@ -172,22 +163,16 @@ def _mix(
     experts = routing.indices.ravel() - share.first
     is_here = (experts >= 0) & (experts < num_experts)
     order = by_expert(jnp.where(is_here, experts, num_experts), num_experts)
-    rows = order.order // routing.indices.shape[-1]
     if arch.experts.scales_inputs:
-        x, rows = x[:, :, None] * routing.weights[..., None], order.order
+        x = x[:, :, None] * routing.weights[..., None]
     x = x.reshape(-1, x.shape[-1])
-
-    compute = _in_groups if share.device.platform == "tpu" else _in_blocks
+    platform = share.device.platform
+    compute = _in_groups if platform == "tpu" else _in_blocks
     compute = partial(_in_one_kernel if runs_triton(share.device) else compute, weights=weights, arch=arch)
-
-    def compute_received(tokens: Float[Array, "R D"], order: Order) -> Float[Array, "R D"]:
-        return compute(_Pairs(tokens, order.order, order))
-
     if share.group > 1:
-        taken = (compute_received, lambda pairs: x[rows[pairs]], len(rows), order.sizes)
-        outputs = exchange_tokens(*taken, share.axis, share.mesh_axes)[order.inverse]
+        outputs = exchange_tokens(compute, x, order, share.axis, share.mesh_axes, platform == "gpu")
     else:
-        outputs = compute(_Pairs(x, rows, order))
+        outputs = compute(x, order)
     outputs = outputs.reshape(*routing.indices.shape, -1)
     outputs = jnp.where(is_here.reshape(*routing.indices.shape, 1), outputs, 0)
     wide = outputs.astype(jnp.float32)
@@ -195,9 +180,9 @@ def _mix(
     return _Mixed(outputs, mixture.astype(x.dtype))
 
 
-def _in_groups(pairs: _Pairs, weights: BlockWeights, arch: Architecture) -> Float[Array, "R D"]:
+def _in_groups(x: Float[Array, "S D"], order: Order, weights: BlockWeights, arch: Architecture) -> Float[Array, "R D"]:
     """For TPUs: one grouped product for all experts."""
-    x, sizes = pairs.tokens[pairs.rows], pairs.order.sizes
+    x, sizes = x[order.tokens(slice(None), len(x))], jnp.diff(order.ends, prepend=0)
     weights = _ungrouped(weights, x.dtype)
 
     def product(x: Float[Array, "R inputs"], name: str) -> Float[Array, "R outputs"]:
@@ -214,7 +199,7 @@ def _in_groups(pairs: _Pairs, weights: BlockWeights, arch: Architecture) -> Floa
     def per_token(values: Float[Array, "E outputs"]) -> Float[Array, "R outputs"]:
         return jnp.repeat(values, sizes, axis=0, total_repeat_length=len(x))
 
-    return product(gated(product(x, "gate"), product(x, "up"), arch), "down")[pairs.order.inverse]
+    return product(gated(product(x, "gate"), product(x, "up"), arch), "down")[order.inverse]
 
 
 def _ungrouped(weights: BlockWeights, dtype: DTypeLike) -> BlockWeights:
@@ -228,11 +213,11 @@ def _ungrouped(weights: BlockWeights, dtype: DTypeLike) -> BlockWeights:
 
 
 def _in_one_kernel(
-    pairs: _Pairs, weights: BlockWeights, arch: Architecture, interpret: bool = False
+    x: Float[Array, "S D"], order: Order, weights: BlockWeights, arch: Architecture, interpret: bool = False
 ) -> Float[Array, "R D"]:
     """For NVIDIA's GPUs: two calls of a kernel of ours, the first for the neurons. Int4 weights are converted first."""
-    (x, rows, order), weights = pairs, _ungrouped(weights, pairs.tokens.dtype)
-    blocks = RowBlocks.of(order.sizes, len(rows))
+    rows, weights = order.tokens(slice(None), len(x)), _ungrouped(weights, x.dtype)
+    blocks = RowBlocks.of(order.ends, len(rows))
 
     def product(x: Array, *names: str, combine: Callable[..., Array] = lambda y: y, **places: Array) -> Array:
         matrices = [Matrices(weights[name], weights.get(f"{name}_bias")) for name in names]
@@ -245,27 +230,21 @@ def _in_one_kernel(
     return product(neurons, "down", written_rows=order.order)
 
 
-def _in_blocks(pairs: _Pairs, weights: BlockWeights, arch: Architecture) -> Float[Array, "R D"]:
+def _in_blocks(x: Float[Array, "S D"], order: Order, weights: BlockWeights, arch: Architecture) -> Float[Array, "R D"]:
     """For other backends: a loop over blocks of tokens of one expert. An expert's last block may be partly empty.
 
     On these backends a grouped product computes every expert for every token. Measured on two cores, 4,096 tokens and
     16 experts of [192, 256]: 117 ms and 67 MiB with a grouped product, 16 ms and 11 MiB in blocks.
     """
-    x, sizes = pairs.tokens[pairs.rows], pairs.order.sizes
-    num_tokens, num_experts = len(x), len(sizes)
-    block = min(_MAX_BLOCK, 1 << max(num_tokens // num_experts, 8).bit_length() - 1)
-    blocks = -(-sizes // block)  # per expert
-    ends = jnp.cumsum(blocks)
-    number = jnp.arange(min(num_tokens, num_tokens // block + num_experts))  # enough for any routing
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), num_experts - 1)
-    first, stop = (jnp.cumsum(sizes) - sizes)[expert], jnp.cumsum(sizes)[expert]
-    indices = first[:, None] + (number - (ends - blocks)[expert])[:, None] * block + jnp.arange(block)
-    indices = jnp.where(indices < stop[:, None], indices, num_tokens)
+    x = x[order.tokens(slice(None), len(x))]
+    blocks = RowBlocks.of(order.ends, len(x))
+    indices = blocks.starts[:, None] + jnp.arange(blocks.size)
+    indices = jnp.where(indices < blocks.stops[:, None], indices, len(x))
 
     def compute(inputs: tuple[Int32[Array, " block"], Int32[Array, ""]]) -> Float[Array, "block D"]:
         indices, expert = inputs
         tokens = x.at[indices].get(mode="fill", fill_value=0)
         return mlp_block(tokens[None], jax.tree.map(lambda weight: weight[expert], weights), arch)[Site.mlp_out][0]
 
-    outputs = jax.lax.map(compute, (indices, expert))
-    return jnp.zeros_like(x).at[indices].set(outputs, mode="drop")[pairs.order.inverse]
+    outputs = jax.lax.map(compute, (indices, blocks.experts))
+    return jnp.zeros_like(x).at[indices].set(outputs, mode="drop")[order.inverse]

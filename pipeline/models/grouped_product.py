@@ -32,17 +32,15 @@ class RowBlocks:
     size: int
 
     @classmethod
-    def of(cls, sizes: Int32[Array, " E"], num_rows: int) -> "RowBlocks":
-        """Divides pairs, of which each expert has `sizes`; there are enough blocks for any routing."""
-        num_experts = len(sizes)
+    def of(cls, ends: Int32[Array, " E"], num_rows: int) -> "RowBlocks":
+        """Divides pairs that are sorted by expert and end at `ends`; there are enough blocks for any routing."""
+        num_experts, starts = len(ends), jnp.pad(ends[:-1], (1, 0))
         size = min(_MAX_ROWS, 1 << max(num_rows // num_experts, 16).bit_length() - 1)
         numbers = jnp.arange(-(-(num_rows // size + num_experts) // _NEIGHBOURS) * _NEIGHBOURS)
-        blocks = -(-sizes // size)  # per expert
-        ends, last_blocks = jnp.cumsum(jnp.stack([sizes, blocks]), axis=1)
-        experts = jnp.sum(numbers[:, None] >= last_blocks, axis=1)
-        is_needed, experts = experts < num_experts, jnp.minimum(experts, num_experts - 1)
-        starts = (ends - sizes)[experts] + (numbers - (last_blocks - blocks)[experts]) * size
-        return cls(experts, starts, jnp.where(is_needed, jnp.minimum(starts + size, ends[experts]), starts), size)
+        firsts = starts // size + jnp.arange(num_experts)  # so an expert has one block more than whole ones
+        experts = jnp.sum(numbers[:, None] >= firsts[1:], axis=1)
+        starts = starts[experts] + (numbers - firsts[experts]) * size
+        return cls(experts, starts, jnp.minimum(starts + size, ends[experts]), size)
 
 
 @dataclass(frozen=True)

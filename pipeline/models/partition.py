@@ -156,7 +156,10 @@ class Partition:
         gather all devices' rows. The weights are replicated."""
         if self.mesh is None:
             return compute(inputs, *weights)
-        return self._divided(compute, *[PartitionSpec()] * len(weights))(inputs, *weights)
+        in_specs = _ROWS, *[PartitionSpec()] * len(weights)
+        # check_vma=False: JAX does not track over which axes a loop's outputs vary.
+        mapped = jax.shard_map(compute, mesh=self.mesh, in_specs=in_specs, out_specs=_ROWS, check_vma=False)
+        return mapped(inputs, *weights)
 
     def by_rows_and_heads(
         self, compute: Callable[[Int32[Array, "B T"], PyTree], PyTree], segments: Int32[Array, "B T"], heads: PyTree
@@ -222,12 +225,6 @@ class Partition:
 
         in_specs = rows, PartitionSpec(experts)
         return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(inputs, weights)
-
-    def _divided(self, compute: Callable[..., PyTree], *specs: PartitionSpec) -> Callable[..., PyTree]:
-        """Maps `compute` over the mesh. The first input and the result are divided by rows, the other inputs by
-        `specs`."""
-        # check_vma=False: JAX does not track over which axes a loop's outputs vary.
-        return jax.shard_map(compute, mesh=self.mesh, in_specs=(_ROWS, *specs), out_specs=_ROWS, check_vma=False)
 
     def _tensor_axes(self, spec: WeightSpec, shape: tuple[int, ...]) -> list[str | None]:
         """The mesh axis of each axis of one layer's weight, or of its scales, which have only the first axes. An int4

@@ -3,6 +3,7 @@
 In a group of g devices, each gathers 1/g of a layer's experts, and sends each token to the device that has its expert.
 Gathered weights are passed on from neighbour to neighbour, but a token that is sent to a distant device occupies every
 link on the way. So its bytes count once per link: 2/3 of the side of a square of g devices, which is the mean distance.
+GPUs are connected by switches: all are neighbours.
 """
 
 import math
@@ -21,7 +22,7 @@ def pair_bytes(arch: Architecture, num_tokens: int, item_bytes: int) -> int:
     return 0 if arch.experts is None else 2 * num_tokens * arch.experts.per_token * arch.d_model * item_bytes
 
 
-def choose_group(weights: WeightBytes, data: int, tensor: int, num_bytes: int) -> int:
+def choose_group(weights: WeightBytes, data: int, tensor: int, num_bytes: int, on_gpus: bool) -> int:
     """The group whose devices receive the fewest bytes, if it saves enough; 1: they gather all experts of a layer.
 
     data, tensor: devices along these axes; num_bytes: the `pair_bytes` of a device.
@@ -31,7 +32,7 @@ def choose_group(weights: WeightBytes, data: int, tensor: int, num_bytes: int) -
         return 1
     most = math.gcd(data, *(leaf.layer_shape[0] // tensor for leaf in experts))
     groups = [group for group in range(1, most + 1) if most % group == 0]
-    received = {group: received_bytes(weights, data, tensor, num_bytes, group) for group in groups}
+    received = {group: received_bytes(weights, data, tensor, num_bytes, group, on_gpus) for group in groups}
     best = min(received, key=received.__getitem__)
     return best if received[best] <= (1 - _MIN_SAVING) * received[1] else 1
 
@@ -46,17 +47,17 @@ def gathered_bytes(weights: WeightBytes, data: int, tensor: int, group: int) -> 
     return used_bytes(weights, tensor, group) - weights.on_device(tensor, data, group)
 
 
-def received_bytes(weights: WeightBytes, data: int, tensor: int, num_bytes: int, group: int) -> float:
+def received_bytes(weights: WeightBytes, data: int, tensor: int, num_bytes: int, group: int, on_gpus: bool) -> float:
     """Bytes that a device receives in a step for the layers' experts, counted once per link."""
     experts = _experts(weights)
-    exchanged = exchanged_bytes(weights, tensor, num_bytes, group)
+    exchanged = exchanged_bytes(weights, tensor, num_bytes, group, on_gpus)
     return experts.on_device(tensor) * (1 / group - 1 / data) + exchanged
 
 
-def exchanged_bytes(weights: WeightBytes, tensor: int, num_bytes: int, group: int) -> float:
+def exchanged_bytes(weights: WeightBytes, tensor: int, num_bytes: int, group: int, on_gpus: bool) -> float:
     """Bytes of tokens that a device receives in a step, counted once per link."""
     num_layers = sum(leaf.num_layers for leaf in _experts(weights).leaves if leaf.key == "mlp.experts_down")
-    links = max(1.0, 2 / 3 * math.sqrt(group))
+    links = 1.0 if on_gpus else max(1.0, 2 / 3 * math.sqrt(group))
     return num_layers * num_bytes / tensor * (1 - 1 / group) * links
 
 

@@ -151,7 +151,7 @@ def _divide_weights(config: RunConfig, model: Model, tensor: int, topology: Topo
         tensor = most
     data, rows = topology.devices // tensor, config.data.rows
     num_pair_bytes = pair_bytes(model.arch, -(-rows // data), ITEM_BYTES[config.model.dtype])  # of a decoding step
-    return plan_weights(config.model.weights, sizes, data, tensor, memory, num_pair_bytes)
+    return plan_weights(config.model.weights, sizes, data, tensor, topology, num_pair_bytes)
 
 
 def cache_bytes(arch: Architecture, spec: GenerationSpec, itemsize: int, tensor: int = 1) -> int:

@@ -124,6 +124,7 @@ class WeightsPlan:
     expert_group: int = 1  # neighbours that divide the experts of a layer and exchange tokens
     tensor: int = 1  # devices along this axis
     context: int = 1
+    on_gpus: bool = False
 
     def partition(self, devices: Sequence[jax.Device] | None = None) -> Partition:
         """Divides the weights over a mesh of `devices`; None: of all."""
@@ -136,16 +137,17 @@ def plan_weights(
     weights: WeightBytes,
     data: int,
     tensor: int,
-    device_memory: int | None,
+    topology: Topology,
     num_pair_bytes: int = 0,
     context: int = 1,
 ) -> WeightsPlan:
     """Divides the weights over a mesh of `data` * `tensor` devices. `data` includes those along `context`.
 
-    `device_memory` is in bytes; None if it is unknown. `num_pair_bytes` are a device's `pair_bytes`. Raises ConfigError
-    if `wanted` contradicts the mesh, or if the weights do not fit.
+    `num_pair_bytes` are a device's `pair_bytes`. Raises ConfigError if `wanted` contradicts the mesh, or if the weights
+    do not fit.
     """
-    group = choose_group(weights, data, tensor, num_pair_bytes)
+    device_memory, on_gpus = topology.device_bytes, topology.platform == "gpu"
+    group = choose_group(weights, data, tensor, num_pair_bytes, on_gpus)
     sizes = {
         Weights.replicated: weights.on_device(),
         Weights.tensor: weights.on_device(tensor),
@@ -173,4 +175,4 @@ def plan_weights(
             f"{device_memory / MIB:.0f} MiB. Use more devices with model.weights=fsdp, a larger mesh.tensor, or "
             f"model.weights_dtype=int8 or int4."
         )
-    return WeightsPlan(weights, sharding, sizes[sharding], notes, group, tensor, context)
+    return WeightsPlan(weights, sharding, sizes[sharding], notes, group, tensor, context, on_gpus)

@@ -218,7 +218,7 @@ def make_plan(
         model_bytes,
         mesh.data * mesh.context,
         mesh.tensor,
-        topology.device_bytes,
+        topology,
         num_pair_bytes,
         mesh.context,
     )

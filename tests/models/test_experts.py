@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pipeline.models.architecture import Activation, Experts, Router
-from pipeline.models.exchange.tokens import Order
-from pipeline.models.experts import _in_blocks, _in_groups, _in_one_kernel, _Pairs, _route, _route_in_groups
+from pipeline.models.exchange.tokens import Order, write_at_once, write_in_turn
+from pipeline.models.experts import _in_blocks, _in_groups, _in_one_kernel, _route, _route_in_groups
 from pipeline.models.quantised_weights import QuantisedWeight, grouped_shape, quantise
 from pipeline.models.registry import open_model
 from tests.models.hf_reference import save_random
@@ -87,13 +87,20 @@ def test_sparse_products_equal_one_expert_at_a_time(case: str, quantised: str | 
         chosen = neurons(tokens @ gate.T + gate_bias, tokens @ up.T + up_bias)
         expected[first : first + size] = chosen @ down.T + down_bias
         first += size
-    order = rng.permutation(len(x)).astype(np.int32)
-    rows = np.argsort(order)
     pairs = rng.permutation(len(x)).astype(np.int32)
-    by_expert = Order(pairs, np.argsort(pairs), sizes)
+    by_expert = Order(pairs, np.argsort(pairs), np.cumsum(sizes))
     for compute in (_in_groups, _in_blocks, partial(_in_one_kernel, interpret=True)):
-        got = jax.jit(partial(compute, arch=arch))(_Pairs(x[order], rows, by_expert), used)
+        got = jax.jit(partial(compute, arch=arch))(x[by_expert.inverse], by_expert, used)
         np.testing.assert_allclose(got[pairs[:first]], expected[:first], rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_windows_are_written_to_their_places() -> None:
+    windows, places = np.random.default_rng(0).normal(size=(3, 4, 2)).astype(np.float32), np.array([0, 4, 11])
+    expected = np.zeros((16, 2), np.float32)
+    for window, place in zip(windows, places, strict=True):
+        expected[place : place + 4] = window
+    for write in (write_at_once, write_in_turn):
+        np.testing.assert_array_equal(jax.jit(write)(jnp.zeros((16, 2)), windows, places), expected)
 
 
 @pytest.mark.parametrize("activation", Activation)
@@ -102,12 +109,12 @@ def test_experts_lower_to_products_for_a_gpu_that_need_not_be_there(activation: 
     arch = replace(open_model(str(tmp_path)).arch, activation=activation)
     shapes = {"gate": (arch.d_mlp, arch.d_model), "up": (arch.d_mlp, arch.d_model), "down": (arch.d_model, arch.d_mlp)}
     weights = {name: jnp.zeros((NUM_EXPERTS, *shape), jnp.bfloat16) for name, shape in shapes.items()}
-    order = Order(jnp.arange(40), jnp.arange(40), jnp.full(NUM_EXPERTS, 8))
-    pairs = _Pairs(jnp.zeros((40, arch.d_model), jnp.bfloat16), jnp.arange(40), order)
+    order = Order(jnp.arange(40), jnp.arange(40), 8 * jnp.arange(1, NUM_EXPERTS + 1))
+    x = jnp.zeros((40, arch.d_model), jnp.bfloat16)
     mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
     with jax.sharding.use_abstract_mesh(mesh):
         compute = jax.jit(partial(_in_one_kernel, arch=arch))
-        text = compute.trace(pairs, weights).lower(lowering_platforms=("cuda",)).as_text()
+        text = compute.trace(x, order, weights).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == (3 if activation is Activation.gelu else 2)
     assert not re.search(r"stablehlo\.(dot|while|transpose)", text)
 

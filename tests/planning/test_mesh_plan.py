@@ -81,12 +81,12 @@ def test_the_positions_of_a_row_stay_within_a_process(context, tensor, process_d
 )
 def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, weights, weights_mib, noted):
     """On 4 devices."""
-    device_memory = device_mib and device_mib * MIB
-    plan = plan_weights(Weights(wanted), WEIGHTS, 4 // tensor, tensor, device_memory)
+    topology = Topology(4, device_mib and device_mib * MIB)
+    plan = plan_weights(Weights(wanted), WEIGHTS, 4 // tensor, tensor, topology)
     assert (plan.sharding, plan.device_bytes) == (weights, weights_mib * MIB)
     assert any("weights are divided" in note for note in plan.notes) == noted
 
 
 def test_weights_that_do_not_fit_even_divided_are_refused():
     with pytest.raises(ConfigError, match=r"fsdp\) take 1065 MiB on each device, which has 1000 MiB\. Use more"):
-        plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, device_memory=1000 * MIB)
+        plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, topology=Topology(4, 1000 * MIB))

@@ -75,20 +75,23 @@ def test_planned_bytes_are_the_programs_arguments_on_any_number_of_devices(tmp_p
 
 
 GROUPS = [  # of devices that exchange tokens, for this many tokens on each, and the share of the received bytes
-    *(("Qwen3-30B-A3B", 64, 2048, 8, 0.30), ("Qwen3-30B-A3B", 64, 8192, 4, 0.69), ("Qwen3-30B-A3B", 64, 32768, 1, 1)),
-    *(("gpt-oss-120b", 128, 8192, 16, 0.20), ("DeepSeek-V3", 128, 8192, 8, 0.26), ("DeepSeek-V3", 7, 8192, 1, 1)),
-    ("Qwen2.5-7B", 64, 2048, 1, None),
+    *(("Qwen3-30B-A3B", "tpu", 64, 2048, 8, 0.30), ("Qwen3-30B-A3B", "tpu", 64, 8192, 4, 0.69)),
+    *(("Qwen3-30B-A3B", "tpu", 64, 32768, 1, 1), ("Qwen3-30B-A3B", "gpu", 8, 8192, 8, 0.44)),
+    *(("gpt-oss-120b", "tpu", 128, 8192, 16, 0.20), ("DeepSeek-V3", "tpu", 128, 8192, 8, 0.26)),
+    *(("DeepSeek-V3", "tpu", 7, 8192, 1, 1), ("Qwen2.5-7B", "tpu", 64, 2048, 1, None)),
 ]
 
 
-@pytest.mark.parametrize(("name", "data", "num_tokens", "group", "share"), GROUPS)
-def test_experts_or_tokens_are_exchanged_whichever_are_fewer(name, data, num_tokens, group, share, tmp_path) -> None:
+@pytest.mark.parametrize(("name", "platform", "data", "num_tokens", "group", "share"), GROUPS)
+def test_experts_or_tokens_are_exchanged_whichever_are_fewer(
+    name, platform, data, num_tokens, group, share, tmp_path
+) -> None:
     model = open_model(write(tmp_path, name, SHAPES[name]), init="random")
     weights = model.weight_bytes((ActivationKey(model.num_layers - 1, Site.resid_post),), "bfloat16")
-    num_bytes = pair_bytes(model.arch, num_tokens, item_bytes=2)
-    assert choose_group(weights, data, 1, num_bytes) == group
+    num_bytes, on_gpus = pair_bytes(model.arch, num_tokens, item_bytes=2), platform == "gpu"
+    assert choose_group(weights, data, 1, num_bytes, on_gpus) == group
     if share is not None:
-        received, gathered = (received_bytes(weights, data, 1, num_bytes, size) for size in (group, 1))
+        received, gathered = (received_bytes(weights, data, 1, num_bytes, size, on_gpus) for size in (group, 1))
         assert received / gathered == pytest.approx(share, abs=0.01)
         assert weights.on_device(1, data, group) <= 1.01 * weights.on_device(1, data)
 

@@ -5,8 +5,8 @@ pair's token to the device that has the expert, which returns the output. In a r
 each other one; there are as many rounds as the largest number of tokens needs, so no token is dropped. (A ragged
 all-to-all would need no padding, but the compiler refuses it for more than 16 chips of v5e, and has none for CPUs.)
 
-Letters: R pairs of a token and one of its experts, D model dim, E experts, e of them on a device, g devices of a group,
-c capacity.
+Letters: S tokens, R pairs of a token and one of its experts, the first R / S pairs of the first token, D model dim,
+E experts, e of them on a device, g devices of a group, c capacity.
 """
 
 from collections.abc import Callable
@@ -19,76 +19,96 @@ from jaxtyping import Array, Float, Int32
 _MIN_CAPACITY = 128
 _UNROLLED = 8  # receivers
 
-Take = Callable[[Int32[Array, "..."]], Float[Array, "... D"]]
-"""The tokens of pairs, which are sorted by expert."""
-
 
 class Order(NamedTuple):
     """Where pairs are if they are sorted by expert. Arbitrary for places after theirs, and for pairs of no expert."""
 
     order: Int32[Array, " n"]  # the pair at each place
     inverse: Int32[Array, " n"]  # the place of each pair
-    sizes: Int32[Array, " e"]  # the number of each expert's pairs
+    ends: Int32[Array, " e"]  # the place after each expert's pairs
+
+    def tokens(self, places: Int32[Array, "..."] | slice, num_tokens: int) -> Int32[Array, "..."]:
+        """The numbers of the tokens at some places."""
+        return self.order[places] // (len(self.order) // num_tokens)
 
 
-Compute = Callable[[Float[Array, "n D"], Order], Float[Array, "n D"]]
-"""The outputs of tokens for their experts; undefined for those of no expert."""
+Compute = Callable[[Float[Array, "S D"], Order], Float[Array, "R D"]]
+"""The outputs of pairs; undefined for those of no expert."""
 
 
 def exchange_tokens(
-    compute: Compute, take: Take, num_pairs: int, sizes: Int32[Array, " E"], axis: str, mesh_axes: tuple[str, ...]
-) -> Float[Array, "R+c D"]:
-    """The output of each pair's expert; undefined for pairs beyond `sizes`, the number of each expert's pairs, and in
-    the last c rows, which are not cut off because that would copy the others.
+    compute: Compute, x: Float[Array, "S D"], order: Order, axis: str, mesh_axes: tuple[str, ...], on_gpus: bool
+) -> Float[Array, "R D"]:
+    """The output of each pair's expert; undefined for pairs of no expert.
 
-    `axis` is the mesh axis of the group; `compute` is called with tokens for this device's experts.
+    `axis` is the mesh axis of the group; `compute` is called with tokens for this device's experts. If all devices
+    receive as many pairs, there are 2 rounds, on GPUs 4: TPUs multiply few rows per expert less well.
     """
-    group = jax.lax.axis_size(axis)
-    ends = jnp.cumsum(jax.lax.all_to_all(sizes.reshape(group, -1), axis, 0, 0), axis=1)  # of each sender's pairs here
-    sent = jnp.sum(sizes.reshape(group, -1), axis=1)
-    starts = jnp.cumsum(sent) - sent
-    capacity = min(num_pairs, max(_MIN_CAPACITY, -(-num_pairs // (2 * group))))
+    write = write_at_once if on_gpus else write_in_turn
+    group, num_pairs = jax.lax.axis_size(axis), len(order.order)
+    ends = order.ends.reshape(group, -1)
+    starts = jnp.pad(ends[:-1, -1], (1, 0))
+    sent = ends[:, -1] - starts
+    bounds = jax.lax.all_to_all(jnp.pad(ends - starts[:, None], ((0, 0), (1, 0))), axis, 0, 0)  # of pairs from senders
+    capacity = min(num_pairs, max(_MIN_CAPACITY, -(-num_pairs // ((4 if on_gpus else 2) * group))))
     last = jax.lax.pmax((jnp.max(sent) - 1) // capacity * capacity, mesh_axes)  # all devices run one program
+    gap = capacity if on_gpus else 0  # between the outputs of two devices, since windows must not overlap
 
     def swap(rows: Float[Array, "g c D"]) -> Float[Array, "g c D"]:
         return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
 
     def exchange(state: tuple[Array, Array]) -> tuple[Array, Array]:
         first, outputs = state
-        slots = jnp.arange(capacity)
-        received = swap(take(jnp.minimum((starts + first)[:, None] + slots, num_pairs - 1)))
-        stops = jnp.clip(ends - first, 0, capacity)
-        order = _received_order(jnp.pad(stops, ((0, 0), (1, 0))), capacity)
-        returned = swap(compute(received.reshape(-1, received.shape[2]), order).reshape(received.shape))
+        places = jnp.minimum((starts + first)[:, None] + jnp.arange(capacity), num_pairs - 1)
+        received = swap(x[order.tokens(places, len(x))])
+        received_order = _received_order(bounds - first, capacity)
+        returned = swap(compute(received.reshape(-1, x.shape[1]), received_order).reshape(received.shape))
+        return first - capacity, write(outputs, returned, starts + gap * jnp.arange(group) + jnp.minimum(first, sent))
 
-        def keep(receiver: Int32[Array, ""], outputs: Float[Array, "R+c D"]) -> Float[Array, "R+c D"]:
-            return jax.lax.dynamic_update_slice(outputs, returned[receiver], (starts[receiver] + first, 0))
+    # From the last round to the first: empty slots overwrite what is written later, gaps, or the end.
+    outputs = jax.lax.empty((num_pairs + (group - 1) * gap + capacity, x.shape[1]), x.dtype)
+    outputs = jax.lax.while_loop(lambda state: state[0] >= 0, exchange, (last, outputs))[1]
+    return outputs[order.inverse + gap * jnp.sum(order.inverse[:, None] >= starts[1:], axis=1)]
 
-        return first - capacity, jax.lax.fori_loop(0, group, keep, outputs, unroll=min(group, _UNROLLED))
 
-    # From the last round to the first, each by receiver: empty slots overwrite what is written later, or the end.
-    token = jax.eval_shape(take, jax.ShapeDtypeStruct((), jnp.int32))
-    outputs = jax.lax.empty((num_pairs + capacity, *token.shape), token.dtype)
-    return jax.lax.while_loop(lambda state: state[0] >= 0, exchange, (last, outputs))[1]
+def write_at_once(
+    outputs: Float[Array, "R D"], windows: Float[Array, "g c D"], places: Int32[Array, " g"]
+) -> Float[Array, "R D"]:
+    """Writes windows that do not overlap to their places. For GPUs: one kernel instead of g."""
+    axes = jax.lax.ScatterDimensionNumbers((1, 2), (), (0,))
+    return jax.lax.scatter(outputs, places[:, None], windows, axes, indices_are_sorted=True, unique_indices=True)
+
+
+def write_in_turn(
+    outputs: Float[Array, "R D"], windows: Float[Array, "g c D"], places: Int32[Array, " g"]
+) -> Float[Array, "R D"]:
+    """The same for other devices. TPUs would read what they overwrite, and so move 1.5 times the bytes."""
+
+    def write(number: Int32[Array, ""], outputs: Float[Array, "R D"]) -> Float[Array, "R D"]:
+        return jax.lax.dynamic_update_slice(outputs, windows[number], (places[number], 0))
+
+    return jax.lax.fori_loop(0, len(windows), write, outputs, unroll=min(len(windows), _UNROLLED))
 
 
 def _received_order(bounds: Int32[Array, "g e+1"], capacity: int) -> Order:
-    """The order of a round's slots by expert, then by sender; `bounds` divide a sender's slots among the experts."""
-    group = len(bounds)
-    num_pairs = jnp.diff(bounds, axis=1)
-    slots = (bounds[:, :-1] + capacity * jnp.arange(group)[:, None]).T.ravel()
-    sizes = num_pairs.T.ravel()
-    places = jnp.cumsum(sizes) - sizes
+    """The order of a round's slots by expert, then by sender; `bounds` divide a sender's pairs among the experts, and
+    those from 0 to `capacity` have slots."""
+    senders = jnp.arange(len(bounds))
+    starts, ends = (jnp.clip(part, 0, capacity) for part in (bounds[:, :-1], bounds[:, 1:]))
+    slots = starts + capacity * senders[:, None]
+    # Before a sender's pairs of an expert: lower experts' of all senders, and the same expert's of lower senders.
+    places = jnp.sum(jnp.where(senders[:, None, None] > senders[:, None], ends, starts), axis=1)
 
-    def moved(sources: Int32[Array, " ge"], targets: Int32[Array, " ge"]) -> Int32[Array, " gc"]:
-        offsets = jnp.arange(group * capacity)[:, None] - sources
-        return jnp.sum(jnp.where((offsets >= 0) & (offsets < sizes), offsets + targets, 0), axis=1)
+    def moved(sources: Int32[Array, "g e"], targets: Int32[Array, "g e"]) -> Int32[Array, " gc"]:
+        offsets = jnp.arange(len(bounds) * capacity)[:, None] - sources.ravel()
+        is_moved = (offsets >= 0) & (offsets < (ends - starts).ravel())
+        return jnp.sum(jnp.where(is_moved, offsets + targets.ravel(), 0), axis=1)
 
-    return Order(moved(places, slots), moved(slots, places), jnp.sum(num_pairs, axis=0))
+    return Order(moved(places, slots), moved(slots, places), (places + ends - starts)[-1])
 
 
 def by_expert(experts: Int32[Array, " n"], num_experts: int) -> Order:
-    """The order of pairs by their expert. Those of expert `num_experts` come last and are not counted."""
+    """The order of pairs by their expert. Those of expert `num_experts` come last."""
     order = jnp.argsort(experts, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
-    return Order(order, inverse, jnp.sum(experts[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32))
+    inverse = jax.lax.empty(order.shape, order.dtype).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    return Order(order, inverse, jnp.sum(experts[:, None] <= jnp.arange(num_experts), axis=0, dtype=jnp.int32))

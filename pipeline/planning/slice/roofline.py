@@ -83,5 +83,5 @@ def received_bytes(plan: WeightsPlan, data: int, summed: int, num_pair_bytes: in
     received = 0
     if plan.sharding is Weights.fsdp:
         received = gathered_bytes(plan.needed, data, plan.tensor, plan.expert_group)
-        received += round(exchanged_bytes(plan.needed, plan.tensor, num_pair_bytes, plan.expert_group))
+        received += round(exchanged_bytes(plan.needed, plan.tensor, num_pair_bytes, plan.expert_group, plan.on_gpus))
     return received + 2 * summed * (plan.tensor - 1) // plan.tensor
