@@ -20,7 +20,10 @@ from pipeline.core.range_file import RangeFile
 from pipeline.core.retries import is_transient, repeated
 
 _THREADS = 16
-OTHER_FORMATS = "For JSON, CSV or text: data=hf data.path=json data.data_files=FILE."
+OTHER_FORMATS = (
+    "For JSON, CSV or text: data=hf data.path=json data.data_files=FILE (in Python: Stream.from_config(['data=hf', "
+    "...]))."
+)
 # What listings of remote storage have to identify content: Google's, the Hub's, S3's and HTTP's, Azure's.
 _CHECKSUMS = ("crc32c", "blob_id", "ETag", "etag")
 
@@ -108,7 +111,7 @@ def find_files(path: str, suffix: str) -> list[InputFile]:
         )
     with input_errors(path):
         for file in files:
-            require_regular(filesystem, file.path, "data.path")
+            require_readable(filesystem, file.path, "data.path")
     return sorted(files, key=lambda file: file.name)
 
 
@@ -131,9 +134,9 @@ def open_filesystem(path: str) -> tuple[AbstractFileSystem, str]:
     return fsspec.core.url_to_fs(os.path.expanduser(path))
 
 
-def require_regular(filesystem: AbstractFileSystem, path: str, key: str) -> None:
-    """Raises InputError if a local path is not a regular file: reading a FIFO, a device or a socket might never end.
-    Also for a name that is not UTF-8, since a store contains the names of files."""
+def require_readable(filesystem: AbstractFileSystem, path: str, key: str) -> None:
+    """Raises InputError if a local path is not a regular file that this user may read. Reading a FIFO, a device or a
+    socket might never end. Also for a name that is not UTF-8, since a store contains the names of files."""
     try:
         path.encode()
     except UnicodeEncodeError as error:
@@ -143,6 +146,8 @@ def require_regular(filesystem: AbstractFileSystem, path: str, key: str) -> None
     if not os.path.isfile(path):
         kind = "a directory" if os.path.isdir(path) else "a FIFO, a device or a socket"
         raise InputError(f"{path} is {kind}, expected a file. Check {key}.")
+    if not os.access(path, os.R_OK, effective_ids=True):
+        raise InputError(f"{path} cannot be read: permission denied. Grant this user read permission, or check {key}.")
 
 
 def is_glob(path: str) -> bool:

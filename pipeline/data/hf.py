@@ -24,7 +24,7 @@ from pipeline.core.errors import ConfigError, InputError
 from pipeline.core.retries import repeated
 from pipeline.data.dataset_files import dataset_errors, is_damage, open_builder
 from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
-from pipeline.data.files import InputFile, in_parallel, input_errors, require_regular
+from pipeline.data.files import InputFile, in_parallel, input_errors, require_readable
 from pipeline.data.manifest import MakeManifest, Manifest, file_entries, make_alone
 from pipeline.data.parquet_file import Row, Types, parquet_rows
 from pipeline.data.rows import csv_rows, documents_of_rows, json_rows, open_text, text_rows
@@ -280,7 +280,7 @@ def _open_files(config: HfData) -> tuple[DatasetBuilder, list[InputFile]]:
     def listed(address: str) -> InputFile:
         with input_errors(address):
             filesystem, path = fsspec.core.url_to_fs(address)
-            require_regular(filesystem, path, "data.data_files")
+            require_readable(filesystem, path, "data.data_files")
             info = repeated(path, lambda: filesystem.info(path))
         return InputFile.listed(filesystem, path, posixpath.relpath(address, base), info)
 

@@ -39,12 +39,17 @@ def open_job(config: RunConfig, devices: Topology | None = None) -> Job:
     """
     storage = open_storage(config.store)
     stored = None if (root := read_root(storage)) is None else root.metadata
+    given_date = config.data.date
     config, revision = pinned(config, stored)
     tokens = getattr(config.data, "tokens", None)
     model, tokenizer = open_model_and_tokenizer(config, revision, is_optional=tokens is not None)
     if renders_chat(config.data):
         with time_limit(config.run.stall_timeout_s):
             tokenizer.require_chat()
+        if given_date is not None and "date" not in tokenizer.chat_identity():
+            raise ConfigError(
+                f"data.date is {given_date}, but the chat template writes no date (strftime_now). Set data.date=null."
+            )
     encoders = open_encoders(config.capture, model)
     config = with_sae_contexts(config, encoders, tokenizer)
     compare_contexts(config, encoders, tokenizer)

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -141,9 +142,20 @@ def _requests(capture: CaptureConfig, keys: Sequence[ActivationKey]) -> Iterator
                     f"To use several SAEs for an array, give a list."
                 )
             patterns[key] = pattern
+        _require_different(pattern, [_addresses(pattern, capture.encode[pattern], key.layer) for key in matches])
     for key in (key for key in keys if key in patterns):
         addresses = _addresses(patterns[key], capture.encode[patterns[key]], key.layer)
         yield from ((key, name, address) for name, address in addresses.items())
+
+
+def _require_different(pattern: str, addresses: Sequence[Mapping[str, str]]) -> None:
+    """Raises ConfigError if a pattern has one SAE for several of its arrays. addresses: of each of them."""
+    counts = Counter(address for of_array in addresses for address in {*of_array.values()})
+    if same := [address for address, count in counts.items() if count > 1]:
+        raise ConfigError(
+            f"capture.encode has the same SAE {shown(same[0])} for several arrays of {shown(pattern)}. Write {{layer}} "
+            f"in place of the layer's number in the address, or name each array separately."
+        )
 
 
 def _addresses(pattern: str, addresses: object, layer: int) -> dict[str, str]:

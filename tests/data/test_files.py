@@ -1,5 +1,8 @@
+import ctypes
 import os
 import socket
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -129,3 +132,23 @@ def special(tmp_path):
 def test_special_files_are_refused_before_they_are_opened(special, path):
     with pytest.raises(InputError, match=r".txt is a FIFO, a device or a socket, expected a file. Check data.path"):
         names(special / path)
+
+
+@pytest.fixture
+def unreadable():
+    """A folder with a file that this thread may not read, even if it is root's."""
+    libc = ctypes.CDLL(None)
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder) / "a.txt")
+        (Path(folder) / "a.txt").chmod(0)
+        Path(folder).chmod(0o755)
+        user = libc.setfsuid(os.geteuid() or 65534)
+        yield Path(folder)
+        libc.setfsuid(user)
+
+
+@pytest.mark.parametrize("path", ["a.txt", "*.txt"])
+def test_a_file_that_this_user_may_not_read_is_refused(unreadable, path):
+    with pytest.raises(InputError, match=r"a.txt cannot be read: permission denied. Grant this user") as caught:
+        names(unreadable / path)
+    assert caught.value.exit_code == 2

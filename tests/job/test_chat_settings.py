@@ -72,6 +72,7 @@ def test_variables_reach_the_template_and_the_identity(overrides, tmp_path):
         ),
         ("data.template_kwargs=[a]", r"data.template_kwargs is \['a'\], expected values by name"),
         ("data.date=2026-02-30", "data.date is '2026-02-30'. Set it to a date, as in 2026-07-01"),
+        ("data.date=2026-07-01", "but the chat template writes no date"),
         ("data.date=yesterday", "data.date is 'yesterday'. Set it to a date"),
     ],
 )

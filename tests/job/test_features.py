@@ -380,6 +380,8 @@ def test_wrong_configurations_and_saes_that_do_not_fit_are_refused(folder, overr
         (ConfigError, "Set it to an address", f"capture.encode={{{ARRAY}: {{a: [b]}}}}"),
         (ConfigError, "Set it to an address", f"capture.encode={{{ARRAY}: {{a.b: c}}}}"),
         (ConfigError, "whose folders have different names", f"capture.encode={{{ARRAY}: [x/a, y/a]}}"),
+        (ConfigError, "has the same SAE", "capture.layers=all", encode(gated, "blocks.*.attn_in")),
+        (ConfigError, "has the same SAE", "capture.sites=[attn_in,resid_post]", encode(gated, "blocks.1.*")),
         (ConfigError, "has width 24", "capture.sites=[mlp_post]", encode(gated, "blocks.1.mlp_post")),
         (ConfigError, "capture.when=document", *decoding),
         (CheckpointError, "text", encode(str(folder / "text"))),

@@ -36,6 +36,8 @@ _BY_ERRNO = {
     errno.ENOTDIR: _IN_THE_WAY,
     errno.EEXIST: _IN_THE_WAY,
     errno.EISDIR: _IN_THE_WAY,
+    errno.ENAMETOOLONG: _Cause(StoreInvalid, "Choose a shorter store.path."),
+    errno.ELOOP: _Cause(StoreInvalid, "Choose a different store.path."),
 }
 _BY_STATUS = {
     "PERMISSION_DENIED": _PERMISSION,
