@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pipeline.cluster.processes import from_first_process
+from pipeline.cluster.processes import any_process, from_first_process
 from pipeline.config.schema import DataConfig, GenerateData, ModelConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import dataset_commit, is_hub_id
@@ -21,27 +21,36 @@ def pinned(config: RunConfig, stored: StoreMetadata | None) -> tuple[RunConfig, 
 
     The first process resolves these for all, so that a push meanwhile changes nothing. A store is resumed at the
     commits and the date that it was created with, unless the configuration names others. stored: the metadata of the
-    existing store, if any. Raises ConfigError for a setting of chat templates if there are no chats.
+    existing store, if any. Raises ConfigError for a setting of chat templates if there are no chats, and if a directory
+    is on some hosts only.
     """
     _require_chat(config.data)
     before = dict(stored.config) if stored else {}
     model, data = config.model, config.data
     documents = data.prompts if isinstance(data, GenerateData) else data
     repo = hub_repository(documents)
+    are_on_hub = {"model": is_hub_id(model.path), "data": repo is not None}
 
     def resolve() -> str:
         stored_data = before.get("data") if isinstance(before.get("data"), dict) else {}
         pins = {"date": data.date or stored_data.get("date") or datetime.date.today().isoformat()}
-        if is_hub_id(model.path):
+        if are_on_hub["model"]:
             kept = _stored_commit(model, before.get("model"), ("path", "revision"), "commit")
             pins["model"] = open_files(model.path, kept or model.revision).commit
-        if repo is not None:
+        if are_on_hub["data"]:
             stored_documents = stored_data.get("prompts") if isinstance(data, GenerateData) else stored_data
             kept = _stored_commit(documents, stored_documents, ("source", "path"), "revision")
             pins["data"] = dataset_commit(repo, documents.revision or kept)
         return json.dumps(pins)
 
     pins = json.loads(from_first_process(resolve))
+    # Whether a path is on the Hub depends on the host's files, so every process compares.
+    for name, path in (("model", model.path), ("data", data.path)):
+        if any_process((name in pins) != are_on_hub[name]):
+            raise ConfigError(
+                f"{name}.path={path} is a local directory on some hosts of this job; the others would read it from the "
+                "Hub. Put the directory on all hosts or on none, or give its absolute path."
+            )
     changes = {"revision": pins["data"]} if "data" in pins else {}
     changes |= {"date": pins["date"]} if renders_chat(data) else {}
     if isinstance(data, GenerateData):
