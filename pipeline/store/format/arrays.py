@@ -19,7 +19,7 @@ from pipeline.store.format.layout import (
     scale_spec,
 )
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
-from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.failures import DAMAGE_REMEDY, ROOT_REMEDY
 from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
@@ -63,7 +63,7 @@ def layout_of(root: StoreRoot) -> StoreLayout:
             raise StoreInvalid(
                 f"{ROOT_KEY} describes blocks of {parts} store shards {format.shape} of {spec.name}, in chunks "
                 f"{format.chunk_shape}: expected at most {_MAX_BLOCK_BYTES} bytes in {_MAX_PARTS} shards, chunks of at "
-                f"most {_MAX_CHUNK_BYTES}. {DAMAGE_REMEDY}"
+                f"most {_MAX_CHUNK_BYTES}. {ROOT_REMEDY}"
             )
     return layout
 
