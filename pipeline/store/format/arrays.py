@@ -10,7 +10,6 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.keys import index_prefix, parse_key
 from pipeline.store.format.layout import (
-    MAX_ROWS,
     SELECTED,
     TOKENS,
     ArraySpec,
@@ -112,7 +111,7 @@ def parse_rows(content: bytes | None, layout: StoreLayout, spec: ArraySpec, subj
     stored = parse_store_json(content, subject)
     shape = stored.get("shape") if isinstance(stored, dict) else None
     rows = shape[0] if isinstance(shape, list) and shape else None
-    if type(rows) is not int or not 0 <= rows <= MAX_ROWS or stored != zarr_metadata(layout, spec, rows):
+    if type(rows) is not int or rows < 0 or stored != zarr_metadata(layout, spec, rows):
         raise StoreInvalid(f"{subject} does not describe the array of the store's root. {DAMAGE_REMEDY}")
     return rows
 
