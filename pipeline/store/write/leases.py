@@ -117,7 +117,7 @@ class Leases:
                 return  # another process has leased it meanwhile: the next lease is tried
             key, storage = lease_key(stream), self._storage
             if storage.put(key, b"") or storage.write(key, b"", before) is not None:
-                storage.write(key, None)
+                storage.write(key, None)  # as it was before
                 raise StoreInvalid(
                     f"the storage of {storage.path} ignores the conditions of writes, so that processes could replace "
                     "each other's objects. Use another store.path; or, if no other process writes this store, "
