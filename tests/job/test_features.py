@@ -329,7 +329,7 @@ def test_commands_take_a_store_without_activations(alone, tmp_path, capsys, modu
     }
     code = module.main(arguments.get(module, [f"store.path={copy}"]))
     assert code == (2 if module is export else 0)
-    assert module is not export or "has features, but no activations" in capsys.readouterr().err
+    assert module is not export or "has no activations to export" in capsys.readouterr().err
     if module is delete:
         assert not copy.exists() or not list(copy.iterdir())
 

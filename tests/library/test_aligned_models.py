@@ -71,7 +71,7 @@ def test_a_batch_has_each_models_activations_of_its_tokens(extractors, texts, tm
     assert num_tokens == sum(len(result.positions) for result in results[0])
     assert " the " in texts[0]  # one token, as " and " is
     changed = extractors[1].save(tmp_path / "changed", [texts[0].replace(" the ", " and ", 1), *texts[1:]])
-    with pytest.raises(StoreMismatch, match=r"block \d+ of stream 0: tokens differs between "):
+    with pytest.raises(StoreMismatch, match=r"tokens of block \d+ of stream 0 differs between "):
         open_aligned([paths[0], changed])
 
 

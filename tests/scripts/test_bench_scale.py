@@ -18,8 +18,8 @@ BOUNDS = {
     "reader: open, unfinished": 82,
     "finish": 60,
     "reader: open": 2,
-    "reader: document(number)": 8,
-    "reader: document(id)": 12,
+    "reader: document(number)": 9,
+    "reader: document(id)": 13,
     "start of one process, to extend": 20,
 }
 

@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import PipelineError
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.generated.group_files import encode_group, group_key
+from pipeline.store.generated import group_files
+from pipeline.store.generated.group_files import group_key
 from pipeline.store.io.parsing import json_digest
 from pipeline.store.io.shards import ABSENT, checksum
 from tests.store.damage_fuzzer import describe, read_content
@@ -316,7 +317,10 @@ def put_group(make: Callable[[pa.Table], pa.Table]) -> Callable[[Path], None]:
         edit_root("data", "source", value="generate")(store)
         path = store / group_key(0, 0)
         path.parent.mkdir(parents=True)
-        path.write_bytes(encode_group(make(group), {"next": {}, "exhausted": True}, 0, 0))
+        table, state = make(group), {"next": {}, "exhausted": True}
+        state |= {"sha256": group_files._digest(table, state, 0, 0)}
+        metadata = {group_files._METADATA: json.dumps(state)}  # `encode_group` refuses some of these tables
+        path.write_bytes(encoded(table.replace_schema_metadata(metadata), write_page_checksum=True))
 
     return edit
 

@@ -148,8 +148,11 @@ def test_readers_of_another_world_begin_at_an_epoch(store):
         list(itertools.islice(store.batches(NAME, **after, state={"epoch": epoch}), 20)) for epoch in (0, 1)
     )
     assert tokens_of(first) != tokens_of(second)
-    with pytest.raises(ValueError, match="rank and world.*begin an epoch: state={'epoch': 1}"):
-        store.batches(NAME, **after, state=store.batches(NAME, **before).state())
+    reader = store.batches(NAME, **before)
+    for epoch in (0, 1):  # a part of the first one was read only then
+        with pytest.raises(ValueError, match=f"rank and world.*begin an epoch: state={{'epoch': {epoch}}}"):
+            store.batches(NAME, **after, state=reader.state())
+        next(reader)
 
 
 @pytest.mark.parametrize("world", [2, 3])

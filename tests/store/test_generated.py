@@ -13,7 +13,7 @@ from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocum
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.store.generated.completions import completion_slots
 from pipeline.store.generated.documents import COMPLETION_SCHEMA, GeneratedDocuments, GeneratedGroups, Group
-from pipeline.store.generated.group_files import check_groups, group_key, read_group
+from pipeline.store.generated.group_files import check_groups, encode_group, group_key, read_group
 from pipeline.store.io.problems import Remedy
 from pipeline.store.io.storage import Storage
 from tests.store.example_store import flip
@@ -105,6 +105,12 @@ def test_activations_are_read_with_their_documents(tmp_path, dtype):
     flip(storage, key, content.index(values[2]["embed"].tobytes()) + 5)
     (problem,) = check_groups(storage, STREAM)
     assert problem.where == key
+
+
+def test_a_group_that_readers_would_refuse_is_not_written(monkeypatch):
+    monkeypatch.setattr("pipeline.store.generated.group_files._MAX_ROWS", 1)
+    with pytest.raises(StoreInvalid, match=r"group-000000\.parquet has 2 rows, expected at most 1: data.on_error=skip"):
+        encode_group(pa.table({"document": [0, 1]}), {}, STREAM, 0)
 
 
 def test_damage_is_reported(groups, tmp_path):

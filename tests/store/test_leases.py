@@ -257,6 +257,7 @@ def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypat
         with closing(Leases(storage, LONG_LEASE_S, is_exclusive=True)) as b:
             assert take(b, 1)
             assert b.holds(1)
+    assert storage.list_keys() == []
 
 
 def test_leases_work_on_s3(s3, clock):

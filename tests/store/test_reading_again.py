@@ -12,6 +12,7 @@ import pytest
 from pipeline.core.errors import ArgumentError, StoreError
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore, Batch, BatchReader, TokenFilter, open_aligned
+from pipeline.store.read.iterating import sealed
 from tests.interrupting import read_with_interruptions
 from tests.store.example_store import LENGTH, all_tokens, copy_store, flip, layout, stored_tokens, tokens_of
 
@@ -126,6 +127,13 @@ def test_the_state_of_a_different_store_is_refused(store, tmp_path):
     other = ActivationStore.open(tmp_path / "other")
     with pytest.raises(ArgumentError, match="the state is from a reader of a different store"):
         other.batches(NAME, 7, state=store.batches(NAME, 7).state())
+
+
+def test_the_state_of_another_version_is_refused(store):
+    state = store.batches(NAME, 7).state()
+    del state["checksum"]
+    with pytest.raises(ArgumentError, match="or of another version"):
+        store.batches(NAME, 7, state=sealed(state | {"blocks": "eJxjYWBgYAYAABsACA=="}))
 
 
 NAMES = [

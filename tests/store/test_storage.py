@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.core.errors import ConfigError, StoreError, StoreInvalid
 from pipeline.store.format.arrays import grow_rows
+from pipeline.store.io import local_files
 from pipeline.store.io.options import StorageOptions
 from pipeline.store.io.storage import Storage
 from tests.store.emulators import new_bucket
@@ -163,6 +164,14 @@ def test_a_put_never_replaces(storage: Storage, monkeypatch: pytest.MonkeyPatch)
     assert storage.list_keys() == ["a/object", "a/other", "a/third"]
     monkeypatch.setattr("os.path.lexists", lambda path: False)  # as before another process writes the object
     assert not storage.put("a/object", *parts)
+
+
+def test_what_readers_would_refuse_is_not_put(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(local_files._MAX_BYTES, ".json", 3)
+    assert storage.put("a.json", b"1", b"23")
+    with pytest.raises(StoreInvalid, match=r"b\.json has 4 bytes, expected at most 3, and is not written"):
+        storage.put("b.json", b"12", b"34")
+    assert storage.list_keys() == ["a.json"]
 
 
 def test_a_put_syncs_the_file_and_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

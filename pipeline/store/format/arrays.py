@@ -10,7 +10,6 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.core.sites import ActivationKey
 from pipeline.store.format.keys import index_prefix, parse_key
 from pipeline.store.format.layout import (
-    MAX_ROWS,
     SELECTED,
     TOKENS,
     ArraySpec,
@@ -19,7 +18,7 @@ from pipeline.store.format.layout import (
     scale_spec,
 )
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
-from pipeline.store.io.failures import DAMAGE_REMEDY
+from pipeline.store.io.failures import DAMAGE_REMEDY, ROOT_REMEDY
 from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
@@ -63,7 +62,7 @@ def layout_of(root: StoreRoot) -> StoreLayout:
             raise StoreInvalid(
                 f"{ROOT_KEY} describes blocks of {parts} store shards {format.shape} of {spec.name}, in chunks "
                 f"{format.chunk_shape}: expected at most {_MAX_BLOCK_BYTES} bytes in {_MAX_PARTS} shards, chunks of at "
-                f"most {_MAX_CHUNK_BYTES}. {DAMAGE_REMEDY}"
+                f"most {_MAX_CHUNK_BYTES}. {ROOT_REMEDY}"
             )
     return layout
 
@@ -112,7 +111,7 @@ def parse_rows(content: bytes | None, layout: StoreLayout, spec: ArraySpec, subj
     stored = parse_store_json(content, subject)
     shape = stored.get("shape") if isinstance(stored, dict) else None
     rows = shape[0] if isinstance(shape, list) and shape else None
-    if type(rows) is not int or not 0 <= rows <= MAX_ROWS or stored != zarr_metadata(layout, spec, rows):
+    if type(rows) is not int or rows < 0 or stored != zarr_metadata(layout, spec, rows):
         raise StoreInvalid(f"{subject} does not describe the array of the store's root. {DAMAGE_REMEDY}")
     return rows
 

@@ -22,8 +22,6 @@ from pipeline.store.io.shards import ShardFormat
 
 MIB = 1 << 20
 
-MAX_ROWS = 1 << 31  # of a store
-
 # Chunks are as close to this as the sizes allow, between 0.25 and 1 MiB: a compromise between the overhead per read
 # request and the cost of reading a few rows.
 CHUNK_BYTES = MIB // 2

@@ -18,6 +18,7 @@ from pipeline.store.format.keys import encoded_array, is_activation_name
 from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
 from pipeline.store.format.scaled import LARGEST
 from pipeline.store.format.target import ALL, Target
+from pipeline.store.io.failures import ROOT_REMEDY
 from pipeline.store.io.parsing import Each, Of, integers, json_digest, mismatch, one_of, parse_store_json
 from pipeline.store.io.storage import Storage
 
@@ -234,9 +235,9 @@ class StoreRoot:
     def from_json(cls, text: bytes, path: str) -> "StoreRoot":
         """Raises StoreInvalid if the group at `path` is damaged or not an activation store of this format version."""
         subject = f"{path}/{ROOT_KEY}"
-        attributes = _checked_attributes(parse_store_json(text, subject), path)
+        attributes = _checked_attributes(parse_store_json(text, subject, ROOT_REMEDY), path)
         if what := mismatch(attributes, _ATTRIBUTES) or mismatch(attributes["arrays"], _ARRAYS, "arrays"):
-            raise StoreInvalid(f"{subject} is damaged: {what}.")
+            raise StoreInvalid(f"{subject} is damaged: {what}. {ROOT_REMEDY}")
         metadata = StoreMetadata(**{f.name: attributes[f.name] for f in fields(StoreMetadata)})
         if attributes["fingerprint"] != metadata.fingerprint():
             raise StoreInvalid(f"{subject} was edited: its fingerprint does not match its content.")
@@ -272,7 +273,7 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
         )
     digest = attributes.pop("sha256", None)
     if digest != json_digest(group) or group != {**_GROUP, "attributes": {ATTRIBUTE: attributes}}:
-        raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged.")
+        raise StoreInvalid(f"{subject} does not match its own checksum: it was edited or damaged. {ROOT_REMEDY}")
     return attributes
 
 

@@ -91,7 +91,13 @@ def group_state(table: pa.Table, subject: str) -> dict[str, Any]:
 
 
 def encode_group(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) -> memoryview:
-    """A group's parquet file. Its checksum covers the documents, activations, the state, the stream and the index."""
+    """A group's parquet file. Its checksum covers the documents, activations, the state, the stream and the index.
+    Raises StoreInvalid for more rows than readers accept."""
+    if table.num_rows > _MAX_ROWS:
+        raise StoreInvalid(
+            f"{group_key(stream, index)} has {table.num_rows:,} rows, expected at most {_MAX_ROWS:,}: "
+            "data.on_error=skip leaves out too many rows of the input. Set data that has fewer of these."
+        )
     state = {**state, "sha256": _digest(table, state, stream, index)}
     has_activations = any(_activation_columns(table))
     return encode_parquet(

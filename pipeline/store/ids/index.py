@@ -81,7 +81,7 @@ def index_ids(storage: Storage, progress: Callable[[int], None] = lambda _: None
         progress(1)
     content = encode_index(parts, blocks.per_stream(num_streams).tolist())
     index = {IDS: put_summary(storage, IDS, content), IDS_BYTES: len(content)}
-    change_root(storage, lambda root: replace(root, summary={**(root.summary or {}), **index}))
+    change_root(storage, lambda root: root.summary and replace(root, summary={**root.summary, **index}))
     return sum(map(len, parts))
 
 

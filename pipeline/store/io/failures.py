@@ -15,6 +15,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 _FULL_REMEDY = "Free space, then run the same command again; it resumes."
 VERIFY_REMEDY = "Run pipeline.verify to list all damage and how to repair it."
 DAMAGE_REMEDY = "The object is damaged: run pipeline.verify to list all damage and how to repair it."
+ROOT_REMEDY = "A store's root cannot be computed again: restore it from a copy, or set another store.path."
 
 
 class _Cause(NamedTuple):

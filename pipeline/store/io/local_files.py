@@ -89,6 +89,11 @@ def file_problem(directory: str | None, key: str) -> str | None:
         return None
     if not stat.S_ISREG(mode):
         return "is a folder, a pipe or a device, expected a file"
+    return size_problem(key, size)
+
+
+def size_problem(key: str, size: int) -> str | None:
+    """What is wrong with the size of an object: it is larger than readers accept, which read it whole."""
     most = _MAX_BYTES.get(os.path.splitext(key)[1], size)
     return f"has {size:,} bytes, expected at most {most:,}" if size > most else None
 

@@ -28,7 +28,7 @@ _VALUE_BYTES = 16  # of a value with its offsets and bits for nulls, in arrow's 
 _TAIL_BYTES = 8  # the footer's size and the format's name
 
 # Of Thrift's compact protocol: https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md
-_INTEGERS, _STRUCT = (4, 5, 6), 12
+_BOOLEANS, _INTEGERS, _BINARY, _STRUCT = (1, 2), (4, 5, 6), 8, 12
 _MAX_DEPTH = 8  # of the structures in a page's header
 
 # Fields of a page's header.
@@ -141,8 +141,8 @@ def _pages(content: Content, column: pq.ColumnChunkMetaData) -> Iterator[tuple[i
 
 
 def _read_struct(content: Content, at: int, depth: int) -> tuple[dict[int, object], int]:
-    """The fields of a structure, which are integers and structures, by number, and the position after it. Raises
-    ValueError."""
+    """The integers and structures among the fields of a structure, by number, and the position after it. It may have
+    statistics, as in stores of earlier versions: booleans and texts. Raises ValueError."""
     fields: dict[int, object] = {}
     number = 0
     try:
@@ -157,7 +157,10 @@ def _read_struct(content: Content, at: int, depth: int) -> tuple[dict[int, objec
                 fields[number], at = _read_integer(content, at)
             elif kind == _STRUCT:
                 fields[number], at = _read_struct(content, at, depth - 1)
-            else:
+            elif kind == _BINARY:
+                size, at = _read_varint(content, at)
+                at += size
+            elif kind not in _BOOLEANS:
                 raise ValueError(f"a page's header has a field of type {kind}")
     except IndexError:
         depth = 0
@@ -167,10 +170,14 @@ def _read_struct(content: Content, at: int, depth: int) -> tuple[dict[int, objec
 
 
 def _read_integer(content: Content, at: int) -> tuple[int, int]:
+    value, at = _read_varint(content, at)
+    return (value >> 1) ^ -(value & 1), at
+
+
+def _read_varint(content: Content, at: int) -> tuple[int, int]:
     value = shift = 0
     while (byte := content[at]) & 128 and shift < 63:
         value |= (byte & 127) << shift
         shift += 7
         at += 1
-    value |= byte << shift
-    return (value >> 1) ^ -(value & 1), at + 1
+    return value | byte << shift, at + 1

@@ -23,7 +23,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.host import num_cores
 from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
-from pipeline.store.io.local_files import file_problem, make_directories, put_file
+from pipeline.store.io.local_files import file_problem, make_directories, put_file, size_problem
 from pipeline.store.io.options import (
     CONCURRENCY,
     DEFAULT_OPTIONS,
@@ -195,8 +195,14 @@ class Storage:
         succeeds. The content is the `parts`, in order.
 
         False does not mean that another process wrote it: an earlier attempt's answer may have been lost on the way.
+        Raises StoreInvalid for an object that readers would refuse.
         """
         self.require_file(key)
+        if problem := size_problem(key, sum(map(len, parts))):
+            raise StoreInvalid(
+                f"{self.url(key)} {problem}, and is not written. Set a smaller store.rows_per_block; or, if "
+                "data.on_error=skip leaves out millions of rows, data without these."
+            )
         with storage_errors(self.url(key)):
             return self._put_remote(key, parts) if self.directory is None else put_file(self.directory, key, parts)
 

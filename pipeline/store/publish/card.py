@@ -13,7 +13,8 @@ CARD_KEY = "README.md"
 _FRONT_MATTER = "---\ntags: [activations, interpretability, zarr]\nviewer: false\n---"
 _BEGIN = "<!-- begin activation store: python -m pipeline.push replaces the lines from here to the end mark -->"
 _END = "<!-- end activation store -->"
-_MARKED = re.compile(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", re.DOTALL)
+# From the last of several begin marks: text after one that lost its end mark is the user's.
+_MARKED = re.compile(f"{re.escape(_BEGIN)}((?!{re.escape(_BEGIN)}).)*{re.escape(_END)}", re.DOTALL)
 
 
 def card(store: ActivationStore, repo: str, revision: str, present: str) -> str:

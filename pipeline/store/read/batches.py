@@ -104,8 +104,11 @@ def _parsed(state: Mapping[str, Any] | None, store_id: str) -> dict[str, Any]:
     if state is None or (isinstance(state, Mapping) and list(state) == ["epoch"]):
         return {"epoch": 0 if state is None else integer("the state's epoch", state["epoch"])}
     content = unsealed(state)
-    if content.get("store") != store_id:
-        raise ArgumentError("the state is from a reader of a different store. Start again without a state.")
+    if content.get("store") != store_id or not isinstance(content.get("blocks"), list):
+        raise ArgumentError(
+            "the state is from a reader of a different store, or of another version of this program. Start again "
+            "without a state."
+        )
     return content
 
 
@@ -126,7 +129,7 @@ def _restored(state: Mapping[str, Any], order: int) -> Position:
         raise ArgumentError(
             "the state belongs to a different reader configuration: the order of tokens depends on the keys, "
             "batch_size, seed, filter, outputs, buffer_mib, rank and world. Use those of the reader that the state "
-            f"came from, or begin an epoch: state={{'epoch': {state['epoch'] + 1}}}."
+            f"came from, or begin an epoch: state={{'epoch': {state['epoch'] + (state['batch'] > 0)}}}."
         )
     return Position.of(state)
 

@@ -113,8 +113,11 @@ class Leases:
         """Renews a lease that was just taken; then neither may it be put if absent, nor replaced if it is as before."""
         if self._needs_conditions:
             before, self._held[stream] = self._held[stream], self._write(stream, self._held[stream])
+            if not self.holds(stream):
+                return  # another process has leased it meanwhile: the next lease is tried
             key, storage = lease_key(stream), self._storage
             if storage.put(key, b"") or storage.write(key, b"", before) is not None:
+                storage.write(key, None)  # as it was before
                 raise StoreInvalid(
                     f"the storage of {storage.path} ignores the conditions of writes, so that processes could replace "
                     "each other's objects. Use another store.path; or, if no other process writes this store, "
