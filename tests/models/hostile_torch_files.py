@@ -152,6 +152,7 @@ ARCHIVES: Mapping[str, Archive] = {
     "two pickles": lambda members: repeated(members, "x/data.pkl"),
     "no pickle": lambda members: archive({name: members[name] for name in members if name != "x/data.pkl"}),
     "no folder": lambda members: archive({name.removeprefix("x/"): content for name, content in members.items()}),
+    "big-endian": lambda members: archive(members | {"x/byteorder": b"big"}),
     "a pickle of 2 MB": lambda members: archive(members | {"x/data.pkl": b"N0" * (1 << 20) + b"."}),
     "11,000 members": lambda members: archive(members | {f"x/{number}": b"" for number in range(11_000)}),
     "a directory of 2 MB": lambda members: archive(members | LARGE),

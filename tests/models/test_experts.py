@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pipeline.models.architecture import Activation, Experts, Router
-from pipeline.models.exchange.tokens import Order, write_at_once, write_in_turn
+from pipeline.models.exchange.tokens import Order, by_expert, exchange_tokens, write_at_once, write_in_turn
 from pipeline.models.experts import _in_blocks, _in_groups, _in_one_kernel, _route, _route_in_groups
 from pipeline.models.quantised_weights import QuantisedWeight, grouped_shape, quantise
 from pipeline.models.registry import open_model
@@ -101,6 +101,30 @@ def test_windows_are_written_to_their_places() -> None:
         expected[place : place + 4] = window
     for write in (write_at_once, write_in_turn):
         np.testing.assert_array_equal(jax.jit(write)(jnp.zeros((16, 2)), windows, places), expected)
+
+
+@pytest.mark.parametrize("on_gpus", [False, True])
+@pytest.mark.parametrize("routing", ["uneven", "one expert"])
+def test_every_exchanged_pair_comes_back(routing: str, on_gpus: bool, monkeypatch) -> None:
+    """In several rounds. 4 devices of 2 experts each; memory that is not written is NaN."""
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan).astype(dtype))
+    rng = np.random.default_rng(0)
+    experts = np.minimum(rng.geometric(0.4, (4, 160, 3)) - 1, 8) if routing == "uneven" else 5  # 8: none
+    experts = np.broadcast_to(experts, (4, 160, 3)).astype(np.int32)
+    x = rng.normal(size=(4, 160, 5)).astype(np.float32)
+
+    def compute(x: jax.Array, order: Order) -> jax.Array:
+        numbers = jnp.sum(jnp.arange(len(order.order))[:, None] >= order.ends, axis=1)
+        factors = jnp.append(1.0 + jnp.arange(2) + 2 * jax.lax.axis_index("x"), jnp.nan)[numbers]
+        return (x[order.tokens(slice(None), len(x))] * factors[:, None])[order.inverse]
+
+    def on_device(x: jax.Array, experts: jax.Array) -> jax.Array:
+        return exchange_tokens(compute, x, by_expert(experts.ravel(), 8), "x", ("x",), on_gpus)
+
+    got = jax.jit(jax.vmap(on_device, axis_name="x"))(x, experts).reshape(4, 160, 3, 5)
+    has_expert = experts[..., None] < 8
+    expected = np.where(has_expert, x[:, :, None] * (1 + experts[..., None]), 0).astype(np.float32)
+    np.testing.assert_array_equal(np.where(has_expert, got, 0), expected)
 
 
 @pytest.mark.parametrize("activation", Activation)

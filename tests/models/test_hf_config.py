@@ -27,6 +27,7 @@ MISTRAL = QWEN2 | {"model_type": "mistral", "architectures": ["MistralForCausalL
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LONG = {"type": "longrope", "short_factor": [1.0, 2.0, 3.0, 4], "long_factor": [8, 8, 8, 8]}
 LONG |= {"original_max_position_embeddings": 128}
+UNTRUNCATED = {"full_attention": YARN | {"truncate": False}, "sliding_attention": {"rope_type": "default"}}
 SLIDING = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2}
 
 
@@ -57,6 +58,19 @@ REFUSED = {
     ),
     "unknown rope": (QWEN2 | {"rope_scaling": {"type": "mrope", "factor": 2.0}}, "type is 'mrope'"),
     "yarn without factor": (QWEN2 | {"rope_parameters": {"rope_type": "yarn"}}, "has no 'factor'"),
+    "yarn of one wavelength": (QWEN2 | {"rope_theta": 1, "rope_scaling": YARN}, "a rope_theta above 1, got 1"),
+    "yarn of a layer kind, not truncated": (
+        QWEN2 | {"model_type": "olmo3", "architectures": [], "rope_parameters": UNTRUNCATED},
+        "no truncate=false",
+    ),
+    "no dimension that rotates": (
+        QWEN2 | {"model_type": "stablelm", "architectures": [], "partial_rotary_factor": 0.01},
+        "an even number of a head's 8 dimensions to rotate, got 0",
+    ),
+    "llama3 with factors in the wrong order": (
+        LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 1}},
+        "low_freq_factor of at most high_freq_factor, 1, got 4",
+    ),
     "a number that float32 lacks": (LLAMA | {"rms_norm_eps": 1e-40}, "rms_norm_eps is 1e-40"),
     "rope without factor": (LLAMA | {"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no 'factor'"),
     "Galactica with computed positions": (

@@ -51,6 +51,8 @@ class TorchFile(ZipArchive):
             )
         super().__init__(source)
         self._folder = next(iter(self._members), "").partition("/")[0]
+        if f"{self._folder}/byteorder" in self._members and self._read_member("byteorder").tobytes() != b"little":
+            raise self._damaged("little-endian numbers", "others")
         saved = self._parsed()
         self._values = {str(name).removeprefix("_orig_mod."): value for name, value in saved.items()}  # torch.compile's
         self._tensors = {name: value for name, value in self._values.items() if isinstance(value, StoredTensor)}

@@ -77,13 +77,15 @@ def parse_rope(
         rotating = values.positive_float("partial_rotary_factor", 1.0)
         return Rope(theta, kind, values.positive_float("factor", 1.0), rotating=rotating)
     if kind is RopeKind.llama3:
+        low, high = values.positive_float("low_freq_factor"), values.positive_float("high_freq_factor")
+        values.expect(low <= high, f"low_freq_factor of at most high_freq_factor, {high:g}, got {low:g}")
         return Rope(
             theta,
             kind,
             values.positive_float("factor"),
             values.positive_int("original_max_position_embeddings", max_positions),
-            low_freq_factor=values.positive_float("low_freq_factor"),
-            high_freq_factor=values.positive_float("high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     if kind in (RopeKind.yarn, RopeKind.longrope):
         return (_parse_yarn if kind is RopeKind.yarn else _parse_long)(values, theta, max_positions)
@@ -94,6 +96,7 @@ def parse_rope(
 
 def _parse_yarn(values: HfConfig, theta: float, max_positions: int) -> Rope:
     """YaRN. If the file has no `attention_factor`, it is derived as in transformers."""
+    values.expect(theta > 1, f"a rope_theta above 1, got {theta:g}")
     original = values.positive_int("original_max_position_embeddings", max_positions)
     factor = values.optional_float("factor") or max_positions / original
     attention_factor = values.optional_float("attention_factor", None)
@@ -138,7 +141,8 @@ def _parse_long(values: HfConfig, theta: float, max_positions: int) -> Rope:
 def check_sizes(config: HfConfig, arch: Architecture) -> None:
     """Raises CheckpointError if sizes do not fit each other."""
     for sizes in arch.all_sizes:
-        heads, kv_heads, rotary = sizes.num_heads, sizes.num_kv_heads, arch.rotary_dim or sizes.head_dim
+        heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
+        rotary = sizes.head_dim if arch.rotary_dim is None else arch.rotary_dim
         config.expect(heads % kv_heads == 0, f"a multiple of the {kv_heads} key-value heads as heads, got {heads}")
         if arch.rope is not None:
             is_even = 0 < rotary <= sizes.head_dim and rotary % 2 == 0
@@ -146,6 +150,10 @@ def check_sizes(config: HfConfig, arch: Architecture) -> None:
             for rope in arch.long_ropes:
                 lengths = {len(rope.short_factors), len(rope.long_factors)}
                 config.expect(lengths == {rotary // 2}, f"{rotary // 2} numbers as short_factor and long_factor")
+    if arch.local is not None and arch.local.rope not in (None, arch.rope):
+        truncates = all(rope.truncate for rope in (arch.rope, arch.local.rope))
+        what = "no truncate=false: transformers ignores it where local layers have a rotary embedding of their own"
+        config.expect(truncates, what, "Remove the attribute.")
     if (experts := arch.experts) is not None:
         number, size = experts.num_experts, experts.num_experts // experts.num_groups
         smallest = 2 if experts.router is Router.sigmoid_groups else 1
