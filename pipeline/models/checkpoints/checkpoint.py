@@ -18,7 +18,8 @@ from pipeline.models.checkpoints.torch_file import TorchFile
 
 _TRUNKS = (  # first the prefixes of vision-language models, then each family's `base_model_prefix` in transformers
     *("model.language_model.", "language_model.model.", "language_model."),
-    *("model.decoder.", "model.", "backbone.", "gpt_neox.", "transformer.", "bert.", "decoder."),
+    *("model.decoder.", "model.", "backbone.", "gpt_neox.", "transformer.", "bert.", "roberta."),
+    "decoder.",
 )
 _HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")  # names without a trunk prefix
 _SINGLE = ("model.safetensors", "pytorch_model.bin")  # the first is preferred
