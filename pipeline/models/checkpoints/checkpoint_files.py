@@ -105,7 +105,7 @@ def open_files(path: str, revision: str | None) -> Files:
         return Files(path, repository=_open_hub(path, revision))
     raise CheckpointError(
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
-        f"got none of them. Check the path. Where a folder named owner exists, it is no Hub id."
+        f"got none of them. Check the path. If a folder has the owner's name, rename it."
     )
 
 

@@ -104,11 +104,13 @@ def read_flat_yaml(files: Files, name: str, keys: Collection[str]) -> SAEConfig:
     Raises CheckpointError if the file is damaged, or writes these keys in another way."""
     source, values = files.open(name), {}
     content = source.read(0, min(source.size, _MAX_YAML)).tobytes().decode("utf-8-sig", errors="replace")
-    for line in content.split("\n"):
+    lines = content.split("\n")
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
         key, colon, value = line.partition(":")
         if colon and key in keys:
             scalar = _SCALAR.fullmatch(value.partition(" #")[0].strip())
-            if scalar is None or key in values:
+            is_below = not value.strip() and following.startswith(" ")  # the value is on the next line
+            if scalar is None or key in values or is_below:
                 raise CheckpointError(
                     f"{source.name}: expected one string on the line of {key}, got {shown(value.strip())}. Download it "
                     f"again."
