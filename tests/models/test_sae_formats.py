@@ -575,6 +575,7 @@ YAMLS = {
     "an alias": "activation: &a relu\nmodel_name: *a",
     "no end": "model_name: 'a",
     "twice": "model_name: a\nmodel_name: b",
+    "below": "model_name:\n  a",
 }
 
 
