@@ -47,15 +47,20 @@ class Settings:
         one_of("float32", "float16"),
         default="float32",
     )
-    splits: int = setting(
-        "export.splits", "with export.format=delphi: files per SAE", whole_number(1), default=5
-    )  # the default is delphi's
+    splits: int | None = setting(
+        "export.splits",
+        "with export.format=delphi: files per SAE; default: 5, as delphi",
+        whole_number(1),
+        default=None,
+    )
 
 
 def export(settings: Settings) -> None:
     """Writes the copy."""
     store = ActivationStore.open(settings.store)
     is_delphi = settings.format == "delphi"
+    if settings.splits is not None and not is_delphi:
+        raise ConfigError("export.splits is only for export.format=delphi. Remove it.")
     features = (sae["features"].removeprefix("features.") for sae in store.metadata.encoders)
     arrays = settings.arrays or tuple(features if is_delphi else (key.name for key in store.keys))
     if not arrays:
@@ -65,7 +70,9 @@ def export(settings: Settings) -> None:
         )
     path, context = Path(settings.path).expanduser(), settings.context or store.length
     if is_delphi:
-        contexts, left, firings, lost = write_latents(store, path, arrays, context, settings.splits, settings.dtype)
+        contexts, left, firings, lost = write_latents(
+            store, path, arrays, context, settings.splits or 5, settings.dtype
+        )
         print(f"{firings:,} feature values; {lost:,} more were not stored (capture.encode_top)")
     else:
         contexts, left = write_cached_activations(store, path, arrays, context, settings.dtype)

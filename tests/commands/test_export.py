@@ -119,6 +119,7 @@ def test_values_that_do_not_fit_are_refused(store, tmp_path, capsys):
         (["export.path=b", "export.context=0"], "export.context=0"),
         (["export.path=b", "export.context=100000"], "less than one context of 100000"),
         (["export.path=b", "export.dtype=int8"], "export.dtype=int8"),
+        (["export.path=b", "export.splits=2"], "only for export.format=delphi"),
         (["export.path=b", "export.array=x"], "'export.array=x' is not a setting"),
         (["export.path=b", "export.arrays=embed,blocks.9.v"], "the store has no ['blocks.9.v']; it has"),
     ],

@@ -14,7 +14,7 @@ class Remedy(StrEnum):
 
     recompute = (
         "deletes the commit records of damaged blocks and of all later blocks of their streams, then the damaged "
-        "objects. The job's command computes these blocks again, and keeps their sound objects."
+        "objects. The job's command computes these blocks again."
     )
     finish = (
         "takes the summary out of the root, and deletes what is damaged. The job's command writes it again, and "
