@@ -1,6 +1,5 @@
 """Python imports this at the start of every process that a test starts: conftest puts its folder on PYTHONPATH."""
 
-import gc
 import os
 import time
 
@@ -15,4 +14,3 @@ def held_link(source: str, target: str, **options: object) -> None:
 
 
 os.link = held_link
-gc.set_threshold(100_000, 20, 100)  # tracing makes many objects that live: by default, searching them takes a tenth
