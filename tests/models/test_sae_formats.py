@@ -576,6 +576,8 @@ YAMLS = {
     "no end": "model_name: 'a",
     "twice": "model_name: a\nmodel_name: b",
     "below": "model_name:\n  a",
+    "goes on": "model_name: a\n  b",
+    "a list": "model_name:\n- a",
 }
 
 
@@ -636,6 +638,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
     **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
     **{f"tracer, {what}": (traced(yaml), r"config\.yaml: expected one string") for what, yaml in YAMLS.items()},
+    "tracer, large": (traced("#" * (64 << 10) + "\nmodel_name: a"), "bytes, expected at most 65,536"),
     "tracer, topk": (traced("activation: topk"), "is 'topk', which is not implemented .implemented: relu.. .*no thres"),
     "tracer, jump_relu": (traced("activation: jump_relu"), "is 'jump_relu', .* has no thresholds"),
     "gemma 2, crosscoder": (gemma_2(type="crosscoder"), "type is 'crosscoder'"),

@@ -14,7 +14,7 @@ from pipeline.models.checkpoints.checkpoint_files import Files, read_json
 from pipeline.models.checkpoints.json_config import JsonConfig
 
 _KEY = "the SAE's address"
-_MAX_YAML = 64 << 10  # bytes that are read
+_MAX_YAML = 64 << 10  # bytes
 _SCALAR = re.compile(r"""'([^']*)'|"([^"\\]*)"|([^][{}&*!|>'"%@`,?:\s-](?:[^:]|:(?=\S))*|~|)""")  # YAML without escapes
 _NULLS = ("", "~", "null", "Null", "NULL")
 _HUB = re.compile(r"hf://(?:models/)?([\w.-]+/[\w.-]+)(?:@([^/\s]+))?(?:/(.*))?", re.DOTALL)
@@ -103,14 +103,17 @@ def read_flat_yaml(files: Files, name: str, keys: Collection[str]) -> SAEConfig:
 
     Raises CheckpointError if the file is damaged, or writes these keys in another way."""
     source, values = files.open(name), {}
-    content = source.read(0, min(source.size, _MAX_YAML)).tobytes().decode("utf-8-sig", errors="replace")
-    lines = content.split("\n")
+    if source.size > _MAX_YAML:
+        raise CheckpointError(
+            f"{source.name} has {source.size:,} bytes, expected at most {_MAX_YAML:,}. Download it again."
+        )
+    lines = source.read(0, source.size).tobytes().decode("utf-8-sig", errors="replace").split("\n")
     for line, following in zip(lines, [*lines[1:], ""], strict=True):
         key, colon, value = line.partition(":")
         if colon and key in keys:
             scalar = _SCALAR.fullmatch(value.partition(" #")[0].strip())
-            is_below = not value.strip() and following.startswith(" ")  # the value is on the next line
-            if scalar is None or key in values or is_below:
+            goes_on = following.startswith((" ", "\t", "- "))
+            if scalar is None or key in values or goes_on:
                 raise CheckpointError(
                     f"{source.name}: expected one string on the line of {key}, got {shown(value.strip())}. Download it "
                     f"again."
