@@ -70,5 +70,5 @@ def test_sixteen_processes_resumed_through_faults_read_the_first_commits(tmp_pat
         assert resumed.returncode == 0, resumed.stderr
         assert faults + sum(proxy.faults.values()) > 0
     for path in (store, tmp_path / "reference"):
-        (path / "_data" / "manifest.json").unlink()  # the Hub lists the files' blobs, a disk nothing
+        (path / "_jobs" / "manifest.json").unlink()  # the Hub lists the files' blobs, a disk nothing
     assert_same_store(store, tmp_path / "reference")
