@@ -12,11 +12,11 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile
+from pipeline.models.checkpoints.zip_archive import NpzFile
 from pipeline.models.sae.autoencoder import (
     SAE,
     Sources,
-    Tensors,
     TensorSource,
     axis_sizes,
     check_tensors,
@@ -26,7 +26,6 @@ from pipeline.models.sae.autoencoder import (
 )
 from pipeline.models.sae.context import SAEContext, hook_of_module
 from pipeline.models.sae.folder import read_config
-from pipeline.models.sae.npz_file import NpzFile
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
 
 WEIGHTS = "params.npz"
@@ -119,6 +118,6 @@ def _context(model_name: str) -> SAEContext:
     return SAEContext(model_name, context_size=1024, prepend_bos=True)
 
 
-def _sources(tensors: Tensors) -> Sources:
+def _sources(tensors: TensorFile) -> Sources:
     encoder, decoder = ("w_enc", "w_dec") if "w_enc" in tensors.shapes else ("W_enc", "W_dec")
     return coder_sources("DF FO", encoder, "b_enc", decoder, "b_dec") | {"threshold": TensorSource("threshold", "F")}

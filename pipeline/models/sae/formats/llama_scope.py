@@ -16,10 +16,9 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
-from pipeline.models.sae.autoencoder import SAE, Tensors, TensorSource, check_tensors, coder_sources
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, coder_sources, read_number
 from pipeline.models.sae.context import SAEContext
 from pipeline.models.sae.folder import SAEConfig, read_config
 from pipeline.models.sae.spec import FeatureActivation, SAESpec
@@ -77,20 +76,9 @@ def read_sae_r1(files: Files) -> SAE:
         tensors,
         width=round(d_in * config.positive_float("expansion_factor")),
         threshold=TensorSource("log_jumprelu_threshold", "F", change),
-        factors=tuple(float(np.sqrt(d_in)) / _norm(tensors, f"{_NORM}.{hook}") for hook in hooks),
+        factors=tuple(float(np.sqrt(d_in)) / read_number(tensors, f"{_NORM}.{hook}", 0) for hook in hooks),
         model_name="deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
     )
-
-
-def _norm(tensors: Tensors, name: str) -> float:
-    """The average norm of activations, a tensor without axes."""
-    value = tensors.read(name) if tensors.shapes.get(name) == () else np.zeros(())
-    if not 0 < value < np.inf:
-        raise CheckpointError(
-            f"{tensors.name}: expected a number above 0 as {name}, got {value if name in tensors.shapes else 'none'}. "
-            f"Download it again."
-        )
-    return float(value)
 
 
 def _includes_norms(config: SAEConfig) -> bool:
@@ -108,7 +96,7 @@ def _divided_by_norms(threshold: float | np.ndarray, decoder: np.ndarray) -> np.
 
 def _sae(
     config: SAEConfig,
-    tensors: Tensors,
+    tensors: TensorFile,
     *,
     width: int,
     threshold: TensorSource | float,
