@@ -12,8 +12,7 @@ import numpy as np
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import without_defaults
 from pipeline.models.checkpoints.safetensors_file import TensorFile
-from pipeline.models.sae.context import SAEContext
-from pipeline.models.sae.spec import ARRAYS, SAESpec
+from pipeline.models.sae.spec import ARRAYS, SAEContext, SAESpec
 
 Change = Callable[[np.ndarray], np.ndarray]
 

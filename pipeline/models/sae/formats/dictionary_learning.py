@@ -10,12 +10,11 @@ import re
 
 import numpy as np
 
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
+from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.torch_file import TorchFile
 from pipeline.models.sae.autoencoder import SAE, Sources, TensorSource, check_tensors, coder_sources, read_number
-from pipeline.models.sae.context import MODULE_HOOKS, SAEContext
-from pipeline.models.sae.folder import SAEConfig, read_config
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import MODULE_HOOKS, FeatureActivation, SAEContext, SAESpec
 
 CONFIG, WEIGHTS = "config.json", "ae.pt"
 _CLASSES = {  # the activation, and whether the decoder's bias is subtracted from the input
@@ -35,7 +34,7 @@ _MODULES = {"resid_post": "layer", "attention_out": "attention", "mlp_out": "mlp
 def read_sae(files: Files) -> SAE:
     """Reads an SAE of one of the classes in `_CLASSES`, or a transcoder of that class, from a module's input to its
     output."""
-    config = read_config(files, CONFIG)
+    config = read_config(files, CONFIG, "SAE")
     trainer, buffer = config.nested("trainer"), config.nested("buffer")
     class_name = trainer.choice("dict_class", _CLASSES)
     activation, subtracts_bias = _CLASSES[class_name]
@@ -54,7 +53,7 @@ def read_sae(files: Files) -> SAE:
     return check_tensors(sae, _TRAINING if "TopK" in class_name else ())
 
 
-def _hook_name(trainer: SAEConfig, *, reads_input: bool) -> str | None:
+def _hook_name(trainer: JsonConfig, *, reads_input: bool) -> str | None:
     name = trainer.text("submodule_name") or f"resid_post_layer_{trainer.values.get('layer')}"
     match = re.fullmatch(r"(\w+)_layer_(\d+)", name)
     hooks = MODULE_HOOKS.get(_MODULES.get(match[1], "")) if match else None

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile
 from pipeline.models.checkpoints.zip_archive import NpzFile
 from pipeline.models.sae.autoencoder import (
@@ -24,9 +24,7 @@ from pipeline.models.sae.autoencoder import (
     divide_by,
     multiply_by,
 )
-from pipeline.models.sae.context import SAEContext, hook_of_module
-from pipeline.models.sae.folder import read_config
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAEContext, SAESpec, hook_of_module
 
 WEIGHTS = "params.npz"
 CONFIG_2, WEIGHTS_2 = "config.json", "params.safetensors"
@@ -81,7 +79,7 @@ def read_sae_2(files: Files) -> SAE:
     sizes = axis_sizes(tensors, {"b_enc": "F", "w_enc": "DF", "b_dec": "O"})
     width = sizes["F"]
     if files.has(CONFIG_2):
-        config = read_config(files, CONFIG_2)
+        config = read_config(files, CONFIG_2, "SAE")
         config.choice("architecture", ["jump_relu"])
         kind = config.choice("type", ["sae", "transcoder"], default="transcoder" if is_transcoder else "sae")
         is_transcoder, has_skip = kind == "transcoder", config.flag("affine_connection", default=has_skip)

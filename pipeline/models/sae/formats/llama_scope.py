@@ -16,12 +16,11 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
+from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile
 from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, coder_sources, read_number
-from pipeline.models.sae.context import SAEContext
-from pipeline.models.sae.folder import SAEConfig, read_config
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAEContext, SAESpec
 
 CONFIG, WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
 CONFIG_R1, WEIGHTS_R1 = "config.json", "sae_weights.safetensors"
@@ -40,7 +39,7 @@ _HARMLESS = frozenset(
 
 def read_sae(files: Files) -> SAE:
     """Reads a JumpReLU SAE or transcoder of Llama Scope."""
-    config = read_config(files, CONFIG)
+    config = read_config(files, CONFIG, "SAE")
     d_in, width = config.positive_int("d_model"), config.positive_int("d_sae")
     norms = config.nested(_NORM)
     factors = tuple(float(np.sqrt(d_in)) / norms.positive_float(end) for end in ("in", "out"))
@@ -59,7 +58,7 @@ def read_sae(files: Files) -> SAE:
 
 def read_sae_r1(files: Files) -> SAE:
     """Reads a JumpReLU SAE or transcoder of Llama Scope for DeepSeek-R1-Distill. The norms are among the tensors."""
-    config = read_config(files, CONFIG_R1)
+    config = read_config(files, CONFIG_R1, "SAE")
     config.choice("sae_type", ["sae"], default="sae")
     d_in = config.positive_int("d_model")
     config.ignore("jump_relu_threshold")  # the tensor has the thresholds
@@ -81,7 +80,7 @@ def read_sae_r1(files: Files) -> SAE:
     )
 
 
-def _includes_norms(config: SAEConfig) -> bool:
+def _includes_norms(config: JsonConfig) -> bool:
     return config.flag("sparsity_include_decoder_norm", default=True)
 
 
@@ -95,7 +94,7 @@ def _divided_by_norms(threshold: float | np.ndarray, decoder: np.ndarray) -> np.
 
 
 def _sae(
-    config: SAEConfig,
+    config: JsonConfig,
     tensors: TensorFile,
     *,
     width: int,
