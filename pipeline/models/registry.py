@@ -10,7 +10,7 @@ from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
 from pipeline.models.architecture import Architecture, our_keys
 from pipeline.models.checkpoints.adapter import CONFIG_FILE, AdaptedCheckpoint, Adapter
 from pipeline.models.checkpoints.checkpoint import Checkpoint
-from pipeline.models.checkpoints.checkpoint_files import Files, open_files
+from pipeline.models.checkpoints.checkpoint_files import Files, open_files, open_folder
 from pipeline.models.checkpoints.loading import check_tensors
 from pipeline.models.families import (
     bert,
@@ -46,7 +46,6 @@ from pipeline.models.families.hf_attention import check_sizes
 from pipeline.models.families.hf_config import HfConfig, Reader
 from pipeline.models.head import Head, HeadFormat, head_leaf, read_head
 from pipeline.models.model import Model
-from pipeline.models.sae.folder import open_folder
 
 log = logging.getLogger("pipeline")
 

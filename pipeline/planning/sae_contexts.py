@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.data.sources import renders_chat
 from pipeline.data.text.tokenizer import TextTokenizer
-from pipeline.models.sae.context import SAEContext
+from pipeline.models.sae.spec import SAEContext
 from pipeline.planning.encoders import Encoder
 
 log = logging.getLogger("pipeline")

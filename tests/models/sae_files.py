@@ -85,7 +85,7 @@ def write_saelens(
     return _written(folder, "cfg.json", values | config, "sae_weights.safetensors", tensors)
 
 
-def write_gemma_scope(folder: Path, rng: np.random.Generator, *, is_compressed: bool = False) -> Written:
+def write_gemma_scope(folder: Path, rng: np.random.Generator) -> Written:
     tensors = {
         "W_enc": normal(rng, D_IN, WIDTH, scale=D_IN**-0.5),
         "W_dec": normal(rng, WIDTH, D_IN),
@@ -94,7 +94,7 @@ def write_gemma_scope(folder: Path, rng: np.random.Generator, *, is_compressed: 
         "threshold": rng.uniform(0, 0.6, WIDTH).astype(np.float32),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (np.savez_compressed if is_compressed else np.savez)(folder / "params.npz", **tensors)
+    np.savez(folder / "params.npz", **tensors)
     return Written(folder, {}, tensors)
 
 

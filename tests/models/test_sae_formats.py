@@ -151,10 +151,6 @@ CASES: dict[str, tuple[Write, Features]] = {
     "skip_transcoder": (lens("skip_transcoder"), lens_relu),
     "jumprelu_skip_transcoder": (lens("jumprelu_skip_transcoder"), lens_jumprelu),
     "gemma_scope": (sae_files.write_gemma_scope, gemma),
-    "gemma_scope, compressed": (
-        partial(sae_files.write_gemma_scope, is_compressed=True),
-        gemma,
-    ),
     "gemma_scope, embedding": (
         lambda folder, rng: sae_files.write_gemma_scope(folder / "embedding" / "width_4k", rng),
         gemma_embedding,
@@ -433,7 +429,7 @@ def test_older_configurations_are_read(tmp_path: Path, rng):
 def test_the_identity_depends_on_values_only(tmp_path: Path, rng):
     gemma = sae_files.write_gemma_scope(tmp_path / "a", rng)
     shutil.copytree(tmp_path / "a", tmp_path / "b" / "c")
-    np.savez_compressed(tmp_path / "a" / "params.npz", **gemma.tensors)
+    np.savez(tmp_path / "a" / "params.npz", **dict(reversed(gemma.tensors.items())))
     first = open_sae(str(tmp_path / "a")).identity
     assert re.fullmatch("[0-9a-f]{64}", first)
     assert first == open_sae(str(tmp_path / "b" / "c")).identity
@@ -531,10 +527,8 @@ def pickled_npz(folder: Path, rng: np.random.Generator) -> None:
     np.savez(folder / "params.npz", **{**tensors, "b_enc": np.array([{}] * WIDTH, object)})
 
 
-def npz_bomb(folder: Path, rng: np.random.Generator) -> None:
-    """40 MB of zeros in 40 KB."""
-    tensors = dict(sae_files.write_gemma_scope(folder, rng).tensors)
-    np.savez_compressed(folder / "params.npz", **{**tensors, "W_dec": np.zeros((WIDTH, 1 << 18), np.float32)})
+def npz_compressed(folder: Path, rng: np.random.Generator) -> None:
+    np.savez_compressed(folder / "params.npz", **sae_files.write_gemma_scope(folder, rng).tensors)
 
 
 def npz_with_header(shape: tuple[int, ...]) -> Damage:
@@ -555,7 +549,7 @@ def npz_with_text(header: bytes, version: int = 1) -> Damage:
     def damage(folder: Path, rng: np.random.Generator) -> None:
         sae_files.write_gemma_scope(folder, rng)
         length = len(header).to_bytes(2 * version, "little")
-        with zipfile.ZipFile(folder / "params.npz", "a", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(folder / "params.npz", "a") as archive:
             archive.writestr("extra.npy", b"\x93NUMPY" + bytes([version, 0]) + length + header)
 
     return damage
@@ -634,7 +628,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
         "expected b_enc with the axes F, b_dec with the axes D, got",
     ),
     "gemma, pickled": (pickled_npz, "b_enc has dtype object.*Pickled objects are never read"),
-    "gemma, bomb": (npz_bomb, "W_dec of at most 20 times its"),
+    "gemma, compressed": (npz_compressed, "expected members that are stored, got compr.*Save it again with np.savez"),
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
     **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
     **{f"tracer, {what}": (traced(yaml), r"config\.yaml: expected one string") for what, yaml in YAMLS.items()},
@@ -730,11 +724,11 @@ def test_an_npz_is_read_in_either_order_and_its_checksums_are_compared(tmp_path:
     content = bytearray(file.read_bytes())
     content[500] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"not a valid .npz file.*CRC"):
+    with pytest.raises(CheckpointError, match="params.npz: expected the CRC-32"):
         open_sae(str(tmp_path)).read("w_enc")
 
 
-@pytest.mark.parametrize("case", ["standard", "gemma_scope", "gemma_scope, compressed"])
+@pytest.mark.parametrize("case", ["standard", "gemma_scope"])
 def test_random_damage_never_raises_another_error(case: str, tmp_path: Path, rng):
     folder = CASES[case][0](tmp_path / "sae", rng).folder
     for file in sorted(folder.iterdir()):

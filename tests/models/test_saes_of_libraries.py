@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.models.sae.decoding import decode
-from pipeline.models.sae.encoding import encode
+from pipeline.models.sae.encoding import decode, encode
 from pipeline.models.sae.loading import open_sae
 from tests.jobs import ROOT
 

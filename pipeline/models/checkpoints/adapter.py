@@ -18,8 +18,7 @@ from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint, sampled_digest, without_trunk
-from pipeline.models.checkpoints.checkpoint_files import Files, read_json
-from pipeline.models.checkpoints.json_config import JsonConfig
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
 from pipeline.models.checkpoints.loading import shortened, unused_tensors
 from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, SafetensorsFile
 from pipeline.models.leaves import Leaf, LeafTree
@@ -35,31 +34,16 @@ _NOT_CAPTURED = (  # parts of a checkpoint that are not read: other modalities, 
 )
 _KEPT_FACTORS = 8  # tensors whose factors stay in memory; up to four leaves are loaded at a time
 
-# Attributes that the names and shapes of the tensors already tell, or that matter in training only.
+# Attributes that the names and shapes of the tensors already tell, or that matter in training only. Any other has no
+# effect if it is switched off (null, false, empty).
 _HARMLESS = frozenset(
     """
     auto_mapping bias corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode
-    layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_core modules_to_save
-    peft_version qalora_group_size revision runtime_config target_modules task_type
+    init_lora_weights layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_core
+    modules_to_save peft_version qalora_group_size revision runtime_config target_modules task_type
     """.split()  # noqa: SIM905
 )
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # those that leave the base weights as they are
-
-
-class _AdapterConfig(JsonConfig):
-    """adapter_config.json. An attribute that is switched off (null, false, empty) has no effect."""
-
-    user, results = "adapter, or merge this one with PEFT", "activations"  # user: after "Use another"
-
-    def initialisation(self) -> None:
-        """Refuses those that change the base weights, which then are not the base model's."""
-        value = self._take("init_lora_weights", (bool, str), "true, false or a string", True)
-        if value not in _PLAIN_STARTS:
-            remedy = "Save the adapter with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT."
-            raise self._not_implemented("init_lora_weights", value, ", ".join(map(str, _PLAIN_STARTS)), remedy)
-
-    def _is_harmless(self, key: str) -> bool:
-        return key in _HARMLESS or not self.values[key]
 
 
 @dataclass(frozen=True)
@@ -82,15 +66,17 @@ class Adapter:
 
     def __init__(self, files: Files, arch: Architecture, table: KeyTable, leaves: LeafTree) -> None:
         self.where, self.commit = files.where, files.commit
-        config = _AdapterConfig(read_json(files, CONFIG_FILE), f"{files.where}/{CONFIG_FILE}")
+        config = read_config(files, CONFIG_FILE, user="adapter, or merge this one with PEFT")
         config.choice("peft_type", ("LORA",))
-        config.initialisation()
+        if (start := config.values.get("init_lora_weights", True)) not in _PLAIN_STARTS:
+            remedy = "Save the adapter with PEFT's path_initial_model_for_weight_conversion, or merge it with PEFT."
+            raise config.not_implemented("init_lora_weights", start, ", ".join(map(str, _PLAIN_STARTS)), remedy)
         config.flag("use_dora", False)  # its tensors tell
         self.base = config.text("base_model_name_or_path")
         self._rank, self._alpha = config.positive_int("r", 8), config.positive_float("lora_alpha", 8)
         self._ranks, self._alphas = config.nested("rank_pattern"), config.nested("alpha_pattern")
         self._uses_root = config.flag("use_rslora", False)
-        config.finish()
+        config.finish([key for key, value in config.values.items() if key in _HARMLESS or not value])
         try:
             self._file = SafetensorsFile(files.open(_WEIGHTS_FILE))
         except FileNotFoundError:

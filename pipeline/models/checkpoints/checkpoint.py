@@ -11,8 +11,8 @@ import numpy as np
 from pipeline.core.errors import CheckpointError
 from pipeline.core.messages import shown
 from pipeline.models.checkpoints.checkpoint_files import Files, read_json
-from pipeline.models.checkpoints.packed.formats import read_packing
-from pipeline.models.checkpoints.packed.packing import Packing, QuantizationConfig
+from pipeline.models.checkpoints.json_config import JsonConfig
+from pipeline.models.checkpoints.packed import Packing, read_packing
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile, TensorInfo
 from pipeline.models.checkpoints.torch_file import TorchFile
 
@@ -172,7 +172,9 @@ class Checkpoint:
     def packing(self) -> Packing | None:
         """How matrices are packed; None if they are not. Raises CheckpointError for formats that are not
         implemented."""
-        config = QuantizationConfig(self.config, f"{self.where}/config.json")
+        config = JsonConfig(
+            self.config, f"{self.where}/config.json", "checkpoint, such as the one from which it was quantised"
+        )
         config = next((c for c in (config, config.nested("text_config")) if "quantization_config" in c), None)
         return None if config is None else read_packing(config.nested("quantization_config"))
 

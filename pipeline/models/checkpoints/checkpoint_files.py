@@ -1,19 +1,26 @@
 """A checkpoint's files in a directory, at a remote path, or in a repository of the Hugging Face Hub."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import fsspec
+import huggingface_hub
 import numpy as np
 
+from pipeline.core.addresses import unusable_path
 from pipeline.core.errors import CheckpointError, PipelineError
 from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import Repository, is_hub_id, open_repository
 from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
 from pipeline.core.retries import repeated
+from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.safetensors_file import ByteSource
+
+SAE_KEY = "the SAE's address"
+_HUB = re.compile(r"hf://(?:models/)?([\w.-]+/[\w.-]+)(?:@([^/\s]+))?(?:/(.*))?", re.DOTALL)
 
 
 class Files:
@@ -102,11 +109,49 @@ def open_files(path: str, revision: str | None) -> Files:
     if ("://" in path and not path.endswith("://")) or os.path.isdir(path):
         return Files(path)
     if is_hub_id(path):
-        return Files(path, repository=_open_hub(path, revision))
+        repository = open_repository(path, revision, file="config.json", key="model.path", invalid=CheckpointError)
+        if repository is None:
+            raise CheckpointError(
+                f"{path} on the Hub has no config.json in revision {revision or 'main'}. Is it a model for "
+                f"transformers? For a PEFT adapter, set model.adapter to it and model.path to its base model."
+            )
+        return Files(path, repository=repository)
     raise CheckpointError(
         f"model.path is {path!r:.300}: expected a directory, a remote path (gs://...) or a Hub id (owner/name), "
         f"got none of them. Check the path. If a folder has the owner's name, rename it."
     )
+
+
+def open_folder(address: str, markers: tuple[str, ...], key: str = SAE_KEY) -> Files:
+    """Opens the folder at an address, or the folder of the file at the address. Every folder of an SAE contains one of
+    the files `markers`; repositories on the Hub are checked for them. `key` names the setting in messages.
+
+    Raises CheckpointError if there is no such folder, and PipelineError if a retry might help.
+    """
+    address = _normalised(address, key)
+    for marker in markers:
+        address = address.removesuffix(f"/{marker}")
+    if address.startswith("hf:"):
+        return _open_hub(address, markers, key)
+    if "://" in address or os.path.isdir(address):
+        return Files(address, key)
+    raise CheckpointError(
+        f"{key} is {address!r:.300}: expected a folder, a remote folder (gs://...) or a folder on the Hub "
+        f"(hf://owner/name/folder), got none of them. Check the path."
+    )
+
+
+def open_file(address: str) -> tuple[Files, str]:
+    """Opens the folder of a file, which holds the SAEs of several layers; also returns the file's name.
+
+    Raises CheckpointError if there is no such file, and PipelineError if a retry might help.
+    """
+    address = _normalised(address, SAE_KEY)
+    folder, _, name = address.rpartition("/")
+    files = _open_hub(folder, (name,), SAE_KEY) if address.startswith("hf:") else Files(folder or "/", SAE_KEY)
+    if not files.has(name):
+        raise CheckpointError(f"{SAE_KEY} is {address!r:.300}, but there is no such file. Check the path.")
+    return files, name
 
 
 def read_json(files: Files, name: str, remedy: str = "Download the missing file.") -> dict[str, object]:
@@ -129,11 +174,37 @@ def read_json(files: Files, name: str, remedy: str = "Download the missing file.
     return content
 
 
-def _open_hub(repo: str, revision: str | None) -> Repository:
-    repository = open_repository(repo, revision, file="config.json", key="model.path", invalid=CheckpointError)
-    if repository is None:
+def read_config(files: Files, name: str, user: str) -> JsonConfig:
+    """Like `read_json`; `user` is what the file configures, for messages."""
+    return JsonConfig(read_json(files, name), f"{files.where}/{name}", user)
+
+
+def _normalised(address: str, key: str) -> str:
+    """The address without a slash at the end. A local one is made absolute: formats read names of folders in it.
+
+    Raises CheckpointError if it can only be a mistake."""
+    if problem := unusable_path(address, key):
+        raise CheckpointError(problem)
+    if address.startswith("hf:") or "://" in address:
+        return address.rstrip("/")
+    return os.path.abspath(os.path.expanduser(address))
+
+
+def _open_hub(address: str, markers: tuple[str, ...], key: str) -> Files:
+    match = _HUB.fullmatch(address)
+    if match is None or match[1].startswith(("datasets/", "spaces/")):
         raise CheckpointError(
-            f"{repo} on the Hub has no config.json in revision {revision or 'main'}. Is it a model for transformers? "
-            "For a PEFT adapter, set model.adapter to it and model.path to its base model."
+            f"{key} is {address!r:.300}: expected hf://owner/name/folder in a model repository, or "
+            f"hf://owner/name@revision/folder. Check the address."
         )
-    return repository
+    repo, revision, folder = match.groups()
+
+    def is_cached(file: str) -> bool:
+        return isinstance(huggingface_hub.try_to_load_from_cache(repo, file, revision=revision), str)
+
+    files = [f"{folder}/{marker}" if folder else marker for marker in markers]
+    for file in sorted(files, key=is_cached, reverse=True):  # offline, only cached files can be opened
+        repository = open_repository(repo, revision, file=file, key=key, invalid=CheckpointError)
+        if repository is not None:
+            return Files(address, key, repository, folder)
+    raise CheckpointError(f"{key}: {address} has none of {', '.join(markers)}. Check the folder's name.")

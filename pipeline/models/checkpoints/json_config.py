@@ -21,14 +21,12 @@ _MAX_SHOWN = 20  # attributes in a message
 class JsonConfig:
     """A JSON object, or one inside it. Records which attributes were read; null counts as absent.
 
-    `where` names the file in messages. Every method that reads raises CheckpointError for an invalid value.
+    In messages, `where` names the file, and `user` what it configures and can be replaced. Every method that reads
+    raises CheckpointError for an invalid value.
     """
 
-    user: str  # what the file configures, for messages: model or SAE
-    results: str  # activations or features
-
-    def __init__(self, values: Mapping[str, object], where: str) -> None:
-        self.where = where
+    def __init__(self, values: Mapping[str, object], where: str, user: str = "model") -> None:
+        self.where, self.user = where, user
         self.values = {key: value for key, value in values.items() if value is not None}
         self._taken: set[str] = set()
 
@@ -95,10 +93,11 @@ class JsonConfig:
         """One of an attribute's implemented values."""
         value = self._take(key, (str,), "a string", default)
         if value not in choices:
-            raise self._not_implemented(key, value, ", ".join(choices), remedy)
+            raise self.not_implemented(key, value, ", ".join(choices), remedy)
         return value
 
-    def _not_implemented(self, key: str, value: object, implemented: str, remedy: str = "") -> CheckpointError:
+    def not_implemented(self, key: str, value: object, implemented: str, remedy: str = "") -> CheckpointError:
+        """The error for a value that is not among the implemented ones."""
         return CheckpointError(
             f"{self.where}: {key} is {shown(value)}, which is not implemented (implemented: {implemented}). "
             f"{remedy or f'Use another {self.user}.'}"
@@ -108,7 +107,7 @@ class JsonConfig:
         """Raises CheckpointError for attributes with other values than these, the only implemented ones."""
         for key, value in implemented.items():
             if (got := self.values.get(key, value)) != value:
-                raise self._not_implemented(key, got, str(value))
+                raise self.not_implemented(key, got, str(value))
         self._taken.update(implemented)
 
     def ignore(self, *keys: str) -> None:
@@ -117,7 +116,7 @@ class JsonConfig:
 
     def nested(self, key: str) -> Self:
         """The mapping under `key`; empty if the key is absent."""
-        return type(self)(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}")
+        return type(self)(self._take(key, (dict,), "a mapping", {}), f"{self.where}: {key}", self.user)
 
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Raises CheckpointError for attributes that were not read and are not `harmless`. Call it last."""
@@ -128,8 +127,8 @@ class JsonConfig:
         if len(unread) > _MAX_SHOWN:
             settings += f" and {len(unread) - _MAX_SHOWN} more"
         raise CheckpointError(
-            f"{self.where} sets {settings}, which this program does not implement, so the {self.results} might be "
-            f"wrong. Use another {self.user}, or remove the attribute if it does not change them."
+            f"{self.where} sets {settings}, which this program does not implement, so the results might be wrong. "
+            f"Use another {self.user}, or remove the attribute if it does not change them."
         )
 
     def _is_harmless(self, key: str) -> bool:

@@ -61,10 +61,10 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
         info = checkpoint.info(name)
         if info is None:
             problems.append(f"{name} is missing")
-        elif info.shape != shape:
-            problems.append(f"{name} has shape {info.shape}, expected {shape}")
         elif info.dtype not in FLOAT_DTYPES:
             problems.append(f"{name} has dtype {info.dtype}, expected {', '.join(FLOAT_DTYPES)}")
+        elif info.shape != shape:
+            problems.append(f"{name} has shape {info.shape}, expected {shape}")
     unexpected = [f"{name} is unexpected" for name in _unexpected(checkpoint, arch, table, set(expected))]
     if problems or unexpected:
         listed = [*shortened(problems), *shortened(unexpected)]

@@ -6,9 +6,11 @@ object storage, where each process reads only its part, and errors must name a d
 """
 
 import math
+import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -29,6 +31,14 @@ _DTYPES = FLOAT_DTYPES | {  # readable dtypes
 _PIECE_BYTES = 16 << 20  # read at a time
 _MAX_REQUESTS = 16  # concurrent requests for pieces of a remote file
 _MAX_AXES, _MAX_NUMBER = 32, 2**48  # limit the product of sizes
+
+
+class Member(NamedTuple):
+    """Bytes start..stop-1 of a file, and their CRC-32, or 0 if it is not known."""
+
+    start: int
+    stop: int
+    crc: int
 
 
 @dataclass(frozen=True)
@@ -54,15 +64,27 @@ class ByteSource:
             list(pool.map(read_piece, range(0, content.size, _PIECE_BYTES)))
         return content
 
+    def read_member(self, member: Member) -> NDArray[np.uint8]:
+        """Reads a member, and compares its checksum."""
+        content = self.read_large(member.start, member.stop)
+        if member.crc and (crc := zlib.crc32(content)) != member.crc:
+            raise CheckpointError(
+                f"{self.name}: expected the CRC-32 {member.crc:08x} of bytes {member.start:,} to {member.stop:,}, got "
+                f"{crc:08x}. Download it again."
+            )
+        return content
+
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor's dtype, shape and byte range start..stop-1 in its file, in C order."""
+    """A tensor's dtype, shape and byte range start..stop-1 in its file."""
 
     dtype: str  # the name in safetensors
     shape: tuple[int, ...]
     start: int
     stop: int
+    strides: tuple[int, ...] | None = None  # in elements; None: C order
+    member: Member | None = None  # of a zip archive, which contains the tensor
 
 
 class TensorFile:
@@ -78,15 +100,26 @@ class TensorFile:
 
     def dtype(self, name: str) -> np.dtype:
         """The dtype of a tensor. Raises CheckpointError for others than `FLOAT_DTYPES`."""
-        return float_dtype(self.name, name, self.tensors[name].dtype)
+        dtype = self.tensors[name].dtype
+        if dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{self.name}: {name:.200} has dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}. Save it as "
+                f"one of them."
+            )
+        return FLOAT_DTYPES[dtype]
 
     def read(self, name: str) -> np.ndarray:
-        """Reads a whole tensor of floats."""
-        info = self.tensors[name]
-        return self._source.read_large(info.start, info.stop).view(self.dtype(name)).reshape(info.shape)
+        """Reads a whole tensor of floats, in C order, after comparing the checksum of the member that contains it."""
+        info, dtype = self.tensors[name], self.dtype(name)
+        member = info.member or Member(info.start, info.stop, crc=0)
+        content = self._source.read_member(member)[info.start - member.start : info.stop - member.start]
+        if info.strides is None:
+            return content.view(dtype).reshape(info.shape)
+        strides = [step * dtype.itemsize for step in info.strides]
+        return np.ascontiguousarray(np.ndarray(info.shape, dtype, content, strides=strides))
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop-1 of a tensor's first axis, in its dtype (floats, F8_E4M3, U8 or I32)."""
+        """Rows start..stop-1 of a tensor's first axis, in its dtype (floats, F8_E4M3, U8 or I32); in C order."""
         info = self.tensors[name]
         row_bytes = (info.stop - info.start) // info.shape[0]
         raw = self._source.read(info.start + start * row_bytes, info.start + stop * row_bytes)
@@ -117,16 +150,6 @@ class SafetensorsFile(TensorFile):
         if stop != source.size:
             raise _damaged(source, f"{stop} bytes", f"{source.size}")
         super().__init__(source, tensors)
-
-
-def float_dtype(file: str, tensor: str, dtype: str) -> np.dtype:
-    """The dtype with this name in safetensors. Raises CheckpointError for others than `FLOAT_DTYPES`."""
-    if dtype not in FLOAT_DTYPES:
-        raise CheckpointError(
-            f"{file}: {tensor:.200} has dtype {dtype}, expected one of {', '.join(FLOAT_DTYPES)}. Save it as one of "
-            f"them."
-        )
-    return FLOAT_DTYPES[dtype]
 
 
 def _damaged(source: ByteSource, expected: str, got: str) -> CheckpointError:

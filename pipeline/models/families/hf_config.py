@@ -70,10 +70,8 @@ _ACTIVATIONS = {
 class HfConfig(JsonConfig):
     """A config.json, or a mapping inside one. Records which attributes were read."""
 
-    user, results = "model", "activations"
-
-    def __init__(self, values: Mapping[str, object], where: str) -> None:
-        super().__init__(values, where)
+    def __init__(self, values: Mapping[str, object], where: str, user: str = "model") -> None:
+        super().__init__(values, where, user)
         self._nulls = values.keys() - self.values.keys()
 
     def num_layers(self, key: str) -> int:

@@ -2,32 +2,17 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import without_defaults
-from pipeline.models.sae.context import SAEContext
-from pipeline.models.sae.spec import ARRAYS, SAESpec
-
-
-class Tensors(Protocol):
-    """The tensors of a file by name. Methods raise CheckpointError for damaged files and dtypes other than 16- and
-    32-bit floats."""
-
-    name: str  # the file's name, for messages
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def dtype(self, name: str) -> np.dtype:
-        """The dtype of a tensor."""
-
-    def read(self, name: str) -> np.ndarray:
-        """Reads a tensor, in C order."""
-
+from pipeline.models.checkpoints.safetensors_file import TensorFile
+from pipeline.models.sae.spec import ARRAYS, SAEContext, SAESpec
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -90,7 +75,7 @@ class SAE:
     format: str  # the name of the module in `formats`, without or with a version
     spec: SAESpec
     hook_name: str | None  # what it was trained on, if its file says so: `blocks.12.hook_resid_post`
-    tensors: Tensors
+    tensors: TensorFile
     sources: Sources
     context: SAEContext = field(default_factory=SAEContext)
 
@@ -169,7 +154,7 @@ def check_tensors(sae: SAE, ignored: Sequence[str] = ()) -> SAE:
     return sae
 
 
-def axis_sizes(tensors: Tensors, axes: Mapping[str, str]) -> dict[str, int]:
+def axis_sizes(tensors: TensorFile, axes: Mapping[str, str]) -> dict[str, int]:
     """The sizes of axes by their letters, from the shapes of tensors whose axes are given; the first tensor with a
     letter has its size. Raises CheckpointError if a tensor is missing, or has another number of axes."""
     shapes = {name: tensors.shapes.get(name, ()) for name in axes}
@@ -181,6 +166,16 @@ def axis_sizes(tensors: Tensors, axes: Mapping[str, str]) -> dict[str, int]:
     for name, letters in axes.items():
         sizes = dict(zip(letters, shapes[name], strict=True)) | sizes
     return sizes
+
+
+def read_number(tensors: TensorFile, name: str, above: float = -math.inf) -> float:
+    """The finite number above `above` in a tensor without axes. Raises CheckpointError if there is none."""
+    value = float(tensors.read(name)) if tensors.shapes.get(name) == () else None
+    if value is None or not above < value < math.inf:
+        raise CheckpointError(
+            f"{tensors.name}: expected a finite number above {above:g} as {name}, got {value}. Download it again."
+        )
+    return value
 
 
 def shown_names(names: Iterable[object]) -> str:

@@ -1,9 +1,9 @@
-"""Encodes activations: which features of an SAE fire, and their values.
+"""Encodes activations: which features of an SAE fire, and their values; and how well these reconstruct the activations.
 
 Tokens are processed in tiles, so that no array holds the values of all features for all tokens. Products are computed
 in the activations' dtype and accumulated in float32.
 
-Letters: B rows, S slots of a row, D and F as in `spec`, n tokens of a tile, k slots for features.
+Letters: B rows, S slots of a row, D, F and O as in `spec`, n tokens of a tile, k slots for features.
 """
 
 from functools import partial
@@ -16,13 +16,19 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pipeline.models.attention.arithmetic import map_parts
 from pipeline.models.exchange.context import context_axis
-from pipeline.models.sae.decoding import Reconstruction, decode, measure_reconstruction
 from pipeline.models.sae.params import SAEParams, params_partition, tensor_axis
 from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
 
 TILE_VALUES = 1 << 25  # tokens times features per tile: 128 MiB
 GROUP = 128  # features whose maximum `_largest` compares first: a TPU's lanes
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)  # some devices flush smaller values to 0
+
+
+class Reconstruction(NamedTuple):
+    """Per token: |x - out|^2, and the cosine similarity of the two, which is 0 if one of them is 0."""
+
+    squared_error: Float32[Array, " *n"]
+    cosine: Float32[Array, " *n"]
 
 
 class Features(NamedTuple):
@@ -181,3 +187,39 @@ def _mask_unchosen(
     index = index - (jax.lax.axis_index(axis) * width if axis else 0)
     index = jnp.where((index >= 0) & (index < width), index, width)  # other devices' features are dropped
     return jnp.zeros_like(values).at[jnp.arange(len(values))[:, None], index].set(value, mode="drop")
+
+
+def decode(
+    sae: SAESpec, params: SAEParams, x: Float[Array, "n D"], values: Float32[Array, "n F"], axis: str | None = None
+) -> Float32[Array, "n O"]:
+    """Decodes the values of all features. If the mesh's `axis` divides the features, `params` and `values` contain this
+    device's part."""
+    if "feature_scale" in params:
+        scale = params["feature_scale"]
+        values = jnp.where(scale > 0, values / jnp.where(scale > 0, scale, 1), 0)
+    out = jnp.einsum("nF,FO->nO", values.astype(x.dtype), params["w_dec"], preferred_element_type=jnp.float32)
+    if axis:
+        out = jax.lax.psum(out, axis)
+    if "b_out" in params:
+        out += params["b_out"]
+    wide = x.astype(jnp.float32)
+    if sae.undo_scaling:
+        match sae.input_scaling:
+            case InputScaling.centred:
+                out += jnp.mean(wide, axis=-1, keepdims=True)
+            case InputScaling.constant_norm:
+                out *= jnp.linalg.norm(wide, axis=-1, keepdims=True) / jnp.sqrt(sae.d_in)
+            case InputScaling.layer_norm:
+                out *= jnp.std(wide, axis=-1, keepdims=True, ddof=1)
+                out += jnp.mean(wide, axis=-1, keepdims=True)
+    if "w_skip" in params:
+        out += jnp.einsum("nD,DO->nO", x, params["w_skip"], preferred_element_type=jnp.float32)
+    return out
+
+
+def measure_reconstruction(x: Float[Array, "n D"], out: Float32[Array, "n D"]) -> Reconstruction:
+    """Compares the decoder's output with x."""
+    x = x.astype(jnp.float32)
+    squared_error = jnp.sum(jnp.square(x - out), axis=-1)
+    lengths = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(out, axis=-1)
+    return Reconstruction(squared_error, jnp.where(lengths > 0, jnp.sum(x * out, axis=-1) / lengths, 0))

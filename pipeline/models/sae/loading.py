@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, open_file, open_folder
 from pipeline.models.sae.autoencoder import SAE, shown_names
-from pipeline.models.sae.folder import open_file, open_folder
 from pipeline.models.sae.formats import (
     circuit_tracer,
     dictionary_learning,

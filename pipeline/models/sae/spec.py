@@ -1,4 +1,5 @@
-"""What a sparse autoencoder (SAE) or transcoder computes, independent of its checkpoint's format.
+"""What a sparse autoencoder (SAE) or transcoder computes, and on what it was trained, independent of its checkpoint's
+format.
 
 D: d_in, F: width (features), O: d_out. x_D are a token's activations; `ARRAYS` lists the other arrays, of which a
 checkpoint has those that its architecture needs.
@@ -24,6 +25,7 @@ checkpoint has those that its architecture needs.
 A feature fires if its value is above 0.
 """
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -79,3 +81,38 @@ ARRAYS: dict[str, str] = {
     "b_out": "O",
     "w_skip": "DO",  # skip transcoders
 }
+
+
+@dataclass(frozen=True)
+class SAEContext:
+    """What an SAE's files, or the authors of its format, say about the activations that it was trained on. None: they
+    do not say."""
+
+    model_name: str | None = None  # a Hub id, or TransformerLens' name of the model
+    dataset: str | None = None  # a Hub id
+    context_size: int | None = None  # tokens that the model saw at a time
+    prepend_bos: bool | None = None  # whether contexts begin with the tokenizer's BOS, or what the model has in place
+    separator: str | int | None = None  # between documents of a context: bos, eos, sep, or a token id
+    concatenates: bool | None = None  # whether a context holds several documents, which attend to each other
+    excluded_tokens: bool | tuple[int, ...] | None = None  # no activations of these ids; True: of special tokens
+    positions: tuple[int | None, ...] | None = None  # the slice of a context's positions that was used
+
+
+MODULE_HOOKS = {  # TransformerLens' names of the input and the output of a decoder layer and its modules
+    "layer": ("hook_resid_pre", "hook_resid_post"),
+    "attention": ("attn.hook_in", "attn.hook_out"),
+    "mlp": ("mlp.hook_in", "mlp.hook_out"),
+}
+_MODULES = {  # of a decoder layer in transformers
+    "output": "hook_resid_post",
+    "self_attn.o_proj.input": "attn.hook_z",
+    "pre_feedforward_layernorm.output": "mlp.hook_in",
+    "post_feedforward_layernorm.output": "hook_mlp_out",
+}
+
+
+def hook_of_module(name: str | None) -> str | None:
+    """TransformerLens' name of a place that is named as in transformers: `model.layers.12.output` is
+    `blocks.12.hook_resid_post`. None for any other place."""
+    match = re.fullmatch(r"(?:\w+\.)*layers\.(\d+)\.(.+)", name or "")
+    return f"blocks.{match[1]}.{_MODULES[match[2]]}" if match and match[2] in _MODULES else None

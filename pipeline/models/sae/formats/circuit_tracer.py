@@ -9,15 +9,19 @@ mntss/clt-gemma-2-2b-2.5M.
 import re
 from collections.abc import Mapping
 
+from pipeline.core.errors import CheckpointError
+from pipeline.core.messages import shown
 from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.sae.autoencoder import SAE, TensorSource, axis_sizes, check_tensors, coder_sources
-from pipeline.models.sae.context import SAEContext
-from pipeline.models.sae.folder import SAEConfig, read_flat_yaml
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAEContext, SAESpec
 
 CONFIG, _KEYS = "config.yaml", ("model_name", "feature_input_hook", "activation")
 TRANSCODER, CROSS_LAYER = r"layer_(\d+)\.safetensors", r"W_enc_(\d+)\.safetensors"
+_MAX_YAML = 64 << 10  # bytes
+_SCALAR = re.compile(r"""'([^']*)'|"([^"\\]*)"|([^][{}&*!|>'"%@`,?:\s-](?:[^:]|:(?=\S))*|~|)""")  # YAML without escapes
+_NULLS = ("", "~", "null", "Null", "NULL")
 _THRESHOLD = "activation_function.threshold"
 _HOOK = "mlp.hook_in"  # of transcoders in folders without config.yaml, as in SAELens
 _ACTIVATIONS = {"relu": FeatureActivation.relu, "jump_relu": FeatureActivation.jumprelu}
@@ -55,7 +59,7 @@ def _sae(
     hook: str | None,
 ) -> SAE:
     """hook: that of a folder whose configuration does not name it; None: not known."""
-    config = read_flat_yaml(files, CONFIG, _KEYS) if files.has(CONFIG) else SAEConfig({}, f"{files.where}/{CONFIG}")
+    config = _read_yaml(files)
     activation = "jump_relu" if "threshold" in sources else "relu"
     config.choice(
         *("activation", [activation], activation),
@@ -68,3 +72,31 @@ def _sae(
     hook_name = hook and f"blocks.{layer}.{hook}"
     sae = SAE("circuit_tracer", spec, hook_name, tensors, sources, SAEContext(model_name))
     return check_tensors(sae, [f"b_dec_{layer}"])
+
+
+def _read_yaml(files: Files) -> JsonConfig:
+    """Reads the strings that config.yaml, if the folder has one, has for `_KEYS`, each on one line; null is absent.
+    Other keys are ignored. A YAML parser would take minutes for some small files.
+
+    Raises CheckpointError if the file is damaged, or writes these keys in another way."""
+    if not files.has(CONFIG):
+        return JsonConfig({}, f"{files.where}/{CONFIG}", "SAE")
+    source, values = files.open(CONFIG), {}
+    if source.size > _MAX_YAML:
+        raise CheckpointError(
+            f"{source.name} has {source.size:,} bytes, expected at most {_MAX_YAML:,}. Download it again."
+        )
+    lines = source.read(0, source.size).tobytes().decode("utf-8-sig", errors="replace").split("\n")
+    for line, following in zip(lines, [*lines[1:], ""], strict=True):
+        key, colon, value = line.partition(":")
+        if colon and key in _KEYS:
+            scalar = _SCALAR.fullmatch(value.partition(" #")[0].strip())
+            goes_on = following.startswith((" ", "\t", "- "))
+            if scalar is None or key in values or goes_on:
+                raise CheckpointError(
+                    f"{source.name}: expected one string on the line of {key}, got {shown(value.strip())}. Download it "
+                    f"again."
+                )
+            text = next((group for group in scalar.groups() if group is not None), "")
+            values[key] = None if text in _NULLS else text
+    return JsonConfig(values, source.name, "SAE")

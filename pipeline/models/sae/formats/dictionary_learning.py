@@ -10,13 +10,11 @@ import re
 
 import numpy as np
 
-from pipeline.core.errors import CheckpointError
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
+from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.torch_file import TorchFile
-from pipeline.models.sae.autoencoder import SAE, Sources, TensorSource, check_tensors, coder_sources
-from pipeline.models.sae.context import MODULE_HOOKS, SAEContext
-from pipeline.models.sae.folder import SAEConfig, read_config
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.autoencoder import SAE, Sources, TensorSource, check_tensors, coder_sources, read_number
+from pipeline.models.sae.spec import MODULE_HOOKS, FeatureActivation, SAEContext, SAESpec
 
 CONFIG, WEIGHTS = "config.json", "ae.pt"
 _CLASSES = {  # the activation, and whether the decoder's bias is subtracted from the input
@@ -28,11 +26,7 @@ _CLASSES = {  # the activation, and whether the decoder's bias is subtracted fro
     "JumpReluAutoEncoder": (FeatureActivation.jumprelu, False),
     "GatedAutoEncoder": (FeatureActivation.gated, True),
 }
-_TRAINING = (
-    "k",
-    "threshold",
-    "group_sizes",
-)  # saved by all classes with a k, of which some do not use them in `encode`
+_TRAINING = ("k", "threshold", "group_sizes")  # saved by all classes with a k, which config.json has, too
 _OUTPUT_BIASES = ("b_dec", "bias", "decoder_bias", "decoder.bias")
 _MODULES = {"resid_post": "layer", "attention_out": "attention", "mlp_out": "mlp"}
 
@@ -40,13 +34,13 @@ _MODULES = {"resid_post": "layer", "attention_out": "attention", "mlp_out": "mlp
 def read_sae(files: Files) -> SAE:
     """Reads an SAE of one of the classes in `_CLASSES`, or a transcoder of that class, from a module's input to its
     output."""
-    config = read_config(files, CONFIG)
+    config = read_config(files, CONFIG, "SAE")
     trainer, buffer = config.nested("trainer"), config.nested("buffer")
     class_name = trainer.choice("dict_class", _CLASSES)
     activation, subtracts_bias = _CLASSES[class_name]
     d_in, width = trainer.positive_int("activation_dim"), trainer.positive_int("dict_size")
     tensors = TorchFile(files.open(WEIGHTS))
-    k = _top_k(trainer, tensors, width) if activation is FeatureActivation.topk else None
+    k = trainer.positive_int("k", most=width) if activation is FeatureActivation.topk else None
     context = SAEContext(
         trainer.text("lm_name"), context_size=buffer.positive_int("ctx_len") if "ctx_len" in buffer else None
     )
@@ -59,17 +53,7 @@ def read_sae(files: Files) -> SAE:
     return check_tensors(sae, _TRAINING if "TopK" in class_name else ())
 
 
-def _top_k(trainer: SAEConfig, tensors: TorchFile, width: int) -> int:
-    """Which the first versions of AutoEncoderTopK did not save in the file."""
-    k = trainer.positive_int("k", most=width)
-    if "k" in tensors.shapes and (saved := tensors.number("k")) != k:
-        raise CheckpointError(
-            f"{tensors.name}: k is {saved}, expected {k} as in {CONFIG}. Is the file that of another SAE?"
-        )
-    return k
-
-
-def _hook_name(trainer: SAEConfig, *, reads_input: bool) -> str | None:
+def _hook_name(trainer: JsonConfig, *, reads_input: bool) -> str | None:
     name = trainer.text("submodule_name") or f"resid_post_layer_{trainer.values.get('layer')}"
     match = re.fullmatch(r"(\w+)_layer_(\d+)", name)
     hooks = MODULE_HOOKS.get(_MODULES.get(match[1], "")) if match else None
@@ -85,7 +69,7 @@ def _sources(tensors: TorchFile, activation: FeatureActivation, subtracts_bias: 
     sources = coder_sources(*(linear if "encoder.weight" in names else plain), bias, subtracts_bias=subtracts_bias)
     if activation is FeatureActivation.jumprelu:
         is_number = names.get("threshold") == ()
-        sources["threshold"] = tensors.number("threshold") if is_number else TensorSource("threshold", "F")
+        sources["threshold"] = read_number(tensors, "threshold") if is_number else TensorSource("threshold", "F")
     if activation is FeatureActivation.gated:
         sources["b_enc"] = TensorSource("mag_bias", "F")
         sources |= {"gate_scale": TensorSource("r_mag", "F", np.exp), "gate_bias": TensorSource("gate_bias", "F")}

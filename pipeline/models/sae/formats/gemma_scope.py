@@ -11,12 +11,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile
+from pipeline.models.checkpoints.zip_archive import NpzFile
 from pipeline.models.sae.autoencoder import (
     SAE,
     Sources,
-    Tensors,
     TensorSource,
     axis_sizes,
     check_tensors,
@@ -24,10 +24,7 @@ from pipeline.models.sae.autoencoder import (
     divide_by,
     multiply_by,
 )
-from pipeline.models.sae.context import SAEContext, hook_of_module
-from pipeline.models.sae.folder import read_config
-from pipeline.models.sae.npz_file import NpzFile
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAEContext, SAESpec, hook_of_module
 
 WEIGHTS = "params.npz"
 CONFIG_2, WEIGHTS_2 = "config.json", "params.safetensors"
@@ -82,7 +79,7 @@ def read_sae_2(files: Files) -> SAE:
     sizes = axis_sizes(tensors, {"b_enc": "F", "w_enc": "DF", "b_dec": "O"})
     width = sizes["F"]
     if files.has(CONFIG_2):
-        config = read_config(files, CONFIG_2)
+        config = read_config(files, CONFIG_2, "SAE")
         config.choice("architecture", ["jump_relu"])
         kind = config.choice("type", ["sae", "transcoder"], default="transcoder" if is_transcoder else "sae")
         is_transcoder, has_skip = kind == "transcoder", config.flag("affine_connection", default=has_skip)
@@ -119,6 +116,6 @@ def _context(model_name: str) -> SAEContext:
     return SAEContext(model_name, context_size=1024, prepend_bos=True)
 
 
-def _sources(tensors: Tensors) -> Sources:
+def _sources(tensors: TensorFile) -> Sources:
     encoder, decoder = ("w_enc", "w_dec") if "w_enc" in tensors.shapes else ("W_enc", "W_dec")
     return coder_sources("DF FO", encoder, "b_enc", decoder, "b_dec") | {"threshold": TensorSource("threshold", "F")}

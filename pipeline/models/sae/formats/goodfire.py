@@ -6,8 +6,7 @@ import re
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.torch_file import TorchFile
 from pipeline.models.sae.autoencoder import SAE, axis_sizes, check_tensors, coder_sources
-from pipeline.models.sae.context import SAEContext
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAEContext, SAESpec
 
 WEIGHTS = r"(.+)-SAE-l(\d+)\.pth?"
 

@@ -16,13 +16,11 @@ from functools import partial
 
 import numpy as np
 
-from pipeline.core.errors import CheckpointError
-from pipeline.models.checkpoints.checkpoint_files import Files
-from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
-from pipeline.models.sae.autoencoder import SAE, Tensors, TensorSource, check_tensors, coder_sources
-from pipeline.models.sae.context import SAEContext
-from pipeline.models.sae.folder import SAEConfig, read_config
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
+from pipeline.models.checkpoints.json_config import JsonConfig
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, TensorFile
+from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, coder_sources, read_number
+from pipeline.models.sae.spec import FeatureActivation, SAEContext, SAESpec
 
 CONFIG, WEIGHTS = "hyperparams.json", "checkpoints/final.safetensors"
 CONFIG_R1, WEIGHTS_R1 = "config.json", "sae_weights.safetensors"
@@ -41,7 +39,7 @@ _HARMLESS = frozenset(
 
 def read_sae(files: Files) -> SAE:
     """Reads a JumpReLU SAE or transcoder of Llama Scope."""
-    config = read_config(files, CONFIG)
+    config = read_config(files, CONFIG, "SAE")
     d_in, width = config.positive_int("d_model"), config.positive_int("d_sae")
     norms = config.nested(_NORM)
     factors = tuple(float(np.sqrt(d_in)) / norms.positive_float(end) for end in ("in", "out"))
@@ -60,7 +58,7 @@ def read_sae(files: Files) -> SAE:
 
 def read_sae_r1(files: Files) -> SAE:
     """Reads a JumpReLU SAE or transcoder of Llama Scope for DeepSeek-R1-Distill. The norms are among the tensors."""
-    config = read_config(files, CONFIG_R1)
+    config = read_config(files, CONFIG_R1, "SAE")
     config.choice("sae_type", ["sae"], default="sae")
     d_in = config.positive_int("d_model")
     config.ignore("jump_relu_threshold")  # the tensor has the thresholds
@@ -77,23 +75,12 @@ def read_sae_r1(files: Files) -> SAE:
         tensors,
         width=round(d_in * config.positive_float("expansion_factor")),
         threshold=TensorSource("log_jumprelu_threshold", "F", change),
-        factors=tuple(float(np.sqrt(d_in)) / _norm(tensors, f"{_NORM}.{hook}") for hook in hooks),
+        factors=tuple(float(np.sqrt(d_in)) / read_number(tensors, f"{_NORM}.{hook}", 0) for hook in hooks),
         model_name="deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
     )
 
 
-def _norm(tensors: Tensors, name: str) -> float:
-    """The average norm of activations, a tensor without axes."""
-    value = tensors.read(name) if tensors.shapes.get(name) == () else np.zeros(())
-    if not 0 < value < np.inf:
-        raise CheckpointError(
-            f"{tensors.name}: expected a number above 0 as {name}, got {value if name in tensors.shapes else 'none'}. "
-            f"Download it again."
-        )
-    return float(value)
-
-
-def _includes_norms(config: SAEConfig) -> bool:
+def _includes_norms(config: JsonConfig) -> bool:
     return config.flag("sparsity_include_decoder_norm", default=True)
 
 
@@ -107,8 +94,8 @@ def _divided_by_norms(threshold: float | np.ndarray, decoder: np.ndarray) -> np.
 
 
 def _sae(
-    config: SAEConfig,
-    tensors: Tensors,
+    config: JsonConfig,
+    tensors: TensorFile,
     *,
     width: int,
     threshold: TensorSource | float,

@@ -7,8 +7,7 @@ from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files
 from pipeline.models.checkpoints.torch_file import TorchFile
 from pipeline.models.sae.autoencoder import SAE, axis_sizes, check_tensors, coder_sources
-from pipeline.models.sae.context import SAEContext
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, SAEContext, SAESpec
 
 WEIGHTS = r"layer(\d+)\.sae\.pt"
 _REPOSITORY = re.compile(r"SAE-Res-(.+)-W(\d+)K-L0_(\d+)")

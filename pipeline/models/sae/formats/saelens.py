@@ -14,12 +14,11 @@ from types import MappingProxyType
 import numpy as np
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
+from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.sae.autoencoder import SAE, Sources, TensorSource, check_tensors, coder_sources
-from pipeline.models.sae.context import SAEContext, hook_of_module
-from pipeline.models.sae.folder import SAEConfig, read_config
-from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAESpec
+from pipeline.models.sae.spec import FeatureActivation, InputScaling, SAEContext, SAESpec, hook_of_module
 
 CONFIG, WEIGHTS, SCALER = "cfg.json", "sae_weights.safetensors", "activation_scaler.json"
 _ARCHITECTURES = {
@@ -90,7 +89,7 @@ _HARMLESS = frozenset(
 
 def read_sae(files: Files) -> SAE:
     """Reads an SAE or transcoder with one of the architectures in `_ARCHITECTURES`."""
-    config = read_config(files, CONFIG)
+    config = read_config(files, CONFIG, "SAE")
     config.values |= _published(_PUBLISHED, files) or {}
     architecture = _architecture(config)
     is_transcoder = architecture.endswith("transcoder")
@@ -140,7 +139,7 @@ def _published(table: Mapping[str, Mapping], files: Files) -> Mapping | None:
     return next((table[name] for name in names), None)
 
 
-def _architecture(config: SAEConfig) -> str:
+def _architecture(config: JsonConfig) -> str:
     """The architecture. Before version 6, topk was not an architecture but an activation function."""
     is_in_training = config.values.get("architecture") in _IN_TRAINING
     remedy = "Save it with save_inference_model, which makes it jumprelu." if is_in_training else ""
@@ -150,7 +149,7 @@ def _architecture(config: SAEConfig) -> str:
     return "topk" if "topk" in chosen else architecture
 
 
-def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
+def _top_k(config: JsonConfig, spec: SAESpec) -> int | None:
     old = config.nested("activation_fn_kwargs")
     old.require({"signed": False})
     k = None
@@ -163,7 +162,7 @@ def _top_k(config: SAEConfig, spec: SAESpec) -> int | None:
     return k
 
 
-def _normalisation(config: SAEConfig) -> str:
+def _normalisation(config: JsonConfig) -> str:
     """How activations are scaled. Before version 3, this was a bool."""
     if isinstance(config.values.get("normalize_activations"), bool):
         return _AVERAGE if config.flag("normalize_activations", default=False) else "none"
@@ -172,7 +171,7 @@ def _normalisation(config: SAEConfig) -> str:
     return config.choice("normalize_activations", _SCALINGS, "none", remedy if is_whitened else "")
 
 
-def _hook_name(config: SAEConfig) -> str | None:
+def _hook_name(config: JsonConfig) -> str | None:
     """The hook that the SAE was trained on. `hook_z` is read with its heads concatenated, as the site attn_z has them.
     Refuses SAEs of a single head."""
     sections = [config.nested("metadata"), config]
@@ -189,7 +188,7 @@ def _hook_name(config: SAEConfig) -> str | None:
     return hook_of_module(sections[0].text("hf_hook_name")) or hook_name
 
 
-def _is_centred(config: SAEConfig) -> bool:
+def _is_centred(config: JsonConfig) -> bool:
     """Whether the model's weights were changed so that what is written into the residual stream has a mean of 0:
     TransformerLens' default for models with LayerNorm."""
     values = []
@@ -201,7 +200,7 @@ def _is_centred(config: SAEConfig) -> bool:
     return any(values)
 
 
-def _context(config: SAEConfig) -> SAEContext:
+def _context(config: JsonConfig) -> SAEContext:
     """What the configuration says of the activations; not checked, since they do not change the features."""
     values = {**config.values, **config.nested("metadata").values}
 
@@ -235,7 +234,7 @@ def _input_factor(files: Files, where: str, hook_name: str | None) -> float:
             f"{where}: normalize_activations is {_AVERAGE}, but there is no {SCALER} with the scaling factor. Fold it "
             f"in with SAELens: sae.fold_activation_norm_scaling_factor(factor); sae.save_model(folder)."
         )
-    return factor or read_config(files, SCALER).positive_float("scaling_factor")
+    return factor or read_config(files, SCALER, "SAE").positive_float("scaling_factor")
 
 
 def _sources(spec: SAESpec, subtracts_bias: bool, has_skip: bool, factor: float | None) -> Sources:

@@ -3,12 +3,10 @@
 import re
 
 from pipeline.core.errors import CheckpointError
-from pipeline.models.checkpoints.checkpoint_files import Files
+from pipeline.models.checkpoints.checkpoint_files import Files, read_config
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.sae.autoencoder import SAE, TensorSource, check_tensors, coder_sources
-from pipeline.models.sae.context import MODULE_HOOKS
-from pipeline.models.sae.folder import read_config
-from pipeline.models.sae.spec import FeatureActivation, SAESpec
+from pipeline.models.sae.spec import MODULE_HOOKS, FeatureActivation, SAESpec
 
 CONFIG, WEIGHTS = "cfg.json", "sae.safetensors"
 # For training only. `normalize_decoder` was applied before the weights were saved.
@@ -19,7 +17,7 @@ _MODULES = {"": "layer", "mlp": "mlp", **dict.fromkeys(("self_attn", "attention"
 def read_sae(files: Files) -> SAE:
     """Reads a TopK SAE or transcoder like `SparseCoder.load_from_disk`: b_dec is subtracted from the input unless
     `transcode` is set. Transcoders older than that attribute do not have it."""
-    config = read_config(files, CONFIG)
+    config = read_config(files, CONFIG, "SAE")
     config.choice("activation", ["topk"], default="topk")
     config.require({"signed": False})  # in the first versions; keeps negative features
     d_in, k = config.positive_int("d_in"), config.positive_int("k", default=32)

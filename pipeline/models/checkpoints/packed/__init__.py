@@ -1,1 +1,0 @@
-"""Formats in which checkpoints pack numbers of 4 and 8 bits, unpacked to float32."""
