@@ -20,7 +20,7 @@ from pathlib import Path
 
 from pipeline.cli.settings import command, local_path, read_store_path, setting, whole_number, whole_numbers
 from pipeline.core.errors import ConfigError
-from pipeline.core.file_errors import named_writing_errors
+from pipeline.core.requests import named_writing_errors
 from pipeline.store import ActivationStore
 from pipeline.store.inspection.features import SUMMARY_HEADER, summary_rows, view_features
 from pipeline.store.inspection.sample import HEADER, take_sample

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session, httpx, parse_ratelimit_headers, set_client_factory
 
 from pipeline.core.errors import InputError, PipelineError
-from pipeline.core.retries import ATTEMPTS, brief_cause, is_transient_status, repeated
+from pipeline.core.requests import ATTEMPTS, brief_cause, is_transient_status, repeated
 
 log = logging.getLogger("pipeline")
 

@@ -1,12 +1,16 @@
-"""The types shared by the stages from documents to blocks of token rows.
+"""The types shared by the stages from documents to blocks of token rows, and documents of token ids.
+
+`data.tokens` takes token ids from a column of the data as they are. Columns beside it are read if they exist:
+`attention_mask`, which is 0 for padding, and for rows of several packed texts `position_ids`, which begin again with 0,
+or `seq_lengths`.
 
 Shapes: R rows per block (at most `rows_per_block`), T positions per row (`batch.length`), K slots per row for selected
 tokens.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Protocol, runtime_checkable
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +19,9 @@ from jaxtyping import Bool, Int16, Int32, Int64
 from pipeline.config.choices import OnError
 from pipeline.core.errors import InputError
 from pipeline.data.text.labels import Labels
+
+MASK, _POSITIONS, _LENGTHS = "attention_mask", "position_ids", "seq_lengths"
+_LARGEST = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,58 @@ class SkippedDocument:
         if on_error is OnError.fail:
             raise InputError(f"{where}: {self.reason}. {remedy}, or set data.on_error=skip.")
         return self
+
+
+def token_columns(tokens: str, names: Collection[str]) -> list[str]:
+    """The columns to read of those that the data has."""
+    return [tokens, *({MASK, _POSITIONS, _LENGTHS} & {*names})]
+
+
+def is_ids(kind: pa.DataType) -> bool:
+    """Whether a column's type is a list of integers."""
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    return is_list and pa.types.is_integer(kind.value_type)
+
+
+def with_tokens(document: Document, row: Mapping[str, Any], column: str) -> Document:
+    """The document with the ids of a row, without padding, and its breaks. Raises ValueError if they are no list of
+    integers, or do not fit the columns beside them. Whether the model has them is checked with all documents'."""
+    ids = _integers(row.get(column), column)
+    mask, positions, lengths = (
+        _integers(row[name], name, kinds="iub") if row.get(name) is not None else None
+        for name in (MASK, _POSITIONS, _LENGTHS)
+    )
+    for name, values in ((MASK, mask), (_POSITIONS, positions)):
+        if values is not None and values.shape != ids.shape:
+            raise ValueError(f"{name!r} has {len(values)} values for the {len(ids)} tokens in {column!r}")
+    begins = np.zeros(len(ids), bool)
+    if positions is not None:
+        begins = positions == 0
+    elif lengths is not None:
+        if lengths.sum() != len(ids) or (len(lengths) and lengths.min() < 1):
+            raise ValueError(f"{_LENGTHS!r} sums to {lengths.sum()}, but {column!r} has {len(ids)} tokens")
+        begins[np.cumsum(lengths)[:-1]] = True
+    if mask is not None:
+        if not {0, 1}.issuperset(mask.tolist()):
+            raise ValueError(f"{MASK!r} is not 0 or 1 for each token")
+        texts = np.cumsum(begins)[mask == 1]  # a text may begin with padding
+        ids, begins = ids[mask == 1], np.diff(texts, prepend=texts[:1]) > 0
+    if not len(ids):
+        raise ValueError(f"{column!r} has no tokens")
+    if not 0 <= ids.min() <= ids.max() <= _LARGEST:
+        raise ValueError(f"{column!r} has the token ids {ids.min()} to {ids.max()}, expected 0 to {_LARGEST}")
+    breaks = tuple((np.flatnonzero(begins[1:]) + 1).tolist())
+    return replace(document, tokens=ids.astype(np.int32), breaks=breaks)
+
+
+def _integers(values: Any, column: str, kinds: str = "iu") -> np.ndarray:
+    try:
+        array = np.asarray(values)
+    except (ValueError, OverflowError):  # lists of different lengths
+        array = np.empty(())
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+        raise ValueError(f"{column!r} is {str(values)[:80]!r}, expected a list of integers")
+    return array.astype(np.int64)
 
 
 @runtime_checkable

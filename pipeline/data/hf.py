@@ -21,17 +21,15 @@ from datasets import DatasetBuilder
 
 from pipeline.config.schema import HfData
 from pipeline.core.errors import ConfigError, InputError
-from pipeline.core.retries import repeated
+from pipeline.core.requests import repeated
 from pipeline.data.dataset_files import dataset_errors, is_damage, open_builder
-from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument
+from pipeline.data.documents import DOCUMENT_SCHEMA, Document, SkippedDocument, token_columns, with_tokens
 from pipeline.data.files import InputFile, in_parallel, input_errors, require_readable
 from pipeline.data.manifest import MakeManifest, Manifest, file_entries, make_alone
-from pipeline.data.parquet_file import Row, Types, parquet_rows
-from pipeline.data.rows import csv_rows, documents_of_rows, json_rows, open_text, text_rows
+from pipeline.data.rows import Row, Types, csv_rows, documents_of_rows, json_rows, open_text, parquet_rows, text_rows
 from pipeline.data.text.conversations import Conversations, TemplateForms
 from pipeline.data.text.labels import LABELS
 from pipeline.data.text.templates import RenderError, TextTemplate
-from pipeline.data.text.token_ids import token_columns, with_tokens
 from pipeline.data.text.tokenizer import TextTokenizer
 
 log = logging.getLogger("pipeline")
@@ -294,7 +292,7 @@ def _as_glob(file: str, folder: str) -> str:
 
 
 def _is_read_here(builder: DatasetBuilder, files: Sequence[InputFile]) -> bool:
-    """Whether `rows.py` and `parquet_file.py` read the files as the dataset's card asks for."""
+    """Whether `rows.py` reads the files as the dataset's card asks for."""
     config = builder.config
     asked = (field for field in fields(config) if field.name not in _SETTINGS)
     return (

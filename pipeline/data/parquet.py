@@ -13,12 +13,10 @@ import pyarrow.parquet as pq
 from pipeline.config.choices import OnError
 from pipeline.config.schema import ParquetData
 from pipeline.core.errors import ConfigError, InputError
-from pipeline.data.documents import Document, SkippedDocument
+from pipeline.data.documents import Document, SkippedDocument, is_ids, token_columns, with_tokens
 from pipeline.data.files import InputFile, find_files, hub_data_set, in_parallel
 from pipeline.data.manifest import FileEntry, MakeManifest, Manifest, file_entries, make_alone
-from pipeline.data.parquet_file import ParquetDamage, Row, Types, parquet_rows, read_footer
-from pipeline.data.rows import documents_of_rows
-from pipeline.data.text.token_ids import is_ids, token_columns, with_tokens
+from pipeline.data.rows import ParquetDamage, Row, Types, documents_of_rows, parquet_rows, read_footer
 
 # The columns of HuggingFaceFW/fineweb and fineweb-edu other than text and id, with their types.
 _INFO_TYPES = {

@@ -1,7 +1,7 @@
 """Reads the documents of one stream, in order and with their token ids, from any cursor on."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -10,10 +10,9 @@ from jaxtyping import Bool, Int, Int16, Int32, Int64
 
 from pipeline.config.choices import LongPrompts, OnError
 from pipeline.core.errors import InputError
-from pipeline.data.documents import Cursor, Document, SkippedDocument, Source
+from pipeline.data.documents import MASK, Cursor, Document, SkippedDocument, Source
 from pipeline.data.text.contexts import NOTHING, Added
 from pipeline.data.text.labels import Label, Part, Role
-from pipeline.data.text.token_ids import padding_problem, warn_without_start
 from pipeline.data.text.tokenizer import TextTokenizer
 
 # Documents tokenised together: enough for the tokenizer's threads, but not so many that a block waits for them.
@@ -74,7 +73,6 @@ class TokenisedDocuments:
     added: Added = NOTHING
     max_prompt: int | None = None
     long_prompts: LongPrompts = LongPrompts.refuse
-    _has_checked_first: bool = field(default=False, init=False)
 
     @property
     def num_shards(self) -> int:
@@ -136,12 +134,7 @@ class TokenisedDocuments:
             return f"the prompt has {len(tokens)} tokens, more than data.prompt_length={self.max_prompt}"
         if is_given and (problem := self.added.problem(tokens)):
             return problem
-        if is_given and self.tokenizer is not None:
-            if not self._has_checked_first:
-                self._has_checked_first = True
-                warn_without_start(tokens, self.tokenizer)
-            return padding_problem(tokens, self.tokenizer.padding)
-        return None
+        return _padding_problem(tokens, self.tokenizer.padding) if is_given and self.tokenizer is not None else None
 
     def _cut(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
         """At most `max_prompt` tokens: those that precede every text (BOS, the prefix), and the last ones."""
@@ -211,6 +204,14 @@ def _batches(
         raise
     if batch:
         yield batch
+
+
+def _padding_problem(tokens: Int32[np.ndarray, "_"], padding: int | None) -> str | None:
+    """Why the ids cannot be a text, if several at an end are the tokenizer's `padding`; None if they can."""
+    if padding is None or len(tokens) < 2 or padding not in (tokens[0], tokens[-1]):
+        return None
+    is_padded = any((part == padding).all() for part in (tokens[:2], tokens[-2:]))
+    return f"it has padding (token id {padding}) without a column {MASK!r} that is 0 there" if is_padded else None
 
 
 def _unicode_problem(document: Document) -> str | None:

@@ -10,9 +10,8 @@ from jaxtyping import Int32
 
 from pipeline.config.schema import ArcData, GenerateData, RunConfig
 from pipeline.data.arc.prompts import GRADES
-from pipeline.data.demand import shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Source
-from pipeline.data.feed import StreamWork
+from pipeline.data.feed import StreamWork, shortfall
 from pipeline.data.selection import Selection, selection_identity
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.contexts import Added, open_added

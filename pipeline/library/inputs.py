@@ -16,13 +16,12 @@ from pipeline.config.choices import OnError
 from pipeline.core.arguments import flag, items
 from pipeline.core.errors import InputError
 from pipeline.core.messages import shown
-from pipeline.data.documents import Cursor, Document, SkippedDocument
+from pipeline.data.documents import Cursor, Document, SkippedDocument, with_tokens
 from pipeline.data.rows import documents_of_rows
 from pipeline.data.text.contexts import Added
 from pipeline.data.text.conversations import Conversations, TemplateForms
 from pipeline.data.text.labels import Labels
 from pipeline.data.text.templates import RenderError
-from pipeline.data.text.token_ids import with_tokens
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import LONE_SURROGATE, TokenisedDocument
 

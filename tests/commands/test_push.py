@@ -25,7 +25,7 @@ TOKEN = "hf_nobody-may-see-this"
 def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
     """A local Hub that redirects files of 512 bytes and more to a storage."""
     clock = SimpleNamespace(sleep=lambda _: None, time=time.time)
-    monkeypatch.setattr("pipeline.core.retries.time", clock)
+    monkeypatch.setattr("pipeline.core.requests.time", clock)
     monkeypatch.setattr("huggingface_hub.utils._http.time", clock)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(pushing, "FILES_PER_COMMIT", 10)

@@ -8,7 +8,7 @@ from google.auth.exceptions import TransportError
 from huggingface_hub.utils import httpx
 
 from pipeline.core.errors import InputError, PipelineError
-from pipeline.core.file_errors import named_errors
+from pipeline.core.requests import named_errors
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 from pipeline.config import composing
 from pipeline.config.schema import ArcData, ParquetData
 from pipeline.core.errors import InputError, PipelineError
-from pipeline.core.retries import ATTEMPTS, is_transient
+from pipeline.core.requests import ATTEMPTS, is_transient
 from pipeline.data.arc.loading import open_tasks
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.text.tokenizer import load_tokenizer
@@ -73,7 +73,7 @@ def test_transient_errors_are_recognised(error: Exception, transient: bool) -> N
 def waits(monkeypatch) -> list[float]:
     """The seconds of each wait between attempts, which are not slept."""
     waits: list[float] = []
-    monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr("pipeline.core.requests.time", SimpleNamespace(sleep=waits.append))
     return waits
 
 

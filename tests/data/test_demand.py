@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from material import assert_same_block
 
 from pipeline.config.choices import LongDocuments, Packing
-from pipeline.data.demand import Demand, shortfall
 from pipeline.data.documents import STREAM_START, Cursor, Document, TokenBlock
-from pipeline.data.feed import StreamWork
+from pipeline.data.feed import Demand, StreamWork, shortfall
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.contexts import NOTHING
 from pipeline.data.tokenised import TokenisedDocument

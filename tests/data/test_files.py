@@ -111,7 +111,7 @@ def test_files_that_cannot_be_reached_may_be_tried_again(tmp_path, monkeypatch, 
         raise ConnectionError("no route to host")
 
     write(tmp_path / "a.txt")
-    monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr("pipeline.core.requests.time", SimpleNamespace(sleep=lambda seconds: None))
     monkeypatch.setattr(LocalFileSystem, call, fail)
     with pytest.raises(PipelineError, match="cannot be read: no route to host.*try again") as caught:
         find_files(str(tmp_path / path), ".txt")[0].read_bytes()

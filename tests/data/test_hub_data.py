@@ -148,7 +148,7 @@ def test_the_cache_of_datasets_does_not_replace_the_hub(server: Hub, tmp_path: P
     server.push(REPO, files)
     made(job(tmp_path / "store", *options), tmp_path / "store")
     lead_to("http://127.0.0.1:1", monkeypatch)
-    monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    monkeypatch.setattr("pipeline.core.requests.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
     with pytest.raises(PipelineError, match="owner/data cannot be read from the Hub.*try again") as caught:
         job(tmp_path / "store", *options)
     assert caught.value.exit_code == 1

@@ -55,7 +55,7 @@ CONSTRUCTIONS = {
     "{% filter upper %}{{ m.role }}{% endfilter %}",
     "strip": "<{{ m.role }}>{{ m.content.strip().lstrip('x').rstrip() }}{{ m.content | trim }}",
     "split": "<{{ m.role }}>{% set c = m.content %}{% if '</think>' in c %}{{ c.split('</think>')[0] }}"
-    "{{ c.split('</think>')[0].split('<think>')[-1] }}{% else %}{{ c.split()[-1] }}{{ c.rsplit(' ', 1)[0] }}"
+    "{{ c.split('</think>')[0].split('<think>')[-1] }}{% else %}{{ c.split()[-1] }}"
     "{{ c.partition('w')[2] }}{{ c.splitlines() | join('/') }}{% endif %}",
     "replace": "<{{ m.role }}>{{ m.content.replace('\n', '\n\n') }}{{ m.content | replace(' ', '__') }}",
     "case": "<{{ m.role | upper }}{{ m.role.title() }}{{ m.role | capitalize }}>{{ m.content | lower }}"
@@ -338,12 +338,9 @@ def test_what_cannot_be_followed_is_refused(source):
 
 OPERATIONS = [
     *(lambda s, t=t: s[t] for t in (slice(1, None), slice(None, None, -1), slice(-3, 4), slice(0, 9, 2))),
-    *(lambda s, t=t: [s + t, t + s, s * 2, 2 * s, s + s] for t in ("", "ab")),
-    *(
-        lambda s, t=t: [s.strip(t), s.lstrip(t), s.rstrip(t), s.split(t), s.split(t, 1), s.rsplit(t, 1)]
-        for t in (None, "a", "ab")
-    ),
-    *(lambda s, t=t: [s.partition(t), s.rpartition(t), s.removeprefix(t), s.removesuffix(t)] for t in ("a", "ab")),
+    *(lambda s, t=t: [s + t, t + s, s + s] for t in ("", "ab")),
+    *(lambda s, t=t: [s.strip(t), s.lstrip(t), s.rstrip(t), s.split(t), s.split(t, 1)] for t in (None, "a", "ab")),
+    *(lambda s, t=t: [s.partition(t), s.rpartition(t)] for t in ("a", "ab")),
     *(lambda s, t=t: [s.replace(t, "ab\n"), s.replace(t, "", 1), s.replace(t, "b", 0)] for t in ("a", "ba")),
     lambda s: [s.splitlines(), s.splitlines(True), list(s), list(reversed(s))],
     lambda s: [s.upper(), s.lower(), s.title(), s.capitalize(), s.swapcase()],

@@ -232,7 +232,7 @@ def test_large_rows_are_read_in_small_batches(tmp_path, monkeypatch):
     path = str(tmp_path / "a.parquet")
     texts = ["w2", "w3" * 50, "w4", "w5", "w6" * 40, "w7"]
     pq.write_table(pa.table({"text": texts, "id": [str(row) for row in range(6)]}), path)
-    monkeypatch.setattr("pipeline.data.parquet_file._BYTES_PER_READ", 150)
+    monkeypatch.setattr("pipeline.data.rows._BYTES_PER_READ", 150)
     for start in (0, 1, 4, 6):
         documents = list(source(path).read(0, start))
         assert [(d.index, d.id, d.text) for d in documents] == [(r, str(r), texts[r]) for r in range(start, 6)]

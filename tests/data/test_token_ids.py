@@ -11,13 +11,12 @@ from material import assert_same_block, text_stream, word_tokenizer, write_parqu
 from pipeline.config.choices import OnError, Packing, Positions, Windows
 from pipeline.config.schema import BatchConfig, CaptureConfig, HfData, ParquetData
 from pipeline.core.errors import ConfigError, InputError
-from pipeline.data.documents import Cursor, Document
+from pipeline.data.documents import Cursor, Document, with_tokens
 from pipeline.data.hf import HfSource
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.selection import open_selection
 from pipeline.data.sources import open_source
 from pipeline.data.text.contexts import Added, open_added
-from pipeline.data.text.token_ids import with_tokens
 
 PACKED = {"ids": [5, 6, 7, 8, 9]}
 
@@ -147,14 +146,6 @@ def test_vocabulary_and_padding_are_checked(tmp_path, ids, reason):
     [block] = text_stream(source, tokenizer, **settings).blocks()
     assert [reason in skip.reason for skip in block.skipped] == [True] * (reason is not None)
     assert block.num_tokens == 2 + len(ids) * (reason is None)
-
-
-def test_ids_without_the_tokenizers_bos_are_named_once(tmp_path, caplog):
-    for ids, warned in (([5, 6], True), ([0, 5], False)):
-        source = ParquetSource(write(tmp_path, input_ids=[ids, [7]]))
-        caplog.clear()
-        list(text_stream(source, word_tokenizer(bos=True), rows_per_block=4, length=8).blocks())
-        assert caplog.text.count("tokenizer words puts [0] before every text") == warned
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def waits(monkeypatch) -> list[float]:
     """The seconds that would have been waited between attempts."""
     waits: list[float] = []
     clock = SimpleNamespace(sleep=waits.append, time=time.time)
-    monkeypatch.setattr("pipeline.core.retries.time", clock)
+    monkeypatch.setattr("pipeline.core.requests.time", clock)
     monkeypatch.setattr("huggingface_hub.file_download.time", clock)
     return waits
 

@@ -26,7 +26,7 @@ FAULTS = (Fault.too_many_requests, Fault.unavailable, Fault.refused, Fault.unans
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch) -> Iterator[Hub]:
     """A local Hub that redirects files of 512 bytes and more to a storage."""
-    monkeypatch.setattr("pipeline.core.retries.time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+    monkeypatch.setattr("pipeline.core.requests.time", SimpleNamespace(sleep=lambda _: None, time=time.time))
     with hub_for_this_process(tmp_path, monkeypatch) as server:
         server.redirects, server.large = True, 512
         yield server

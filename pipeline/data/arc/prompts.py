@@ -1,4 +1,16 @@
-"""Makes prompts from tasks, and grades completions.
+"""Grids and tasks as text: encoders of grids, prompts, and grades of completions.
+
+Every encoder has an exact decoder. Three settings determine a row: the symbols of the ten colours, how often a symbol
+is repeated, and the separator of cells. Three more add text around the rows. With all of these, the grid
+[[0, 1], [2, 3]] is
+
+    ```grid
+    shape: 2x2
+    1 0 1
+    2 2 3
+    ```
+
+A prompt is
 
     input:
     <grid>
@@ -14,12 +26,20 @@ In a chat the user's message ends with the test grid, and the assistant's messag
 """
 
 import re
+from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import pyarrow as pa
 
-from pipeline.data.arc.encoders import GridEncoder
-from pipeline.data.arc.tasks import Grid, Task
+from pipeline.config.schema import ArcData
+from pipeline.core.errors import ConfigError
+from pipeline.data.arc.tasks import NUM_COLORS, Grid, Task
 from pipeline.data.documents import Document
+
+DIGITS = "0123456789"
+_FRAMES = ("row_numbers", "shape_header", "code_block")
+_NAMES = ("digits", "separated", "repeated", "symbols", *_FRAMES)
 
 _OUTPUT = "output:\n"
 
@@ -29,6 +49,74 @@ GRADES = pa.schema(
         ("correct", pa.bool_()),  # null if the solution is unknown
     ]
 )
+
+
+@dataclass(frozen=True)
+class GridEncoder:
+    """symbols: `symbols[c]` is colour c. Raises ConfigError for symbols that cannot be decoded unambiguously."""
+
+    symbols: str = DIGITS
+    repeat: int = 1
+    separator: str = ""
+    row_numbers: bool = False
+    shape_header: bool = False
+    code_block: bool = False
+
+    def __post_init__(self) -> None:
+        usable = {symbol for symbol in self.symbols if symbol.isalnum() or not (symbol.isascii() or symbol.isspace())}
+        if not len(self.symbols) == len(usable) == NUM_COLORS:
+            raise ConfigError(
+                f"data.symbols = {self.symbols!r}, expected {NUM_COLORS} different characters other than white "
+                "space and ASCII punctuation. A combined character (some emoji) counts as several."
+            )
+
+    def encode(self, grid: Grid) -> str:
+        """The grid's lines, without a newline at the end."""
+        lines = [self.separator.join(self.symbols[color] * self.repeat for color in row) for row in grid.tolist()]
+        if self.row_numbers:
+            lines = [f"{number} {line}" for number, line in enumerate(lines, 1)]
+        if self.shape_header:
+            lines.insert(0, f"shape: {grid.shape[0]}x{grid.shape[1]}")
+        if self.code_block:
+            lines = ["```grid", *lines, "```"]
+        return "\n".join(lines)
+
+    def decode_at(self, text: str, begin: int) -> tuple[Grid, int]:
+        """The grid whose text starts at `begin`, and the end of that text. Raises ValueError if there is none."""
+        match = self._pattern.match(text, begin)
+        if match is None:
+            raise ValueError(f"no grid in {text[begin : begin + 40]!r}")
+        lines = match["rows"].split("\n")
+        if self.row_numbers:
+            lines = [line.partition(" ")[2] for line in lines]
+        cells = [line.split(self.separator) if self.separator else line[:: self.repeat] for line in lines]
+        grid = np.array([[self.symbols.index(cell[0]) for cell in row] for row in cells], np.int8)
+        if self.encode(grid) != match[0]:  # a wrong row number, or a wrong shape in the header
+            raise ValueError(f"no grid in {match[0]!r}")
+        return grid, match.end()
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        cell = "|".join(f"{re.escape(symbol)}{{{self.repeat}}}" for symbol in self.symbols)
+        # A row must not be followed by a symbol or a letter, so that the beginning of a word is not taken for a row.
+        end = rf"(?![\w{re.escape(self.symbols)}])"
+        row = rf"{'[0-9]+ ' if self.row_numbers else ''}(?:{cell})(?:{re.escape(self.separator)}(?:{cell}))*{end}"
+        header = r"shape: \d+x\d+\n" if self.shape_header else ""
+        before, after = ("```grid\n", "\n```") if self.code_block else ("", "")
+        return re.compile(rf"{before}{header}(?P<rows>{row}(?:\n{row})*){after}")
+
+
+def grid_encoder(config: ArcData) -> GridEncoder:
+    """The encoder for `data.encoder`: several of _NAMES, joined by `+`. Raises ConfigError for an unknown name."""
+    names = config.encoder.split("+")
+    if unknown := [name for name in names if name not in _NAMES]:
+        raise ConfigError(f"data.encoder = {config.encoder}: {unknown[0]!r} is unknown, expected {', '.join(_NAMES)}.")
+    return GridEncoder(
+        symbols=config.symbols if "symbols" in names else DIGITS,
+        repeat=2 if "repeated" in names else 1,
+        separator=" " if "separated" in names else "",
+        **{frame: frame in names for frame in _FRAMES},
+    )
 
 
 def chat_messages(task: Task, test: int, encoder: GridEncoder, *, include_solution: bool) -> list[dict[str, str]]:

@@ -7,11 +7,9 @@ import pyarrow as pa
 from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import InputError
-from pipeline.data.arc.augment import augmentation, augmented_parts
-from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import open_tasks
-from pipeline.data.arc.prompts import chat_messages, grid_text, plain_prompt
-from pipeline.data.arc.tasks import Task
+from pipeline.data.arc.prompts import chat_messages, grid_encoder, grid_text, plain_prompt
+from pipeline.data.arc.tasks import Task, augmentation, augmented_parts
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.manifest import MakeManifest, Manifest, make_alone
 from pipeline.data.text.templates import RenderError
@@ -35,7 +33,7 @@ class ArcSource:
             ("task", pa.string()),
             ("test", pa.int64()),
             ("augmentation", pa.int64()),
-            ("geometry", pa.string()),  # a name of augment.py
+            ("geometry", pa.string()),  # a name of tasks.py
             ("colors", pa.string()),  # ten digits: the new colours of 0, 1, ...
             ("order", pa.string()),  # the examples' original numbers, in their new order
         ]

@@ -15,9 +15,8 @@ from jinja2 import filters, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from pipeline.data.text.tagged import NO_TAG, Safe, Tagged, TaggedDict, as_text, has_tags, refuse, tojson
+from pipeline.data.text.tagged import NO_TAG, Safe, Tagged, as_text, has_tags, refuse, tojson
 
-_DICT = frozenset(dir(dict))
 _STATE = " state"  # a variable that no template can name
 # Filters whose results are values, or made by operations that keep tags.
 _FOLLOWED = """
@@ -72,10 +71,7 @@ class Following(ImmutableSandboxedEnvironment):
         return Tagged("").join(texts)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        kind = type(obj)
-        if (kind is Message or kind is TaggedDict) and attribute in obj and attribute not in _DICT:
-            return obj[attribute]  # what Jinja returns, only sooner
-        return super().getattr(Tagged(obj) if kind is str else obj, attribute)
+        return super().getattr(Tagged(obj) if type(obj) is str else obj, attribute)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         original = super().wrap_str_format(value)
@@ -202,13 +198,8 @@ def _joined(context: jinja2.runtime.Context, values: list[Any]) -> str:
 
 @jinja2.pass_context
 def _sum(context: jinja2.runtime.Context, values: list[Any]) -> Any:
-    kinds = {*map(type, values)}
-    if kinds == {str, Tagged}:
-        return _joined(context, values)
-    if kinds != {str}:
-        tag = context.parent[_STATE].markup[-1]
-        values = [_with_tag(value, tag) if type(value) is str else value for value in values]
-    return reduce(add, values)
+    is_text = {*map(type, values)} == {str, Tagged}  # neither Safe nor numbers
+    return _joined(context, values) if is_text else reduce(add, values)
 
 
 @jinja2.pass_context

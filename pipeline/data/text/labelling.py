@@ -22,10 +22,10 @@ Rules, the same for every template:
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import accumulate, chain, groupby, pairwise, takewhile
 from operator import attrgetter
 from typing import Any
@@ -131,7 +131,7 @@ class Labeller:
             opening = [*takewhile(_is_markup, own)]
             text = "".join([run.text for run in opening])
             names_role = any(run.kind == _ROLE_KIND for run in opening)
-            size = self._header_size(text) or (len(text) if names_role else 0)
+            size = _header_size(text, self._prompts) or (len(text) if names_role else 0)
             for run in opening:
                 run.first += min(size, len(run.text))
                 size = max(0, size - len(run.text))
@@ -140,10 +140,6 @@ class Labeller:
                 run.first = min(run.first, run.last)
                 if run.last > run.start:
                     break
-
-    @cached_property
-    def _header_size(self) -> Callable[[str], int]:
-        return lru_cache(1024)(partial(_header_size, prompts=self._prompts))
 
     def _rendered(self, values: Mapping[str, Any], roles: Sequence[Role]) -> tuple[str, list[_Run], _Texts]:
         """The text, its runs, and the texts of the conversation."""

@@ -47,11 +47,6 @@ class Tagged(str):
             return NotImplemented
         return type(self)(str.__add__(other, self), tags_of(other) + self._tags)
 
-    def __mul__(self, count: Any) -> "Tagged":
-        return type(self)(str.__mul__(self, count), self._tags * count)
-
-    __rmul__ = __mul__
-
     def join(self, texts: Iterable[str]) -> "Tagged":
         items = [*texts]
         return type(self)(str.join(self, items), self._tags.join(map(tags_of, items)))
@@ -64,9 +59,6 @@ class Tagged(str):
     def split(self, sep: str | None = None, maxsplit: Any = -1) -> list[Any]:
         return self._parts(str.split(self, sep, maxsplit), len(sep or ""))
 
-    def rsplit(self, sep: str | None = None, maxsplit: Any = -1) -> list[Any]:
-        return self._parts(str.rsplit(self, sep, maxsplit), len(sep or ""))
-
     def _parts(self, parts: Iterable[str], gap: int = 0) -> list["Tagged"]:
         """parts: in the order of the text; between two of them are `gap` characters, or white space."""
         position, tagged = 0, []
@@ -76,20 +68,9 @@ class Tagged(str):
             position = start + len(part) + gap
         return tagged
 
-    def strip(self, chars: str | None = None) -> "Tagged":
-        return self.rstrip(chars).lstrip(chars)
-
-    def lstrip(self, chars: str | None = None) -> "Tagged":
-        return self[len(self) - len(str.lstrip(self, chars)) :]
-
-    def rstrip(self, chars: str | None = None) -> "Tagged":
-        return self[: len(str.rstrip(self, chars))]
-
-    def removeprefix(self, prefix: str) -> "Tagged":
-        return self[len(prefix) :] if self.startswith(prefix) else self
-
-    def removesuffix(self, suffix: str) -> "Tagged":
-        return self[: len(self) - len(suffix)] if self.endswith(suffix) else self
+    def _part(self, text: str) -> "Tagged":
+        """text: this one, stripped."""
+        return self._parts([text])[0]
 
     def mapped(self, text: str) -> "Tagged":
         """text: this one, with each character replaced by another one."""
@@ -113,9 +94,6 @@ class Safe(Tagged):
     """A text after the filter `safe`: one that is joined to it is escaped."""
 
     __slots__ = ()
-
-    def __html__(self) -> str:
-        return self
 
     def __add__(self, other: Any) -> Tagged:
         return super().__add__(_escaped(other))
@@ -145,9 +123,14 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 for _name in ("capitalize", "casefold", "lower", "swapcase", "title", "upper"):
     setattr(Tagged, _name, _like(Tagged.mapped, _name))
+for _name in ("lstrip", "rstrip", "strip"):
+    setattr(Tagged, _name, _like(Tagged._part, _name))
 for _name in ("partition", "rpartition", "splitlines"):
     setattr(Tagged, _name, _like(Tagged._parts, _name))
-for _name in ("center", "encode", "expandtabs", "ljust", "rjust", "translate", "zfill", "__mod__", "__rmod__"):
+for _name in (
+    *("center", "encode", "expandtabs", "ljust", "removeprefix", "removesuffix", "rjust", "rsplit", "translate"),
+    *("zfill", "__mod__", "__mul__", "__rmod__", "__rmul__"),
+):
     setattr(Tagged, _name, _refused(_name))
 
 
@@ -162,7 +145,6 @@ class _Whole:
 
 
 _KINDS = {kind: type(kind.__name__, (_Whole, kind), {}) for kind in (int, float, dict, list)}
-TaggedDict = _KINDS[dict]
 
 
 def tag_all(value: Any, tag: str) -> Any:

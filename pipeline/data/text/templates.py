@@ -108,14 +108,12 @@ class ChatTemplate:
     @cached_property
     def _labeller(self) -> Labeller:
         template = self._compiled  # reports one that cannot be used
-        environment = self._environment(_LabelledGeneration, Following)
+        environment = self._environment(Following)
         follow(environment)
         return Labeller(environment.from_string(self._source), self._fixed, has_generation=template.has_generation)
 
-    def _environment(
-        self, generation: type[jinja2.ext.Extension], kind: type[ImmutableSandboxedEnvironment]
-    ) -> ImmutableSandboxedEnvironment:
-        environment = _environment(jinja2.Undefined, [generation, jinja2.ext.loopcontrols], _fixed, kind)
+    def _environment(self, kind: type[ImmutableSandboxedEnvironment]) -> ImmutableSandboxedEnvironment:
+        environment = _environment(jinja2.Undefined, [_Generation, jinja2.ext.loopcontrols], _fixed, kind)
         midnight = datetime.datetime.combine(self._date, datetime.time())
         environment.globals |= {"raise_exception": _raise_exception, "strftime_now": midnight.strftime}
         return environment
@@ -123,7 +121,7 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> "_Template":
         try:
-            template = _Template(self._environment(_Generation, ImmutableSandboxedEnvironment), self._source)
+            template = _Template(self._environment(ImmutableSandboxedEnvironment), self._source)
         except jinja2.TemplateError as error:
             raise ConfigError(
                 f"{self._subject} fails: {error}. Set data.template=plain, or correct the template."
@@ -189,11 +187,6 @@ class _Generation(jinja2.ext.Extension):
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(lineno)
 
-    def _text(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _LabelledGeneration(_Generation):
     def _text(self, caller: Callable[[], str]) -> str:
         return mark_generated(caller())
 

@@ -15,10 +15,9 @@ from tqdm import tqdm
 from pipeline.cluster import preemption, processes
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import Interrupted
-from pipeline.data.arc.encoders import grid_encoder
-from pipeline.data.arc.prompts import grade
-from pipeline.data.demand import Demand
+from pipeline.data.arc.prompts import grade, grid_encoder
 from pipeline.data.documents import Cursor
+from pipeline.data.feed import Demand
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.job.end_tokens import end_tokens

@@ -8,8 +8,8 @@ from itertools import islice
 
 import numpy as np
 
-from pipeline.data.demand import Demand
 from pipeline.data.documents import STREAM_START, Cursor, SkippedDocument
+from pipeline.data.feed import Demand
 from pipeline.data.tokenised import StreamDocuments, TokenisedDocument
 from pipeline.job.generation.generator import Completion, Prompt
 from pipeline.store.generated.documents import GeneratedGroups, Group

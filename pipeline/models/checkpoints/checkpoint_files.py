@@ -12,10 +12,9 @@ import numpy as np
 
 from pipeline.core.addresses import unusable_path
 from pipeline.core.errors import CheckpointError, PipelineError
-from pipeline.core.file_errors import named_errors
 from pipeline.core.hub import Repository, is_hub_id, open_repository
 from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
-from pipeline.core.retries import repeated
+from pipeline.core.requests import named_errors, repeated
 from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 

@@ -11,7 +11,7 @@ from huggingface_hub.utils import httpx
 
 from pipeline.core.errors import ConfigError, StoreError
 from pipeline.core.hub import HubUnavailable, repeat_requests
-from pipeline.core.retries import brief_cause, is_transient, repeated
+from pipeline.core.requests import brief_cause, is_transient, repeated
 from pipeline.store.io.hub_files import HubFiles
 
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.schema import ArcData
-from pipeline.data.arc.augment import Augmentation, augmentation
-from pipeline.data.arc.tasks import Pair, Task
+from pipeline.data.arc.tasks import Augmentation, Pair, Task, augmentation
 from tests.data.arc.undoing import original_task
 
 GRID = np.array([[0, 1, 2], [3, 4, 5]], np.int8)

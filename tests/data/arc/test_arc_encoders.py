@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import ConfigError
-from pipeline.data.arc.encoders import GridEncoder, grid_encoder
+from pipeline.data.arc.prompts import GridEncoder, grid_encoder
 
 PARTS = ("symbols", "repeated", "separated", "row_numbers", "shape_header", "code_block")
 NAMES = [

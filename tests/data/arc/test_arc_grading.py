@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.config.schema import ArcData
-from pipeline.data.arc.encoders import grid_encoder
-from pipeline.data.arc.prompts import grade, grid_text
+from pipeline.data.arc.prompts import grade, grid_encoder, grid_text
 from pipeline.data.documents import Document
 
 PLAIN, CHAT = "input:\n3\noutput:\n", "[user]input:\n3[end]\n[assistant]"

@@ -12,11 +12,10 @@ from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import ConfigError, InputError
 from pipeline.data.arc import source as arc_source
-from pipeline.data.arc.augment import Augmentation
-from pipeline.data.arc.encoders import grid_encoder
 from pipeline.data.arc.loading import dataset_tasks, open_tasks
+from pipeline.data.arc.prompts import grid_encoder
 from pipeline.data.arc.source import ArcSource
-from pipeline.data.arc.tasks import Task
+from pipeline.data.arc.tasks import Augmentation, Task
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.text.templates import ChatTemplate
 from pipeline.data.text.tokenizer import TextTokenizer

@@ -4,9 +4,8 @@ import re
 
 import numpy as np
 
-from pipeline.data.arc.augment import Augmentation
-from pipeline.data.arc.encoders import GridEncoder
-from pipeline.data.arc.tasks import Grid, Pair, Task
+from pipeline.data.arc.prompts import GridEncoder
+from pipeline.data.arc.tasks import Augmentation, Grid, Pair, Task
 
 _LABEL = re.compile(r"(input|output):\n")
 _TURNS = {"rot90": 1, "rot180": 2, "rot270": 3}  # counterclockwise, before the mirror

@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.data.demand import Demand
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
+from pipeline.data.feed import Demand
 from pipeline.data.stream import TokenStream
 from pipeline.data.tokenised import TokenisedDocument
 from pipeline.job.generation.generator import Completion

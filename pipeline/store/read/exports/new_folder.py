@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pipeline.core.errors import ConfigError
-from pipeline.core.file_errors import named_writing_errors
+from pipeline.core.requests import named_writing_errors
 
 
 @contextmanager

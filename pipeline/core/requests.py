@@ -1,4 +1,5 @@
-"""Retries of requests that fail for a transient reason, such as a busy service or a lost connection.
+"""Requests to file systems, object storage and the Hub: repeated after transient failures, with errors that name the
+path, the cause and the remedy.
 
 The libraries behind gs://, s3:// and hf:// retry many of their requests for seconds; plain http(s) retries none. Since
 an error ends all processes of a job, requests are retried here for minutes.
@@ -6,16 +7,19 @@ an error ends all processes of a job, requests are retried here for minutes.
 
 import errno
 import http.client
+import json
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import TypeVar
 
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from pipeline.core.errors import PipelineError
+from pipeline.core.errors import ConfigError, PipelineError
+from pipeline.core.messages import shortened
 
 log = logging.getLogger("pipeline")
 
@@ -25,6 +29,15 @@ _MAX_ASKED_S = 310.0  # the longest wait that a server may ask for: the Hub's ra
 _HTTP_PACKAGES = {"aiohttp", "httpcore", "httpx", "httpx2", "requests", "urllib3"}
 _TRANSIENT_ERRNO = {errno.EIO, errno.ESTALE, errno.EBUSY, errno.EAGAIN, errno.EINTR}  # EBUSY: s3fs, where S3 is busy
 _TRANSIENT_ERRNO |= {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EREMOTEIO}
+# Packages behind fsspec and the Hub. Their errors share no ancestor, and not all of these packages are installed.
+_NETWORK_PACKAGES = {
+    *("adlfs", "aiobotocore", "aiohttp", "azure", "botocore", "fsspec", "gcsfs", "google"),
+    *("httpcore", "httpx", "httpx2", "huggingface_hub", "requests", "s3fs", "urllib3"),
+}
+# The path itself is wrong: too long, through a file, a directory or a socket, or with circular links.
+_INVALID_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO}
+_MAY_PASS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ESTALE}
+_MAY_PASS |= {errno.EACCES, errno.EPERM, errno.ETIMEDOUT, errno.EINTR, errno.EBUSY, errno.ENOMEM}
 
 T = TypeVar("T")
 
@@ -81,3 +94,46 @@ def _http_status(error: BaseException) -> int | None:
         if status.isdecimal() and 400 <= int(status) < 600:
             return int(status)
     return None
+
+
+@contextmanager
+def named_errors(where: str, *, key: str, invalid: type[PipelineError]) -> Iterator[None]:
+    """A context for calls of fsspec or the Hub, and nothing else. Raises `invalid` where the configuration's `key`
+    cannot be opened, and PipelineError where a retry might succeed. FileNotFoundError and programming errors pass
+    unchanged."""
+    given = f"{key} is {shortened(repr(where), 200)}, which cannot be opened"
+    try:
+        yield
+    except (FileNotFoundError, PipelineError):
+        raise
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:  # a truncated response
+        raise PipelineError(f"{where} cannot be read: {error}. Check access to it, and try again.") from error
+    except (ImportError, ValueError) as error:  # a protocol that fsspec does not know, or a name that the Hub rejects
+        raise invalid(
+            f"{key} is {shortened(repr(where), 200)}, which cannot be opened: {error}. Check the path."
+        ) from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _INVALID_PATH:
+            raise invalid(f"{given}: {error.strerror}. Check the path.") from error
+        if not _is_of_storage(error):
+            raise
+        cause = str(error).rstrip(".") or type(error).__name__
+        raise PipelineError(f"{where} cannot be read: {cause}. Check access to it, and try again.") from error
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether the operating system, the network or a package for remote storage raised the error."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return isinstance(error, OSError | EOFError | http.client.HTTPException) or bool(packages & _NETWORK_PACKAGES)
+
+
+@contextmanager
+def named_writing_errors(where: str) -> Iterator[None]:
+    """A context for writing local files. Raises ConfigError for a path that cannot be written, PipelineError where a
+    retry might succeed, such as on a full disk. `where` is the setting, as it was given."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _MAY_PASS:
+            raise PipelineError(f"{where} cannot be written: {error}. Remove the cause, and try again.") from error
+        raise ConfigError(f"{where} cannot be written: {error}. Choose another path.") from error
