@@ -21,7 +21,7 @@ from pipeline.job.loaded_step import load_step
 from pipeline.job.opening import open_job, replanned
 from pipeline.library.settings import plain, settings
 from pipeline.library.stream_reader import StreamReader, device_bytes, host_bytes
-from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.step.compiler import use_compilation_cache
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics

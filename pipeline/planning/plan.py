@@ -29,7 +29,7 @@ from pipeline.planning.mesh import (
     wider_context,
 )
 from pipeline.planning.streams import StreamPlan, plan_streams
-from pipeline.step.device_memory import DeviceMemory
+from pipeline.step.compiler import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 

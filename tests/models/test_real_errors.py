@@ -16,7 +16,7 @@ from pipeline.core.sites import FINAL_NORM, ActivationKey, Site, activation_keys
 from pipeline.models.registry import Model, open_model
 from pipeline.models.token_outputs import token_outputs
 from pipeline.step.rounding_errors import Rounding, rounding_errors
-from pipeline.step.storage_dtypes import numbers, to_stored
+from pipeline.step.stored_values import numbers, to_stored
 from tests.jobs import ROOT
 from tests.models.real_weights import convert, gguf_file
 

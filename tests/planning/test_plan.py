@@ -29,7 +29,7 @@ from pipeline.models.registry import Model, open_model
 from pipeline.models.runs import layer_runs
 from pipeline.planning.host_memory import MAX_STEPS_IN_FLIGHT, MAX_STEPS_PER_BLOCK
 from pipeline.planning.plan import StoredGeometry, make_plan
-from pipeline.step.device_memory import DeviceMemory
+from pipeline.step.compiler import DeviceMemory
 from pipeline.store.format.layout import MIB
 from scripts.bench.published_shapes import SHAPES
 

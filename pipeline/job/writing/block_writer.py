@@ -28,7 +28,7 @@ from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
 from pipeline.job.writing.transfer import CopyThreads, StepInFlight, start_transfer
 from pipeline.planning.host_memory import MAX_SORTING_THREADS
 from pipeline.planning.plan import Plan
-from pipeline.step.row_statistics import RowStatistics
+from pipeline.step.stored_values import RowStatistics
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.write.store_writer import StoreWriter, metrics_key

@@ -27,7 +27,7 @@ from pipeline.planning.plan import Plan
 from pipeline.planning.slice.chips import Slice
 from pipeline.planning.slice.gpu_targets import gpu_devices
 from pipeline.step.compiled_step import compile_step
-from pipeline.step.device_memory import DeviceMemory
+from pipeline.step.compiler import DeviceMemory
 
 _COLLECTIVE = re.compile(
     r"%(\S+) = .* (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|collective-broadcast)"

@@ -32,7 +32,7 @@ from pipeline.planning.slice.roofline import (
     received_bytes,
     throughput_limits,
 )
-from pipeline.step.device_memory import DeviceMemory
+from pipeline.step.compiler import DeviceMemory
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
 _FILL = 0.95  # of token slots with a valid token, as packing reaches
