@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from pipeline.cluster.devices import topology
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology, topology
 from pipeline.config.choices import Positions, Windows
 from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 import jax
 
-from pipeline.cluster.devices import open_devices, topology
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology, open_devices, topology
 from pipeline.config import composing
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
 from pipeline.core.arguments import flag, integer, items, path, require_not_forked

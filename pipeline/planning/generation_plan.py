@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology
 from pipeline.config.choices import Weights, When
 from pipeline.config.sampling import Sampling
 from pipeline.config.schema import GenerateData, RunConfig

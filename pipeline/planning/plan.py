@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from pipeline.cluster.topology import Topology, reserved_bytes
+from pipeline.cluster.devices import Topology, reserved_bytes
 from pipeline.config.choices import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError

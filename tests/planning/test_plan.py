@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from pipeline.cluster.topology import Topology, unreserved
+from pipeline.cluster.devices import Topology, unreserved
 from pipeline.config.choices import Compression, Packing, Positions, StorageDtype, Weights, When
 from pipeline.config.schema import (
     BatchConfig,

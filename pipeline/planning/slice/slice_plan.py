@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipeline.cluster.topology import Topology, unreserved
+from pipeline.cluster.devices import Topology, unreserved
 from pipeline.config.choices import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError

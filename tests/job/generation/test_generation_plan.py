@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import pytest
 
+from pipeline.cluster.devices import Topology
 from pipeline.cluster.sharding import make_mesh
-from pipeline.cluster.topology import Topology
 from pipeline.config.choices import ComputeDtype, Int8OrSame, Packing, Weights, WeightsDtype, When, Windows
 from pipeline.config.composing import PACKAGE
 from pipeline.config.sampling import Sampling
