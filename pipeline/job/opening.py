@@ -12,9 +12,8 @@ from pipeline.data.selection import NEEDS_LABELS, open_selection
 from pipeline.data.sources import has_labels, open_source, renders_chat
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.data.text.tokenizer_files import NoTokenizer
+from pipeline.job.inputs import JobManifest, pinned
 from pipeline.job.job import Job
-from pipeline.job.manifests import JobManifest
-from pipeline.job.revisions import pinned
 from pipeline.job.watchdog import time_limit
 from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model

@@ -8,7 +8,7 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import StoreMismatch
 from pipeline.core.sites import ActivationKey
-from pipeline.job import rounding_probe
+from pipeline.job import rounding
 from pipeline.job.opening import open_job
 from pipeline.job.rounding import RoundingError, measure_rounding, rounding_errors
 from pipeline.job.running import run
@@ -88,7 +88,9 @@ def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) 
 
 def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, tmp_path, monkeypatch) -> None:
     measured = []
-    monkeypatch.setattr(rounding_probe, "rounding_errors", lambda *of: measured.append(of) or rounding_errors(*of))
+    monkeypatch.setattr(
+        rounding, "rounding_errors", lambda *of, **what: measured.append(of) or rounding_errors(*of, **what)
+    )
     options = ("capture.layers=[2]", "capture.sites=[resid_post,final_norm]")
     run(job_config(text, tmp_path / "whole", *options, "run.max_tokens=1000"))
     config = job_config(text, tmp_path / "whole", *options)

@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config.sampling import Sampling
 from pipeline.core.errors import ConfigError
-from pipeline.job.generation.sampling import sample, sample_keys
+from pipeline.job.generation.next_tokens import sample, sample_keys
 from tests.models.hf_reference import torch, transformers
 
 pytestmark = pytest.mark.heavy
