@@ -212,7 +212,7 @@ class GenerateData(DataConfig):
         "longer prompts: `refuse` (see `data.on_error`), or `cut`: keep BOS and the last tokens",
     )
     max_new_tokens: int = key(256, "maximum number of tokens in a completion")
-    temperature: float = key(0.0, "0: greedy, the likeliest token", allowed=between(0, 1_000_000))
+    temperature: float = key(0.0, "0: greedy, the likeliest token", allowed=limits.TEMPERATURE)
     top_k: int | None = key(None, "sample only from the k likeliest tokens", "temperature!=0")
     top_p: float | None = key(
         None,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32, UInt32
 
-from pipeline.config.sampling import Sampling
+from pipeline.planning.generation_plan import Sampling
 
 
 def sample_keys(

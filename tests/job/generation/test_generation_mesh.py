@@ -36,7 +36,7 @@ import sys
 import jax, numpy as np
 from pipeline.cluster import processes, sharding
 from pipeline.config.schema import DistributedConfig
-from pipeline.config.sampling import Sampling
+from pipeline.planning.generation_plan import Sampling
 from pipeline.job.generation.decode import compile_programs
 from pipeline.job.generation.generator import Generator, Prompt
 from pipeline.planning.generation_plan import GenerationSpec
