@@ -69,7 +69,7 @@ def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def cached_steps(compilation_cache: str) -> Iterator[None]:
     """Makes jobs in this process compile equal steps once."""
-    from pipeline.step.compilation_cache import use_compilation_cache  # not at the top, as JAX
+    from pipeline.step.compiler import use_compilation_cache  # not at the top, as JAX
 
     with own_compilation_cache():
         use_compilation_cache(compilation_cache.partition("=")[2])

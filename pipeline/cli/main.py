@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from pipeline.cluster import devices, joining, processes
+from pipeline.cluster import devices, processes
 from pipeline.config.composing import (
     COMPOSING_ERRORS,
     CONFIGS,
@@ -52,7 +52,7 @@ def main(task: Callable[[RunConfig], None], doc: str) -> None:
         nonlocal composed_once
         composed_once = True
         code = run_task(task, cfg)
-        joining.leave(code)
+        processes.leave(code)
         if code != errors.EXIT_OK:
             sys.exit(code)
 

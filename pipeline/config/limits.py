@@ -69,6 +69,9 @@ FEW = between(1, 1_000_000)  # processes, devices and seconds
 SIZE = between(0, 1_000_000_000, above_first=True)
 SHARE = between(0, 1, above_first=True)
 NOT_NEGATIVE = between(0, 1_000_000_000)
+TEMPERATURE = Limit(  # dividing logits by less can make them infinite
+    "number: 0 (greedy), or 1e-6 to 1,000,000", lambda value: value == 0 or 1e-6 <= value <= 1_000_000
+)
 SEED = between(-(1 << 63), (1 << 63) - 1)
 NAME = Limit("a non-empty string", lambda value: bool(value.strip()))
 NAMES = Limit("a non-empty string, or a list of them", _are_names)

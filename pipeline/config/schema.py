@@ -1,7 +1,7 @@
 """The configuration's types: every key, its default, its meaning, and the values that it allows.
 
 A run composes the command line and the YAML files, which contain only differences from these defaults, into these
-frozen dataclasses (`composing.compose`); the rest of the program sees no dict. `effects.py` checks that a value has an
+frozen dataclasses (`composing.compose`); the rest of the program sees no dict. `typed.py` checks that a value has an
 effect. `pipeline.planning` checks values against each other and against the model; sources, models and tokenizers
 check what depends on their files. `make config-table` writes docs/configuration.md from this file.
 """
@@ -212,7 +212,7 @@ class GenerateData(DataConfig):
         "longer prompts: `refuse` (see `data.on_error`), or `cut`: keep BOS and the last tokens",
     )
     max_new_tokens: int = key(256, "maximum number of tokens in a completion")
-    temperature: float = key(0.0, "0: greedy, the likeliest token", allowed=between(0, 1_000_000))
+    temperature: float = key(0.0, "0: greedy, the likeliest token", allowed=limits.TEMPERATURE)
     top_k: int | None = key(None, "sample only from the k likeliest tokens", "temperature!=0")
     top_p: float | None = key(
         None,

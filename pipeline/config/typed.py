@@ -1,22 +1,25 @@
 """Turns the configuration that Hydra composed, a tree of plain values, into the frozen dataclasses of schema.py.
 
-Every value is checked here, before anything uses it.
-"""
+Every value is checked here, before anything uses it, and whether it has an effect: a key's `needs` in the schema says
+on which values of other keys that depends."""
 
+import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields, is_dataclass, replace
 from enum import Enum
+from fnmatch import fnmatchcase
 from types import NoneType, UnionType
 from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.config.effects import effective
 from pipeline.config.limits import COUNT, SIZE, Limit
-from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields
+from pipeline.config.schema import SOURCES, DataConfig, RunConfig, all_fields, default_of
 from pipeline.core.addresses import has_credentials, unusable_store_path
 from pipeline.core.errors import ConfigError
+from pipeline.core.hub import is_hub_id
 from pipeline.core.messages import did_you_mean, shown
 
 _DATA = ("data", "data.prompts")  # keys whose groups depend on the source
@@ -171,3 +174,74 @@ def _require_storable(key: str, text: str) -> None:
             f"{key} has a URL with credentials, which would be stored and logged. Provide them in the way that the "
             f"storage's own tools expect (GOOGLE_APPLICATION_CREDENTIALS, AWS_PROFILE, ...)."
         )
+
+
+log = logging.getLogger("pipeline")
+
+LOADERS = ("json", "csv", "text", "arrow", "parquet")  # of `datasets`; not names on the Hub
+_ON_HUB = "HUB"
+
+
+def effective(config: RunConfig, typed: Set[str]) -> RunConfig:
+    """The configuration with the default for each key that has no effect, so that it does not change the job's
+    identity. `typed`: the keys that the user gave a value for this job alone.
+
+    Raises ConfigError for a typed key without effect. Warns of others, which files or a sweep set.
+    """
+    return _effective(config, "", config, typed)
+
+
+def condition(needs: str, prefix: str) -> str:
+    """When a key has an effect, in words. prefix: of the key's group, with the dot."""
+    if "," in needs:
+        return " and ".join(condition(part, prefix) for part in needs.split(","))
+    key, operator, patterns = _parsed(needs, prefix)
+    if patterns == [_ON_HUB]:
+        return f"`{key}` on the Hub"
+    values = f"`{'` or `'.join(patterns)}`"
+    return f"`{key}` other than {values}" if operator == "!=" else f"`{key}{operator}{values[1:]}"
+
+
+def _effective(group: Any, prefix: str, config: RunConfig, typed: Set[str]) -> Any:
+    changes: dict[str, Any] = {}
+    for field in fields(group):
+        value, key, needs = getattr(group, field.name), prefix + field.name, field.metadata.get("needs")
+        if is_dataclass(value):
+            changes[field.name] = _effective(value, f"{key}.", config, typed)
+            continue
+        default = default_of(field)
+        if not needs or value == default or _holds(needs, prefix, config):
+            continue
+        reason = f"{key} is {shown(value)}, but has an effect only with {condition(needs, prefix).replace('`', '')}."
+        if key in typed:
+            raise ConfigError(f"{reason} Set that, or remove {key}.")
+        log.warning("%s It is ignored.", reason)
+        changes[field.name] = default
+    return replace(group, **changes)
+
+
+def _parsed(needs: str, prefix: str) -> tuple[str, str, list[str]]:
+    """The key, the operator ("" for any value but null, false or an empty one) and the patterns of a condition."""
+    name, operator, patterns = re.fullmatch(r"([a-z_.]+)(!?=|)(.*)", needs).groups()
+    is_of_group = "." not in name and name not in (field.name for field in fields(RunConfig))
+    return prefix + name if is_of_group else name, operator, patterns.split("|")
+
+
+def _holds(needs: str, prefix: str, config: RunConfig) -> bool:
+    if "," in needs:
+        return all(_holds(part, prefix, config) for part in needs.split(","))
+    key, operator, patterns = _parsed(needs, prefix)
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)  # only some choices of `data` have tokens
+    if not operator:
+        return bool(value)
+    values = value if isinstance(value, list) else [getattr(value, "source", value)]  # `data` is a group
+    return (operator == "=") == any(_matches(item, pattern) for item in values for pattern in patterns)
+
+
+def _matches(value: Any, pattern: str) -> bool:
+    if pattern == _ON_HUB:
+        return value not in LOADERS and (value.startswith("hf://") or is_hub_id(value))
+    text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return fnmatchcase(text, pattern)

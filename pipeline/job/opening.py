@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from pipeline.cluster.devices import topology
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology, topology
 from pipeline.config.choices import Positions, Windows
 from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
@@ -13,11 +12,9 @@ from pipeline.data.selection import NEEDS_LABELS, open_selection
 from pipeline.data.sources import has_labels, open_source, renders_chat
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.data.text.tokenizer_files import NoTokenizer
+from pipeline.job.inputs import JobManifest, pinned
 from pipeline.job.job import Job
-from pipeline.job.manifests import JobManifest
-from pipeline.job.revisions import pinned
 from pipeline.job.watchdog import time_limit
-from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.models.weight_specs import has_site
 from pipeline.planning.encoders import open_encoders
@@ -123,13 +120,12 @@ def print_plan(config: RunConfig) -> None:
     """Prints what a run would do on this machine's devices. Reads only headers, and writes nothing."""
     job = open_job(config)
     sites = ", ".join(f"{site} {_widths(job.model, site, job.plan.step.length)}" for site in job.model.sites)
-    step = job.plan.step
-    parameters = num_params(job.model.leaves(step.forward_keys, with_head=bool(step.head_outputs)))
-    flops = job.model.flops_per_token(step.forward_keys, step.length, head_share=step.head_share) + step.encoder_flops
-    print(f"model     {job.model.family}, {job.model.num_layers} layers; the capture needs {parameters:,} parameters")
-    print(f"sites     {sites}")
-    print(f"compute   {flops:,} FLOPs per token")
-    print(f"data      {counted(len(job.source.shards), 'source shard')}")
     print(job.plan.describe())
+    print(f"sites     {sites}")
+    streams = job.plan.streams
+    print(
+        f"data      {counted(len(job.source.shards), 'source shard')} in {counted(streams.count, 'stream')}, "
+        f"{len(streams.local)} for this process"
+    )
     if job.plan.notes:
         print(job.plan.describe_notes())

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 
-from pipeline.cluster import joining, preemption, processes
+from pipeline.cluster import preemption, processes
 from pipeline.config.choices import OnNotFinite
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
@@ -13,8 +13,8 @@ from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep, load_step
 from pipeline.job.loop import fill
 from pipeline.job.opening import open_job
-from pipeline.job.rounding_probe import measure_rounding
-from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.job.rounding import measure_rounding
+from pipeline.step.compiler import use_compilation_cache
 from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import larger
@@ -29,7 +29,7 @@ LoadStep = Callable[[Job], LoadedStep]
 
 def join_and_run(config: RunConfig) -> None:
     """Joins the other processes of this job, if any, then calls `run`."""
-    joining.initialise(config.distributed)
+    processes.join(config.distributed)
     run(config)
 
 

@@ -21,13 +21,12 @@ from pipeline.data.selection import open_selection
 from pipeline.data.stream import TokenStream
 from pipeline.data.text.contexts import open_added, restarted
 from pipeline.data.tokenised import TokenisedDocument, TokenisedDocuments
+from pipeline.job.inputs import pinned
 from pipeline.job.job import weights_identity
 from pipeline.job.loaded_step import LoadedStep, load_weights
 from pipeline.job.opening import open_job, open_model_and_tokenizer
-from pipeline.job.revisions import pinned
 from pipeline.job.running import run_job
-from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
-from pipeline.job.writing.transfer import in_flight
+from pipeline.job.writing.transfer import check_finite, in_flight, warn_of_unselected
 from pipeline.library.inputs import DocumentInput, GivenDocuments, MemorySource, write_documents
 from pipeline.library.results import Collector, ExtractedDocument
 from pipeline.library.settings import configuration, settings

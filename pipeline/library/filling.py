@@ -20,8 +20,14 @@ from pipeline.core.errors import ArgumentError
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn
 from pipeline.job.loaded_step import LoadedStep
-from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
-from pipeline.job.writing.transfer import CopyThreads, StepInFlight, in_flight, start_transfer
+from pipeline.job.writing.transfer import (
+    CopyThreads,
+    StepInFlight,
+    check_finite,
+    in_flight,
+    start_transfer,
+    warn_of_unselected,
+)
 from pipeline.library.tee import StoreTee
 from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import LABELS_ARRAY, SELECTED, SIDE_ARRAYS

@@ -8,8 +8,7 @@ from typing import Any, Self
 
 import jax
 
-from pipeline.cluster.devices import open_devices, topology
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology, open_devices, topology
 from pipeline.config import composing
 from pipeline.config.schema import GenerateData, ParquetData, RunConfig
 from pipeline.core.arguments import flag, integer, items, path, require_not_forked
@@ -21,7 +20,7 @@ from pipeline.job.loaded_step import load_step
 from pipeline.job.opening import open_job, replanned
 from pipeline.library.settings import plain, settings
 from pipeline.library.stream_reader import StreamReader, device_bytes, host_bytes
-from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.step.compiler import use_compilation_cache
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics

@@ -10,7 +10,7 @@ from pipeline.data.feed import InTurn
 from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics
-from pipeline.job.rounding_probe import measure_rounding
+from pipeline.job.rounding import measure_rounding
 from pipeline.job.running import complete, open_store, work_left
 from pipeline.job.writing.block_writer import BlockWriter
 from pipeline.job.writing.transfer import StepInFlight

@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology
 from pipeline.config.choices import Weights, When
-from pipeline.config.sampling import Sampling
 from pipeline.config.schema import GenerateData, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
@@ -19,6 +18,25 @@ from pipeline.store.format.layout import ITEM_BYTES, MIB
 _MAX_GROUP_BYTES = 1 << 30
 _SLOT_TILE = 32  # slots that TPUs keep together, in int8: if it does not divide a cache, each step copies the cache
 _PREFILL_SHARE = 8  # a prefill has room for an eighth of the rows
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is sampled. `top_k` applies before `top_p`, as in transformers."""
+
+    temperature: float = 0.0  # 0: greedy, the likeliest token
+    top_k: int | None = None  # only the k likeliest tokens
+    top_p: float | None = None  # only the smallest set of likeliest tokens with at least this total probability
+    seed: int = 0
+
+    @property
+    def has_top_p(self) -> bool:
+        return self.top_p is not None and self.top_p < 1
+
+    @property
+    def ranks_tokens(self) -> bool:
+        """Whether sampling sorts the likeliest tokens."""
+        return self.temperature > 0 and (self.top_k is not None or self.has_top_p)
 
 
 @dataclass(frozen=True)

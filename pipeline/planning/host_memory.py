@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology
 from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
 from pipeline.planning.mesh import MeshPlan

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import jax
 
+from pipeline.cluster.devices import Topology
 from pipeline.cluster.sharding import make_mesh
-from pipeline.cluster.topology import Topology
 from pipeline.config.choices import Weights
 from pipeline.config.schema import GenerateData, MeshConfig, RunConfig
 from pipeline.core.errors import ConfigError

@@ -4,16 +4,17 @@ Pure arithmetic, so mistakes are reported before weights are read and anything i
 <overrides>` prints the plan of `python -m pipeline.run <overrides>`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Self
 
-from pipeline.cluster.topology import Topology, reserved_bytes
+from pipeline.cluster.devices import Topology, reserved_bytes
 from pipeline.config.choices import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
 from pipeline.data.sources import has_labels
+from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model
 from pipeline.models.runs import single_layers
 from pipeline.planning.capture import plan_step
@@ -29,7 +30,7 @@ from pipeline.planning.mesh import (
     wider_context,
 )
 from pipeline.planning.streams import StreamPlan, plan_streams
-from pipeline.step.device_memory import DeviceMemory
+from pipeline.step.compiler import DeviceMemory
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.store.format.layout import ITEM_BYTES, MIB, StoreLayout
 
@@ -61,6 +62,8 @@ class Plan:
     """Everything a run derives from its configuration."""
 
     config: RunConfig
+    model: str = field(repr=False)  # in words
+    flops: int  # of a token slot
     step: StepSpec
     mesh: MeshPlan
     wider_context: int | None  # the next larger mesh.context that is possible
@@ -137,17 +140,16 @@ class Plan:
         wanted = f"all tokens of the data; a million tokens need {size}; set run.max_tokens to store fewer"
         if streams.max_tokens is not None:
             wanted = f"{counted(streams.max_tokens, 'token')}{self._most_tokens()}, {size}"
-        local = "all" if len(streams.local) == streams.count else f"{len(streams.local)} of them"
         group = self.weights.expert_group
         experts = f"; {group} neighbouring devices exchange tokens for experts" if group > 1 else ""
         lines = [
+            f"model     {self.model}, {self.flops:,} FLOPs per token",
             f"capture   {shown}: {step.row_bytes // step.slots:,} bytes per token{dtype}{selected}",
             f"step      {counted(step.rows, 'row')} of {step.length} tokens, {memory.step_bytes / MIB:.1f} MiB to the "
             f"host, {memory.inflight_steps} in flight",
             f"block     {counted(self.rows_per_block, 'row')}, {memory.block_bytes / MIB:.1f} MiB in "
             f"{counted(sum(map(self.layout.num_parts, step.stored_arrays)), 'store shard')}",
             f"store     {wanted}",
-            f"streams   {streams.count}, {local} for this process",
             f"memory    up to {memory.host_bytes / MIB:.0f} MiB of activations on the host",
             f"weights   {self.weights.sharding}: {self.weights.device_bytes / MIB:.0f} MiB on each device{experts}",
         ]
@@ -233,8 +235,11 @@ def make_plan(
     shard_bytes = geometry.shard_bytes
     if geometry.rows_per_block is None:
         shard_bytes = plan_shard_bytes(config.store, step, rows_per_block)
+    parameters = num_params(model.leaves(step.forward_keys, with_head=bool(step.head_outputs)))
     return Plan(
         config=config,
+        model=f"{model.family}, {model.num_layers} layers; the capture needs {parameters:,} parameters",
+        flops=model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops,
         step=step,
         mesh=mesh,
         wider_context=wider_context(config, mesh, model.arch),

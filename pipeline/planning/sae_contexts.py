@@ -56,10 +56,6 @@ def compare_contexts(
     has_own = renders_chat(config.data) or getattr(config.data, "tokens", None) is not None  # BOS, or none
     if tokenizer is not None and not has_own:
         begins = bool(len(tokenizer.ends[0]))
-    for dataset in sorted(
-        {encoder.sae.context.dataset or config.data.path for encoder in encoders} - {config.data.path}
-    ):
-        log.info("capture.encode: SAEs were trained on %s, and data.path is %s", dataset, config.data.path)
     arrays = defaultdict(list)
     for encoder in encoders:
         rows = _row_differences(config, encoder.sae.context, begins) if in_rows else ()

@@ -23,13 +23,10 @@ from pipeline.models.exchange.context import context_axis
 from pipeline.models.head import Head
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model
-from pipeline.step.compiler import compiler_options, matmul_precision
-from pipeline.step.device_memory import DeviceMemory
-from pipeline.step.features import StoredFeatures, encode_features
-from pipeline.step.head_outputs import StoredTokens, head_outputs
-from pipeline.step.row_statistics import RowStatistics, row_statistics
+from pipeline.step.compiler import DeviceMemory, compiler_options, matmul_precision
+from pipeline.step.outputs import StoredFeatures, StoredTokens, encode_features, head_outputs
 from pipeline.step.spec import StepSpec
-from pipeline.step.storage_dtypes import Stored, is_finite, to_stored
+from pipeline.step.stored_values import RowStatistics, Stored, is_finite, row_statistics, to_stored
 
 log = logging.getLogger("pipeline")
 

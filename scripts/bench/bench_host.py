@@ -36,7 +36,7 @@ from pipeline.job.writing.block_writer import commit_record
 from pipeline.job.writing.transfer import start_copies
 from pipeline.models.attention.choosing import XLA
 from pipeline.step.compiled_step import CompiledStep, StepOutputs
-from pipeline.step.row_statistics import RowStatistics
+from pipeline.step.stored_values import RowStatistics
 from pipeline.store.format.arrays import zarr_metadata
 from pipeline.store.format.layout import SIDE_ARRAYS
 from pipeline.store.write.store_writer import StoreWriter

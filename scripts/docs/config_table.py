@@ -9,8 +9,8 @@ import hydra
 from omegaconf import OmegaConf
 
 from pipeline.config import composing
-from pipeline.config.effects import condition
 from pipeline.config.schema import REQUIRED, ArcData, DataConfig, GenerateData, HfData, ParquetData, RunConfig
+from pipeline.config.typed import condition
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 HEAD = """# Configuration

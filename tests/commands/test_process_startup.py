@@ -16,7 +16,7 @@ import jax
 import psutil
 import pytest
 
-from pipeline.cluster import devices, joining
+from pipeline.cluster import devices, processes
 from pipeline.config.schema import DistributedConfig, RunOptions
 from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.library.extractor import Extractor
@@ -158,14 +158,14 @@ IN_NO_STEP = (SALLOC, SALLOC | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"})
 JOIN = """
 import json, logging, os, sys
 import jax
-from pipeline.cluster import joining, processes
+from pipeline.cluster import processes
 from pipeline.config.schema import DistributedConfig
 from pipeline.core.errors import ConfigError
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 for variables, number in json.loads(sys.argv[1]):
     os.environ |= variables
     try:
-        joining.initialise.__wrapped__(DistributedConfig(num_processes=number, join_timeout_s=1))
+        processes.join.__wrapped__(DistributedConfig(num_processes=number, join_timeout_s=1))
         print("joined" if jax.distributed.is_initialized() else "alone")
     except ConfigError as error:
         print(error)
@@ -215,7 +215,7 @@ def test_a_coordinators_port_in_use_is_reported():
         with pytest.raises(
             PipelineError, match="cannot be used on this machine: Address already in use. Stop the process"
         ):
-            joining.initialise(options)
+            processes.join(options)
 
 
 def test_processes_that_have_not_joined_are_reported(monkeypatch):

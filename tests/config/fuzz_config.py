@@ -36,7 +36,7 @@ from pipeline.job.running import run
 from pipeline.models.registry import open_model
 from pipeline.planning.slice.chips import parse_slice
 from pipeline.planning.slice.slice_plan import plan_job
-from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.step.compiler import use_compilation_cache
 from tests.jobs import write_text
 
 HANG_S = 10  # of CPU time; wall time may be six times that, since other work may use the machine

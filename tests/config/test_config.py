@@ -121,6 +121,7 @@ REFUSED = {
     "run.stall_timeout_s=0": "run.stall_timeout_s is 0.0. Set it to a number of at least 1",
     "run.stall_timeout_s=nan": "run.stall_timeout_s is nan. Set it to a number",
     "run.max_inflight_mib=inf": "run.max_inflight_mib is inf. Set it to a number of more than 0",
+    "data=generate data@data.prompts=fineweb data.path=x data.temperature=1e-9": "Set it to a number: 0",
     "capture.rate=1": "capture.rate is 1.0. Set it to a number of more than 0 and less than 1",
     # paths, addresses and texts
     "run.profile=gs://bucket/trace": "run.profile is 'gs://bucket/trace'. Set it to a local folder",
@@ -173,7 +174,7 @@ def test_a_wrong_value_is_refused_with_the_allowed_ones(tmp_path, override, mess
     for name, value in {"FILE": file, "LONG": "a" * 300, "DEEP": "a/" * 2000}.items():
         override = override.replace(name, str(value))
     with pytest.raises(ConfigError, match=message):
-        compose(override.split(" ") if override.startswith(("data=hf", "data=arc")) else [override])
+        compose(override.split(" ") if override.startswith("data=") else [override])
 
 
 @pytest.mark.parametrize(

@@ -219,4 +219,5 @@ def test_the_printed_plan_gives_the_models_parameters_sites_and_flops(text, tmp_
     )
     assert f"{model.flops_per_token(keys, 128):,} FLOPs per token" in printed
     assert "blocks.2.resid_post: 256 bytes per token as bfloat16" in printed
+    assert "\ndata      2 source shards in 2 streams, 2 for this process\n" in printed
     assert not (tmp_path / "store").exists()

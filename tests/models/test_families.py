@@ -15,7 +15,7 @@ from test_parity import ALTERNATING, GEMMA4, LLAMA3_ROPE, SECTIONS
 from pipeline.config.schema import CaptureConfig
 from pipeline.core.errors import CheckpointError, ConfigError
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
-from pipeline.job.end_tokens import end_tokens
+from pipeline.job.job import end_tokens
 from pipeline.models.registry import Model, open_model
 from pipeline.planning.capture import captured_keys
 from tests.models.hf_reference import save_random, tiny_config, transformers

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site, activation_keys
+from pipeline.job.rounding import rounding_errors
 from pipeline.models.registry import Model, open_model
 from pipeline.models.token_outputs import token_outputs
-from pipeline.step.rounding_errors import Rounding, rounding_errors
-from pipeline.step.storage_dtypes import numbers, to_stored
+from pipeline.step.stored_values import numbers, to_stored
 from tests.jobs import ROOT
 from tests.models.real_weights import convert, gguf_file
 
@@ -90,6 +90,6 @@ def test_errors_of_quantised_weights(name: str, dtype: str, tmp_path_factory) ->
     keys = activation_keys(layers(model), (Site.attn_out, Site.mlp_out, Site.resid_post))
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (len(tokens), 1))
     rows = {"tokens": tokens, "segments": np.ones_like(tokens), "positions": positions}
-    errors = rounding_errors(model, keys, rows, "float32", Rounding(dtype))
+    errors = rounding_errors(model, keys, rows, "float32", dtype)
     print(f"\n{name}, {dtype} weights: { ({key.name: e for key, e in errors.items()}) }")
     assert errors[keys[-1]]

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology
 from pipeline.config.choices import Weights
 from pipeline.config.schema import MeshConfig
 from pipeline.core.errors import ConfigError

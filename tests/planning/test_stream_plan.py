@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.cluster.topology import Topology
+from pipeline.cluster.devices import Topology
 from pipeline.config.schema import BatchConfig, ParquetData, RunConfig, RunOptions
 from pipeline.planning.streams import MAX_AUTO_STREAMS, STREAMS_PER_PROCESS, plan_streams
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.core.errors import ConfigError
-from pipeline.step.compilation_cache import use_compilation_cache
+from pipeline.step.compiler import use_compilation_cache
 from tests.jobs import run_processes, run_program, write_text
 from tests.store.emulators import gcs_emulator, new_bucket
 

@@ -8,11 +8,10 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import StoreMismatch
 from pipeline.core.sites import ActivationKey
-from pipeline.job import rounding_probe
+from pipeline.job import rounding
 from pipeline.job.opening import open_job
-from pipeline.job.rounding_probe import measure_rounding
+from pipeline.job.rounding import RoundingError, measure_rounding, rounding_errors
 from pipeline.job.running import run
-from pipeline.step.rounding_errors import Rounding, RoundingError, rounding_errors
 from pipeline.store import ActivationStore
 from pipeline.store.inspection.summary import store_facts
 from pipeline.store.write.store_writer import StoreWriter
@@ -65,7 +64,7 @@ def test_errors_equal_those_of_two_forward_passes(
     job = open_job(job_config(text, tmp_path / "store", *options, SITES))
     rows = job.first_rows(1024)
     assert {values.shape for values in rows.values()} == {(4, 128)}  # the first block
-    got = rounding_errors(job.model, job.plan.step.keys, rows, dtype, Rounding(job.config.model.quantised))
+    got = rounding_errors(job.model, job.plan.step.keys, rows, dtype, job.config.model.quantised)
     expected = direct_errors(job, rows, dtype)
     assert list(got) == list(job.plan.step.keys)
     assert got[ActivationKey.parse("embed")] == expected[ActivationKey.parse("embed")] == (0, 0)
@@ -82,14 +81,16 @@ def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) 
     model = write_random_model(tmp_path, **shape, hidden_size_per_layer_input=6, vocab_size_per_layer_input=2048)
     job = open_job(job_config(text, tmp_path / "store", *model, "capture.layers=all", "capture.sites=[q,resid_post]"))
     rows = job.first_rows(1024)
-    got = rounding_errors(job.model, job.plan.step.keys, rows, "float32", Rounding(job.config.model.quantised))
+    got = rounding_errors(job.model, job.plan.step.keys, rows, "float32", job.config.model.quantised)
     for key, error in direct_errors(job, rows, "float32").items():
         assert got[key] == pytest.approx(error, rel=0.01), key
 
 
 def test_a_store_records_the_error_once_and_refuses_another_weights_dtype(text, tmp_path, monkeypatch) -> None:
     measured = []
-    monkeypatch.setattr(rounding_probe, "rounding_errors", lambda *of: measured.append(of) or rounding_errors(*of))
+    monkeypatch.setattr(
+        rounding, "rounding_errors", lambda *of, **what: measured.append(of) or rounding_errors(*of, **what)
+    )
     options = ("capture.layers=[2]", "capture.sites=[resid_post,final_norm]")
     run(job_config(text, tmp_path / "whole", *options, "run.max_tokens=1000"))
     config = job_config(text, tmp_path / "whole", *options)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pipeline.step.storage_dtypes import is_finite, numbers, to_stored
+from pipeline.step.stored_values import is_finite, numbers, to_stored
 from pipeline.store.format.scaled import dequantised
 
 pytestmark = pytest.mark.heavy

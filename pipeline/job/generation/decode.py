@@ -33,8 +33,7 @@ from pipeline.job.generation.cache import (
     StepSlots,
     put_at,
 )
-from pipeline.job.generation.proposals import propose
-from pipeline.job.generation.sampling import sample, sample_keys
+from pipeline.job.generation.next_tokens import propose, sample, sample_keys
 from pipeline.models.architecture import Part
 from pipeline.models.attention.choosing import Attention, choose_attention
 from pipeline.models.attention.spec import Attend

@@ -20,11 +20,10 @@ from pipeline.data.documents import Cursor
 from pipeline.data.feed import Demand
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.job.end_tokens import end_tokens
 from pipeline.job.generation.decode import compile_programs
 from pipeline.job.generation.generator import Completion, Generator, Prompt
 from pipeline.job.generation.stream_groups import StreamGroups
-from pipeline.job.job import Job
+from pipeline.job.job import Job, end_tokens
 from pipeline.job.leasing import UnfinishedStreams
 from pipeline.job.metrics import run_name
 from pipeline.job.watchdog import Watchdog

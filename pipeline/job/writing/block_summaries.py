@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from pipeline.data.documents import TokenBlock
-from pipeline.step.row_statistics import RowStatistics
 from pipeline.step.spec import EncoderSpec, StepSpec
+from pipeline.step.stored_values import RowStatistics
 from pipeline.store.features.block_statistics import feature_statistics
 from pipeline.store.features.index_file import by_feature, encode_index, index_key
 from pipeline.store.format.layout import feature_parts

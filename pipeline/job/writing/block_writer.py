@@ -24,11 +24,10 @@ from pipeline.job.leasing import LeasedStreams
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.job.metrics import Metrics, Stage
 from pipeline.job.writing.block_summaries import BlockSummary
-from pipeline.job.writing.block_warnings import check_finite, warn_of_unselected
-from pipeline.job.writing.transfer import CopyThreads, StepInFlight, start_transfer
+from pipeline.job.writing.transfer import CopyThreads, StepInFlight, check_finite, start_transfer, warn_of_unselected
 from pipeline.planning.host_memory import MAX_SORTING_THREADS
 from pipeline.planning.plan import Plan
-from pipeline.step.row_statistics import RowStatistics
+from pipeline.step.stored_values import RowStatistics
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.write.store_writer import StoreWriter, metrics_key

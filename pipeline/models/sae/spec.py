@@ -89,7 +89,6 @@ class SAEContext:
     do not say."""
 
     model_name: str | None = None  # a Hub id, or TransformerLens' name of the model
-    dataset: str | None = None  # a Hub id
     context_size: int | None = None  # tokens that the model saw at a time
     prepend_bos: bool | None = None  # whether contexts begin with the tokenizer's BOS, or what the model has in place
     separator: str | int | None = None  # between documents of a context: bos, eos, sep, or a token id

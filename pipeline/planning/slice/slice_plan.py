@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from pipeline.cluster.topology import Topology, unreserved
+from pipeline.cluster.devices import Topology, unreserved
 from pipeline.config.choices import Weights
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.messages import counted
-from pipeline.models.leaves import num_params
 from pipeline.models.registry import Model, open_model
 from pipeline.models.runs import layer_runs
 from pipeline.planning.encoders import open_encoders
@@ -32,11 +31,10 @@ from pipeline.planning.slice.roofline import (
     received_bytes,
     throughput_limits,
 )
-from pipeline.step.device_memory import DeviceMemory
+from pipeline.step.compiler import DeviceMemory
 from pipeline.store.format.layout import ITEM_BYTES, MIB
 
 _FILL = 0.95  # of token slots with a valid token, as packing reaches
-_USD_PER_TB_MONTH = 20.0  # list price of object storage
 _RECORDS_PER_BLOCK = 2  # the commit record, and the table of documents
 _MIN_REMOTE_SHARD = 64 * MIB
 _REMEDIES = {  # by what binds
@@ -61,8 +59,9 @@ def print_slice_plan(config: RunConfig) -> None:
     available = tpu_slice.chip.hbm_bytes - job.reserved_bytes
     job = job.fitted(DeviceMemory(job.weights.device_bytes, _output_bytes(job, tpu_slice), 0, 0), available)
     program = compile_program(model, job, config, slice_devices(tpu_slice))
-    plan = slice_plan(config, model, tpu_slice, job.fitted(program, available), program)
-    print(json.dumps(plan, indent=2) if config.plan.json else described(plan))
+    job = job.fitted(program, available)
+    plan = slice_plan(config, model, tpu_slice, job, program)
+    print(json.dumps(plan, indent=2) if config.plan.json else f"{job.describe()}\n{described(plan)}")
 
 
 def plan_job(config: RunConfig, model: Model, tpu_slice: Slice) -> Plan:
@@ -97,53 +96,40 @@ def _num_processes(config: RunConfig, tpu_slice: Slice) -> int:
 def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, program: Program) -> dict[str, Any]:
     """The plan of a job whose step was compiled, as JSON values. Bytes are per device, or for hosts per host; rates
     count valid tokens."""
-    step, memory, num_tokens = job.step, job.memory, job.streams.max_tokens
-    flops = model.flops_per_token(step.forward_keys, step.length, step.head_share) + step.encoder_flops
-    mfu = _expected_mfu(model, tpu_slice, job, flops) if config.plan.mfu is None else config.plan.mfu
+    step, num_tokens = job.step, job.streams.max_tokens
+    mfu = _expected_mfu(model, tpu_slice, job) if config.plan.mfu is None else config.plan.mfu
     received = _received_bytes(config, model, job) / (step.rows * step.length)
     hbm = _hbm_bytes(job, tpu_slice) * tpu_slice.num_devices / (step.rows * step.length)
     fill = _FILL * (1 - config.batch.overlap / step.length)  # as of documents much longer than rows
-    cost = Cost(flops, step.row_bytes / step.length, fill, received, step.index_bytes, hbm)
-    objects_per_block = _objects_per_block(job)
-    block_bytes = job.rows_per_block * step.length * cost.stored_bytes * fill
+    cost = Cost(job.flops, step.row_bytes / step.length, fill, received, step.index_bytes, hbm)
+    bytes_per_object = job.rows_per_block * step.length * cost.stored_bytes * fill / _objects_per_block(job)
     processes, cores = job.mesh.processes, tpu_slice.num_hosts * tpu_slice.host_cores
     limits = {"feed": feed_tokens_per_s(processes, cores / processes)}
-    limits |= throughput_limits(cost, tpu_slice, mfu, BUCKET_WRITES_PER_S * block_bytes / objects_per_block)
+    limits |= throughput_limits(cost, tpu_slice, mfu, BUCKET_WRITES_PER_S * bytes_per_object)
     binding = min(limits, key=limits.__getitem__)
     usd_per_hour = config.plan.usd_per_chip_hour
     usd_per_hour = tpu_slice.chip.usd_per_hour if usd_per_hour is None else usd_per_hour
-    layout, rows_per_device = job.layout, step.rows // job.mesh.data
-    shard_bytes = max(math.prod(layout.shard_shape(spec)[:2]) * spec.position_bytes for spec in step.stored_arrays)
+    shard_bytes = max(math.prod(job.layout.shard_shape(spec)[:2]) * spec.position_bytes for spec in step.stored_arrays)
     plan = {
-        "family": model.family,
-        "num_layers": model.num_layers,
-        "num_params": num_params(model.leaves(step.forward_keys, with_head=bool(step.head_outputs))),
         "topology": tpu_slice.name,
         "num_chips": tpu_slice.num_chips,
         "num_hosts": tpu_slice.num_hosts,
         "mesh": {"data": job.mesh.data, "context": job.mesh.context, "tensor": job.mesh.tensor},
         "weights": str(job.weights.sharding),
-        "rows": step.rows,  # per step, over all devices
-        "rows_per_device": rows_per_device,
+        "rows_per_device": step.rows // job.mesh.data,
         "row_bytes": job.row_bytes(program),  # on each device that has a part of it, without the weights
         "length": step.length,
-        "steps_in_flight": memory.inflight_steps,
         "weight_bytes": job.weights.device_bytes,  # calculated, to compare with the compiler's report
         "output_bytes": _output_bytes(job, tpu_slice),  # calculated, too
         "program": asdict(program),
         "hbm_bytes": tpu_slice.chip.hbm_bytes - job.reserved_bytes,
-        "hbm_bytes_needed": program.resident_bytes(memory.inflight_steps),
-        "flops_per_slot": cost.flops,
+        "hbm_bytes_needed": program.resident_bytes(job.memory.inflight_steps),
         "mfu": mfu,
-        "activation_bytes_per_slot": cost.activation_bytes,
         "stored_bytes_per_token": cost.stored_bytes,
         "limits": limits,
         "binding": binding,
         "tokens_per_s": limits[binding],
-        "host_bytes": memory.host_bytes,
         "shard_bytes": shard_bytes,  # the largest object
-        "objects_per_block": objects_per_block,
-        "slots_per_block": job.rows_per_block * step.length,
         "usd_per_chip_hour": usd_per_hour,
         "num_tokens": num_tokens,  # run.max_tokens
         "hours": num_tokens and num_tokens / limits[binding] / 3600,
@@ -154,66 +140,46 @@ def slice_plan(config: RunConfig, model: Model, tpu_slice: Slice, job: Plan, pro
 
 
 def described(plan: Mapping[str, Any]) -> str:
-    """The plan as human-readable text."""
-    program, num_chips, rate = plan["program"], plan["num_chips"], plan["tokens_per_s"]
+    """What the plan adds to that of a run, as human-readable text. The first limit binds."""
+    program, num_chips, num_tokens = plan["program"], plan["num_chips"], plan["num_tokens"]
     collectives = ", ".join(f"{count} {name}" for name, count in sorted(program["collectives"].items())) or "none"
-    rates = ", ".join(f"{name.replace('_', ' ')} {limit:,.0f}" for name, limit in plan["limits"].items())
     axes = ", ".join(f"{name} {size}" for name, size in plan["mesh"].items())
     gib = {name: f"{program[f'{name}_bytes'] / GIB:.2f}" for name in ("argument", "output", "temporary", "peak")}
-    usd = plan["usd_per_chip_hour"]
+    usd_per_s = plan["usd_per_chip_hour"] and num_chips * plan["usd_per_chip_hour"] / 3600
     lines = [
-        f"model     {plan['family']}, {plan['num_layers']} layers; the capture needs {plan['num_params']:,} parameters",
-        f"weights   {plan['weights']}: {plan['weight_bytes'] / GIB:.2f} GiB on each device",
         f"slice     {plan['topology']}: {counted(num_chips, 'chip')}, {counted(plan['num_hosts'], 'host')}; "
         f"mesh {axes}",
-        f"step      {counted(plan['rows'], 'row')} of {plan['length']} tokens, {plan['rows_per_device']} per device; "
-        f"{plan['steps_in_flight']} in flight",
-        f"memory    of {plan['hbm_bytes'] / GIB:.2f} GiB per device: arguments {gib['argument']}, outputs "
+        f"device    {plan['hbm_bytes'] / GIB:.2f} GiB each: arguments {gib['argument']}, outputs "
         f"{gib['output']}, temporaries {gib['temporary']}, peak {gib['peak']}; "
         f"{plan['hbm_bytes_needed'] / GIB:.2f} with all steps in flight; a row takes {plan['row_bytes'] / GIB:.2f} on "
         f"{counted(plan['mesh']['context'], 'device')}",
         f"program   attention {program['attention']}; collectives: {collectives}; compiled in "
         f"{program['compile_s']:.0f} s",
-        f"token     {plan['flops_per_slot']:,} FLOPs and {plan['activation_bytes_per_slot']:,.10g} bytes per slot; "
-        f"{plan['stored_bytes_per_token']:,.0f} bytes stored per valid token",
-        f"limits    tokens/s, computing at {plan['mfu']:.0%} of the peak: {rates}",
-        f"bound by  {plan['binding'].replace('_', ' ')}: {rate:,.0f} tokens/s",
-        f"hosts     up to {plan['host_bytes'] / GIB:.1f} GiB of activations on each",
-        f"store     shards of {plan['shard_bytes'] / MIB:.1f} MiB, {plan['objects_per_block']} objects per block of "
-        f"{plan['slots_per_block']:,} slots",
+        f"limits    tokens per second, computing at {plan['mfu']:.0%} of the peak:",
     ]
-    if plan["num_tokens"] is not None:
-        hours, terabytes = plan["hours"], plan["terabytes"]
-        lines += [
-            f"job       {plan['num_tokens']:,} tokens: {hours:,.2f} hours, {shown_bytes(terabytes * 1e12)}",
-            f"price     {counted(num_chips, 'chip')} x {hours:,.2f} hours"
-            + (
-                " (set plan.usd_per_chip_hour)"
-                if usd is None
-                else f" x {usd:,.2f} USD = {hours * num_chips * usd:,.0f} USD"
-            )
-            + "; start-up, compilation and preemptions come on top; storage "
-            f"{terabytes * _USD_PER_TB_MONTH:,.0f} USD per month",
-        ]
+    for name, rate in sorted(plan["limits"].items(), key=lambda limit: limit[1]):
+        lines.append(f"          {rate:14,.0f}  {name.replace('_', ' ')}")
+    if num_tokens is not None:
+        price = "" if usd_per_s is None else f", {plan['hours'] * 3600 * usd_per_s:,.0f} USD"
+        lines.append(
+            f"job       {num_tokens:,} tokens, {shown_bytes(plan['terabytes'] * 1e12)}: {plan['hours']:,.2f} hours"
+            f"{price}, without start-up, compilation and preemptions"
+        )
     if (decoding := plan["decoding"]) is not None:
+        rate = decoding["tokens_per_s"]
+        price = "" if usd_per_s is None else f", {usd_per_s / rate * 1e6:.2f} USD per million tokens"
         lines.append(
             f"decoding  a step reads {decoding['hbm_bytes'] / 1e9:.2f} GB on each device and receives "
-            f"{decoding['received_bytes'] / 1e9:.2f}: at least {decoding['step_s'] * 1e3:.1f} ms, at most "
-            f"{decoding['tokens_per_s']:,.0f} tokens/s"
-            + (
-                ""
-                if usd is None
-                else f", {num_chips * usd / 3600 / decoding['tokens_per_s'] * 1e6:.2f} USD per million tokens"
-            )
+            f"{decoding['received_bytes'] / 1e9:.2f}: at least {decoding['step_s'] * 1e3:.1f} ms, at most {rate:,.0f} "
+            f"tokens/s{price}"
         )
     return "\n".join([*lines, *(f"note      {line}" for line in plan["notes"])])
 
 
-def _expected_mfu(model: Model, tpu_slice: Slice, job: Plan, flops: int) -> float:
-    """`flops` are per token slot."""
+def _expected_mfu(model: Model, tpu_slice: Slice, job: Plan) -> float:
     step, window = job.step, None if model.arch.local is None else model.arch.local.window
     without_attention = model.flops_per_token(step.forward_keys, step.length, step.head_share, {None: 0, window: 0})
-    return forward_mfu(tpu_slice.chip, model.arch, flops, flops - step.encoder_flops - without_attention)
+    return forward_mfu(tpu_slice.chip, model.arch, job.flops, job.flops - step.encoder_flops - without_attention)
 
 
 def _received_bytes(config: RunConfig, model: Model, job: Plan) -> int:
@@ -280,7 +246,6 @@ def _objects_per_block(job: Plan) -> int:
 def _notes(job: Plan, program: Program) -> Iterator[str]:
     yield from job.notes
     if job.generation:
-        yield job.generation.describe()
         yield "hours, USD and tokens/s do not include generation; see decoding"
     if program.attention_note:
         yield program.attention_note

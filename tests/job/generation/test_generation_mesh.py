@@ -34,9 +34,9 @@ LATENT_CONFIG = {  # latents are not divided along `tensor`
 PROGRAM = """
 import sys
 import jax, numpy as np
-from pipeline.cluster import joining, sharding
+from pipeline.cluster import processes, sharding
 from pipeline.config.schema import DistributedConfig
-from pipeline.config.sampling import Sampling
+from pipeline.planning.generation_plan import Sampling
 from pipeline.job.generation.decode import compile_programs
 from pipeline.job.generation.generator import Generator, Prompt
 from pipeline.planning.generation_plan import GenerationSpec
@@ -47,7 +47,7 @@ from pipeline.core.sites import Site, activation_keys
 port, num_processes, process, *runs = sys.argv[1:]
 num_processes, process = int(num_processes), int(process)
 if num_processes > 1:
-    joining.initialise(DistributedConfig(f"localhost:{port}", num_processes, process))
+    processes.join(DistributedConfig(f"localhost:{port}", num_processes, process))
 KEYS = (*activation_keys((0,), (Site.resid_post,)), *activation_keys((1,), (Site.attn_z,)))
 prompts = [Prompt(k, np.random.default_rng(k).integers(0, 101, 1 + k % 7, dtype=np.int32)) for k in range(14)]
 mine = [prompts, [], prompts[:10], prompts[10:]][process + 2 * (num_processes > 1)]

@@ -8,11 +8,10 @@ from pathlib import Path
 import jax
 import pytest
 
+from pipeline.cluster.devices import Topology
 from pipeline.cluster.sharding import make_mesh
-from pipeline.cluster.topology import Topology
 from pipeline.config.choices import ComputeDtype, Int8OrSame, Packing, Weights, WeightsDtype, When, Windows
 from pipeline.config.composing import PACKAGE
-from pipeline.config.sampling import Sampling
 from pipeline.config.schema import BatchConfig, CaptureConfig, GenerateData, ModelConfig, RunConfig
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site
@@ -21,7 +20,7 @@ from pipeline.models.attention.xla import attend_xla
 from pipeline.models.checkpoints.loading import abstract_params
 from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
-from pipeline.planning.generation_plan import GenerationPlan, GenerationSpec, cache_bytes, plan_generation
+from pipeline.planning.generation_plan import GenerationPlan, GenerationSpec, Sampling, cache_bytes, plan_generation
 from pipeline.planning.slice.chips import CHIPS
 from scripts.bench.published_shapes import SHAPES
 

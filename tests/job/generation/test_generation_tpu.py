@@ -21,7 +21,7 @@ from pipeline.planning.slice.compile_check import slice_devices
 from pipeline.cluster.sharding import make_mesh
 from pipeline.job.generation.decode import compile_programs
 from pipeline.planning.generation_plan import GenerationSpec
-from pipeline.config.sampling import Sampling
+from pipeline.planning.generation_plan import Sampling
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
 from pipeline.models.checkpoints.loading import abstract_params

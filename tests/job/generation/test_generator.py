@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pipeline.cluster.sharding import make_mesh
-from pipeline.config.sampling import Sampling
 from pipeline.core.errors import ConfigError
 from pipeline.core.sites import ActivationKey, Site, activation_keys
 from pipeline.job.generation.cache import attend_rounded
@@ -20,7 +19,7 @@ from pipeline.models.attention.spec import AttentionInputs, AttentionSpec
 from pipeline.models.attention.xla import attend_xla
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model
-from pipeline.planning.generation_plan import GenerationSpec
+from pipeline.planning.generation_plan import GenerationSpec, Sampling
 from tests.models.hf_reference import VOCAB_SIZE, save_random, torch
 
 pytestmark = pytest.mark.heavy

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from pipeline.job.generation.proposals import propose
+from pipeline.job.generation.next_tokens import propose
 
 SLOTS = 24
 

@@ -4,9 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from pipeline.config.sampling import Sampling
-from pipeline.core.errors import ConfigError
-from pipeline.job.generation.sampling import sample, sample_keys
+from pipeline.job.generation.next_tokens import sample, sample_keys
+from pipeline.planning.generation_plan import Sampling
 from tests.models.hf_reference import torch, transformers
 
 pytestmark = pytest.mark.heavy
@@ -56,9 +55,3 @@ def test_keys_differ_with_the_seed_either_half_of_the_number_and_the_sample() ->
     high, low = np.meshgrid(np.arange(5, dtype=np.uint32), np.arange(5, dtype=np.uint32))
     keys = np.concatenate([sample_keys(seed, high.ravel(), low.ravel(), 3) for seed in (0, 1)])
     assert len(np.unique(keys.reshape(-1, 2), axis=0)) == 150
-
-
-@pytest.mark.parametrize("temperature", [-1.0, 1e-40, float("nan")])
-def test_a_temperature_without_finite_logits_is_refused(temperature: float) -> None:
-    with pytest.raises(ConfigError, match="temperature"):
-        Sampling(temperature)

@@ -1,6 +1,6 @@
 """Attention SAEs of Kissane and others (https://huggingface.co/ckkissane): NAME.pt and NAME_cfg.json, all layers in one
 folder, such as gpt2-small_L0_Hcat_z_lr1.20e-03_..._v9.pt. They read the concatenated outputs of a layer's heads, as
-TransformerLens' GPT-2 computes them: without biases (`pipeline/planning/trained_inputs.py`)."""
+TransformerLens' GPT-2 computes them: without biases (`pipeline/planning/encoders.py`)."""
 
 from pipeline.models.checkpoints.checkpoint_files import Files, read_config
 from pipeline.models.checkpoints.torch_file import TorchFile

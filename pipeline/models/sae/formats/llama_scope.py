@@ -116,6 +116,6 @@ def _sae(
         del sources["b_out"]
     is_transcoder = hook_out is not None and hook_name != hook_out
     spec = SAESpec(d_in, width, d_in, FeatureActivation.jumprelu, is_transcoder=is_transcoder)
-    context = SAEContext(model_name, "cerebras/SlimPajama-627B", context_size=1024, prepend_bos=True)
+    context = SAEContext(model_name, context_size=1024, prepend_bos=True)
     norms = [name for name in tensors.shapes if name.startswith(f"{_NORM}.")]
     return check_tensors(SAE("llama_scope", spec, hook_name, tensors, sources, context), norms)

@@ -214,7 +214,6 @@ def _context(config: JsonConfig) -> SAEContext:
     excluded, positions = known("exclude_special_tokens", bool, list), known("seqpos_slice", list)
     return SAEContext(
         model_name=known("model_name", str),
-        dataset=known("dataset_path", str),
         context_size=known("context_size", int),
         prepend_bos=known("prepend_bos", bool),
         separator=known("sequence_separator_token", str, int),

@@ -1,7 +1,13 @@
-"""The relative error of activations due to quantised weights, or int8 keys and values."""
+"""The errors that quantised weights, and an int8 cache of generation, cause in every captured activation.
 
+Measured once, when a store is created. The same rows go through the layers with and without rounding, one layer at a
+time, so that a model that fits into memory only as int8 or int4 can be measured too. The measurement uses one device of
+one process and plain XLA attention, so the errors do not depend on the devices of the job.
+"""
+
+import logging
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +18,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Bool, Float, Int32, Num
 
 from pipeline.core.sites import FINAL_NORM, ActivationKey, Site
+from pipeline.job.generation.cache import attend_rounded
+from pipeline.job.job import Job
 from pipeline.models.architecture import LayerKind
 from pipeline.models.attention.spec import Attend
 from pipeline.models.attention.xla import attend_xla
@@ -20,14 +28,46 @@ from pipeline.models.layers import Rows, norm
 from pipeline.models.registry import Model
 from pipeline.models.runs import layer_runs, residual_index, single_layers
 from pipeline.step.compiler import matmul_precision
+from pipeline.store.write.store_writer import StoreWriter
+
+_PROBE_TOKENS = 1024
+_DIGITS = 3  # significant digits that do not depend on the number of threads or the type of device
+
+log = logging.getLogger("pipeline")
+
+Errors = dict[str, dict[str, float | None]]  # the fields of RoundingError by array name
 
 
-@dataclass(frozen=True)
-class Rounding:
-    """What is rounded."""
+def measure_rounding(job: Job, store: StoreWriter) -> None:
+    """Records the errors of quantised weights, and of an int8 cache of generation, unless the store has them."""
+    dtype = job.config.model.quantised
+    if dtype and store.root.weights_error is None:
+        store.record(weights_error=_measure(job, f"{dtype} weights", quantised=dtype))
+    has_int8_cache = job.plan.generation is not None and job.config.data.has_int8_cache
+    if has_int8_cache and store.root.cache_error is None:
+        # With the input of the head, because it determines which tokens are generated.
+        error = _measure(job, "int8 keys and values", FINAL_NORM, attend_rounded=attend_rounded)
+        store.record(cache_error=error)
 
-    weights: str | None = None  # the dtype: int8 or int4
-    attend: Attend = attend_xla  # may round keys and values
+
+def _measure(job: Job, what: str, *extra_keys: ActivationKey, **rounding: str | Attend) -> Errors:
+    """||a_rounded - a|| / ||a|| by array name, for the valid tokens of the data's first rows: of all together, and the
+    median of each one's. {} if there are no rows.
+
+    An error is None if it is undefined: a is 0 or not finite.
+    """
+    rows = job.first_rows(_PROBE_TOKENS)
+    if rows is None:
+        return {}
+    keys = tuple(dict.fromkeys((*job.plan.step.keys, *(encoder.spec.key for encoder in job.encoders), *extra_keys)))
+    errors_by_key = rounding_errors(job.model, keys, rows, str(job.config.model.dtype), **rounding)
+    errors = {
+        key.name: {what: float(f"{e:.{_DIGITS}g}") if math.isfinite(e) else None for what, e in error._asdict().items()}
+        for key, error in errors_by_key.items()
+    }
+    shown = (f"{name} {error['relative_error']} ({error['token_median']})" for name, error in errors.items())
+    log.info("%s, relative error (median of tokens): %s", what, ", ".join(shown))
+    return errors
 
 
 class RoundingError(NamedTuple):
@@ -43,10 +83,12 @@ def rounding_errors(
     keys: Sequence[ActivationKey],
     arrays: Mapping[str, Int32[np.ndarray, "B T"]],
     dtype: str,
-    rounding: Rounding,
+    quantised: str | None = None,
+    attend_rounded: Attend = attend_xla,
 ) -> dict[ActivationKey, RoundingError]:
     """The error of each key, or for `router_indices` the share of experts that changed. `arrays` are tokens,
-    segments and positions; `dtype` is the compute dtype."""
+    segments and positions; `dtype` is the compute dtype. quantised: the dtype that weights are rounded to.
+    attend_rounded: may round keys and values."""
     device = SingleDeviceSharding(jax.local_devices()[0])
     single = (*keys, *single_layers(keys, model.arch))
     runs, leaves = layer_runs(single, model.arch), model.leaves(single)
@@ -73,11 +115,11 @@ def rounding_errors(
             weights = model.load_leaves(layer_leaves, dtype, device)
             x, sites = layer(x, rows.layer(run.first), weights, kind, wanted, attend_xla)
             rows.keep(run.first, sites)
-            if rounding.weights:
+            if quantised:
                 del weights
-                weights = model.load_leaves(layer_leaves, dtype, device, quantised=rounding.weights)
+                weights = model.load_leaves(layer_leaves, dtype, device, quantised=quantised)
             x_rounded, sites_rounded = layer(
-                x_rounded, rows_rounded.layer(run.first), weights, kind, wanted, rounding.attend
+                x_rounded, rows_rounded.layer(run.first), weights, kind, wanted, attend_rounded
             )
             rows_rounded.keep(run.first, sites_rounded)
             residuals.append(_error(x_rounded, x, segments != 0))
