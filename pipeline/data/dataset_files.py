@@ -20,8 +20,8 @@ from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES as LOADERS
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from pipeline.core.errors import ConfigError, InputError, PipelineError
-from pipeline.core.requests import named_errors
 from pipeline.core.hub import is_hub_id, refused_by_hub, repeat_requests
+from pipeline.core.requests import named_errors
 
 # `datasets` would report every opening, also of local files, to a server on the Internet, and without access to it
 # wait many seconds for a name server.

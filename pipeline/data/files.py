@@ -14,10 +14,9 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.core.errors import InputError
-from pipeline.core.requests import named_errors
 from pipeline.core.hub import refused_by_hub, repeat_requests
 from pipeline.core.range_file import RangeFile
-from pipeline.core.requests import is_transient, repeated
+from pipeline.core.requests import is_transient, named_errors, repeated
 
 _THREADS = 16
 OTHER_FORMATS = (

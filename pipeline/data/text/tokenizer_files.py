@@ -12,10 +12,9 @@ import fsspec
 from tokenizers import Tokenizer
 
 from pipeline.core.errors import InputError
-from pipeline.core.requests import named_errors
 from pipeline.core.hub import is_hub_id, open_repository
 from pipeline.core.json_text import parse_json
-from pipeline.core.requests import repeated
+from pipeline.core.requests import named_errors, repeated
 from pipeline.data.text.tokenizer_settings import TokenizerSettings, library_errors, wrong_value
 
 _KEY = "model.tokenizer or model.path"

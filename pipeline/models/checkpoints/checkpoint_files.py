@@ -9,10 +9,9 @@ import fsspec
 import numpy as np
 
 from pipeline.core.errors import CheckpointError, PipelineError
-from pipeline.core.requests import named_errors
 from pipeline.core.hub import Repository, is_hub_id, open_repository
 from pipeline.core.json_text import MAX_JSON_BYTES, parse_json
-from pipeline.core.requests import repeated
+from pipeline.core.requests import named_errors, repeated
 from pipeline.models.checkpoints.safetensors_file import ByteSource
 
 
