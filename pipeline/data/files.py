@@ -120,9 +120,10 @@ def in_parallel(call: Callable[..., T], *items: Iterable[Any]) -> list[T]:
         return list(pool.map(call, *items))
 
 
-def hub_data_set(path: str) -> str | None:
-    """owner/name in a path hf://datasets/owner/name[/...] without a revision; None for other paths."""
-    match = re.match(r"hf://datasets/([^/@]+/[^/@]+)(?:/|$)", path)
+def hub_data_set(path: str, *, is_whole: bool = False) -> str | None:
+    """owner/name in a path hf://datasets/owner/name[/...] without a revision; None for other paths. is_whole: for paths
+    without a part after the name only."""
+    match = re.match(r"hf://datasets/([^/@]+/[^/@]+)" + (r"/*\Z" if is_whole else r"(?:/|\Z)"), path)
     return match and match[1]
 
 

@@ -13,7 +13,6 @@ from pipeline.config.choices import OnError, Template
 from pipeline.config.schema import ArcData, DataConfig, GenerateData, HfData, ParquetData
 from pipeline.core.errors import ConfigError
 from pipeline.core.hub import is_hub_id
-from pipeline.data.arc.loading import hub_id
 from pipeline.data.documents import Document, SkippedDocument, Source
 from pipeline.data.files import hub_data_set
 from pipeline.data.manifest import MakeManifest, Manifest, make_alone
@@ -64,16 +63,14 @@ def has_labels(config: DataConfig) -> bool:
 def hub_repository(config: DataConfig) -> str | None:
     """The Hub dataset that a source reads; None if its data is elsewhere."""
     match config:
-        case ParquetData():
-            return hub_data_set(config.path)
-        case ArcData():
-            return hub_id(config.path)
+        case ParquetData() | ArcData():
+            return hub_data_set(config.path, is_whole=isinstance(config, ArcData))
         case HfData():
             from pipeline.data.dataset_files import LOADERS
 
             if config.path in LOADERS or os.path.exists(os.path.expanduser(config.path)):
                 return None
-            return hub_id(config.path) or (config.path if is_hub_id(config.path) else None)
+            return hub_data_set(config.path, is_whole=True) or (config.path if is_hub_id(config.path) else None)
     return None
 
 

@@ -7,7 +7,6 @@ invalid task is noticed, or skipped, when it is loaded. A file with several task
 import codecs
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import fsspec
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import InputError
 from pipeline.data.arc.tasks import Task, parse_task
-from pipeline.data.files import InputFile, NoSuchFiles, find_files, in_parallel, input_errors
+from pipeline.data.files import InputFile, NoSuchFiles, find_files, hub_data_set, in_parallel, input_errors
 from pipeline.data.manifest import FileEntry
 from pipeline.data.rows import require_utf8
 
@@ -43,18 +42,12 @@ class TaskCollection:
         return {"num_tasks": self.size, "tasks_sha256": hashlib.sha256(contents.encode()).hexdigest()}
 
 
-def hub_id(path: str) -> str | None:
-    """The Hub id in a path hf://datasets/owner/name; None for other paths."""
-    hub = re.fullmatch(r"hf://datasets/([^/@]+/[^/@]+)", path.rstrip("/"))
-    return hub and hub[1]
-
-
 def open_tasks(config: ArcData) -> TaskCollection:
     """Opens the tasks at `data.path`.
 
     Raises InputError for missing or invalid files, and ConfigError for settings that contradict each other.
     """
-    if repo := hub_id(config.path):
+    if repo := hub_data_set(config.path, is_whole=True):
         return _hub_tasks(repo, config)
     files = find_files(config.path, ".json")
     contents = in_parallel(InputFile.read_bytes, files)

@@ -116,14 +116,14 @@ class TextTokenizer:
         Raises ValueError for a text that cannot be tokenised: UnicodeEncodeError for a lone surrogate, or an error that
         says why.
         """
-        return [np.ascontiguousarray(tokens[:, 0]) for tokens in self._encoded(texts, False, with_ends)]
+        encoded = self.encode_with_starts(texts, with_ends=with_ends, has_starts=False)
+        return [np.ascontiguousarray(tokens[:, 0]) for tokens in encoded]
 
-    def encode_with_starts(self, texts: Sequence[str], *, with_ends: bool = True) -> list[Int32[np.ndarray, "_ 2"]]:
-        """As `encode`, with the place in the text of each token's first character; -1 for what is put before and after
-        the text."""
-        return self._encoded(texts, True, with_ends)
-
-    def _encoded(self, texts: Sequence[str], has_starts: bool, with_ends: bool) -> list[Int32[np.ndarray, "_ columns"]]:
+    def encode_with_starts(
+        self, texts: Sequence[str], *, with_ends: bool = True, has_starts: bool = True
+    ) -> list[Int32[np.ndarray, "_ columns"]]:
+        """As `encode`, with a second column, unless `has_starts` is false: the place in the text of each token's first
+        character, or -1 for what is put before and after the text."""
         encoded = self._tokens(texts, has_starts)
         return [self._completed(tokens) for tokens in encoded] if with_ends else encoded
 
