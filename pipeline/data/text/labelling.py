@@ -210,6 +210,8 @@ def _message(index: int, message: Mapping[str, Any], role: Role, given: _Texts) 
 
 def _content(value: Any, index: int, role: Role, given: _Texts) -> Any:
     part = Part.tool_result if role is Role.tool else Part.text
+    if isinstance(value, list) and any(_is_thinking(item) for item in value):
+        return [_field(item, index, Part.thinking if _is_thinking(item) else part, given) for item in value]
     is_split = role is Role.assistant and isinstance(value, str) and "</think>" in value
     found = _REASONING.match(value) if is_split else None
     if not found:
@@ -217,6 +219,10 @@ def _content(value: Any, index: int, role: Role, given: _Texts) -> Any:
     kinds = (Part.text, Part.markup, Part.thinking, Part.markup)
     texts = [_field(text or "", index, kind, given) for text, kind in zip(found.groups(), kinds, strict=True)]
     return Tagged("").join([*texts, _field(value[found.end() :], index, Part.text, given)])
+
+
+def _is_thinking(part: Any) -> bool:
+    return isinstance(part, dict) and any(key in part for key in REASONING)
 
 
 def _field(value: Any, message: int, part: int, given: _Texts) -> Any:
