@@ -25,7 +25,7 @@ CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1, "y":
 CHAT = """\
 {%- for m in messages %}<{{ m.role }}>
 {%- if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}
-{{- m.content }}
+{%- if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }};{% endfor %}{% endif %}
 {%- for c in m.tool_calls or [] %}<call>{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<end>
 {% endfor %}{% if tools %}<tools>{{ tools | tojson }}{% endif %}"""
 STRINGS = """\
@@ -68,7 +68,9 @@ READ = {
     "parts": ([{**HI, "content": [{"type": "text", "text": "h", "image": None}, "i"]}], [HI]),
     "thinking part": ([ai([T, {"type": "text", "text": "yo"}])], [YO | R]),
     "reasoning part": ([ai([SUMMARY, {"type": "text", "text": "yo"}])], [YO | R]),
-    "reasoning beside a thinking part": ([ai([T, "yo"], reasoning="r")], [{**YO, **R, "reasoning": "r"}]),
+    "reasoning beside a thinking part": ([ai([T, "yo"], reasoning="r")], [{**YO, "reasoning_content": "r\n\nt"}]),
+    "two reasonings": ([{**YO, "thinking": "t", "reasoning_content": "r"}], [{**YO, "reasoning_content": "r\n\nt"}]),
+    "one reasoning twice": ([ai("yo", thinking="t", reasoning="t\n")], [ai("yo", thinking="t", reasoning="t\n")]),
     "content under a second key": ([{**HI, "content": "", "value": "hi", "text": "x"}], [{**HI, "text": "x"}]),
     "empty, with details": ([HI | KEPT], [HI | KEPT]),
     "arguments": ([{**calls('{"x": null}'), "content": None}], [calls({"x": None})]),
@@ -144,7 +146,7 @@ def test_what_is_no_conversation_is_refused(given, reason):
 
 
 FORMS = {
-    "JSON": (CHAT, TemplateForms("object", "absent")),
+    "parts and JSON": (CHAT, TemplateForms("object", "absent", ("system", "user", "assistant", "tool"))),
     "strings": (STRINGS, TemplateForms("text", "empty")),
     "content that may lack": (STRINGS.replace("m.content + ''", "m.content"), TemplateForms("text", "absent")),
     "Python's objects": (STRINGS.replace(" + c.function", " ~ c.function"), TemplateForms("text", "empty")),
@@ -202,16 +204,22 @@ TEXTS = [
     "<user>onetwo<end>\n<assistant>yo<end>\n<user>hi<end>\n<assistant>yo<end>\n",
     "<user>été ☃<end>\n",
 ]
+JOINING = CHAT.replace("{% for p in m.content %}{{ p.text }};{% endfor %}", "")
 
 
 def test_rows_of_files_are_rendered(files):
-    read = source(chat_tokenizer(), tools="tools", **files).read(0, 0)
+    read = source(chat_tokenizer(JOINING), tools="tools", **files).read(0, 0)
     null = ', "y": null' if files["path"] == "json" else ""
     assert [document.text for document in read] == [TEXTS[0].replace(": 1", ": 1" + null), *TEXTS[1:]]
+    kept = source(chat_tokenizer(), **files).read(0, 1)
+    ends = ";" if files["path"] == "parquet" else ""
+    assert next(kept).text == TEXTS[1].replace("onetwo", "one;two;").replace("yo", "yo" + ends).replace(
+        "hi", "hi" + ends
+    )
 
 
 def test_tokens_have_the_labels_of_their_characters(files):
-    tokenizer = chat_tokenizer(prefix="<|endoftext|>")
+    tokenizer = chat_tokenizer(JOINING, prefix="<|endoftext|>")
     opened = source(tokenizer, tools="tools", **files)
     documents = list(opened.read(0, 0))
     streamed = text_stream(opened, tokenizer, rows_per_block=4, length=32)
@@ -248,7 +256,7 @@ SELECTED = {
 @pytest.mark.parametrize("words", SELECTED)
 def test_words_select_tokens(words, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": CONVERSATIONS[1]}))
-    tokenizer = chat_tokenizer()
+    tokenizer = chat_tokenizer(JOINING)
     opened = source(tokenizer, path="json", data_files=str(tmp_path / "a.jsonl"))
     for length in (64, 4):  # in one window, and in many
         capture = CaptureConfig(positions=Positions.labels, labels=words.split(), per_row=length)

@@ -7,8 +7,8 @@ Data sets write conversations in many ways. Here they become the messages and to
 * Nulls are dropped at every depth, as Arrow pads objects with them; from arguments only if Arrow made them, and not
   from tools in JSON texts.
 * A role has one of the names of `_ROLES`, or of `data.roles`; others are left to the template.
-* Parts of text are joined; parts of another kind are refused, as is a message whose only content is under an unknown
-  key.
+* Parts of text are joined unless the template takes them; parts of another kind are refused, as is a message whose only
+  content is under an unknown key. Different texts of reasoning are joined.
 """
 
 import json
@@ -52,10 +52,12 @@ class TemplateForms:
 
     arguments: those of a tool call, as an `object` or as JSON `text`.
     no_content: the content of a message that only calls tools: `absent` or `empty`. (transformers drops null.)
+    parts: the roles whose content may be a list of parts.
     """
 
     arguments: str = "object"
     no_content: str = "absent"
+    parts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, template: ChatTemplate, *, has_tools: bool = False) -> "TemplateForms":
@@ -80,7 +82,15 @@ class TemplateForms:
             texts = {form: attempt([_QUESTION, form._call(), *rest], plain) for form in forms}
             whole += [form for form, text in texts.items() if all(text.count(w) > plain.count(w) for w in words)]
             any_text += [form for form, text in texts.items() if text]
-        return next(iter([*whole, *any_text, cls()]))
+        best = next(iter([*whole, *any_text, cls()]))
+        before = {"system": [], "user": [], "assistant": [_QUESTION], "tool": [_QUESTION, best._call()]}
+        parts = [{"type": "text", "text": text} for text in ("zone", "ztwo")]
+        takes_parts = []
+        for role, messages in before.items():
+            after = [_QUESTION] if role == "system" else []
+            text = attempt([*messages, {"role": role, "content": parts, **_CALL_ID}, *after], plain)
+            takes_parts += [role] if "zone" in text and "ztwo" in text else []
+        return cls(best.arguments, best.no_content, tuple(takes_parts))
 
     def _call(self) -> Message:
         function = {"name": "zname", "arguments": self.as_arguments('{"zkey": "zvalue"}')}
@@ -95,7 +105,7 @@ class TemplateForms:
         return parsed if isinstance(parsed, dict) else given
 
 
-_MISTAKES = ("{'", "None")  # objects and null as Python writes them
+_MISTAKES = ("{'", "None", '"type": "text"')  # objects and null as Python writes them; parts as JSON
 _NO_CONTENT: dict[str, Message] = {"absent": {}, "empty": {"content": ""}}
 _QUESTION = {"role": "user", "content": "zquestion"}
 _TOOL = {
@@ -189,16 +199,15 @@ class Conversations:
             message["tool_calls"] = [self._call(call) for call in calls]
         thinking = ""
         if isinstance(content, list):
-            content, thinking = _joined(number, content)
+            content, thinking = self._joined(number, message["role"], content)
         elif isinstance(content, dict | int | float) and message["role"] == "tool":
             content = json.dumps(content, ensure_ascii=False)
-        if thinking:
-            message[next((name for name in REASONING if not message.get(name)), REASONING[0])] = thinking
+        message = _with_reasoning(message, thinking)
         if not content and not calls and not any(message.get(name) for name in REASONING):
             _require_no_other(number, message)
         if content is None:
             return message | (_NO_CONTENT[self._forms.no_content] if calls else {"content": ""})
-        if not isinstance(content, str):
+        if not isinstance(content, str | list):
             raise ValueError(f"message {number} has the content {shown(content)}, expected a text or parts of text")
         return message | {"content": content}
 
@@ -208,21 +217,23 @@ class Conversations:
             return {**call, "function": self._call(call["function"])}
         return {**call, "arguments": self._forms.as_arguments(call["arguments"])} if "arguments" in call else dict(call)
 
-
-def _joined(number: int, parts: list[Any]) -> tuple[str, str]:
-    """The texts of a message's parts, joined, and those of its thinking, joined."""
-    texts, thinking = [], []
-    for part in parts:
-        part = {"text": part} if isinstance(part, str) else part
-        kind = part.get("type", "text") if isinstance(part, dict) else None
-        if kind in _TEXT_PARTS and isinstance(part.get("text", ""), str):
-            texts.append(part.get("text", ""))
-        elif kind in _THINKING_PARTS and any(name in part for name in _THINKING_TEXTS):
-            for inner in (part[name] for name in _THINKING_TEXTS if name in part):
-                thinking.append(_joined(number, inner if isinstance(inner, list) else [inner])[0])
-        else:
-            raise ValueError(f"message {number} has the part {shown(part)}, expected only parts of text")
-    return "".join(texts), "".join(thinking)
+    def _joined(self, number: int, role: str, parts: list[Any]) -> tuple[str | list[Message], str]:
+        """The texts of a message's parts, joined unless the template takes parts, and those of its thinking, joined."""
+        texts, thinking = [], []
+        for part in parts:
+            part = {"text": part} if isinstance(part, str) else part
+            kind = part.get("type", "text") if isinstance(part, dict) else None
+            if kind in _TEXT_PARTS and isinstance(part.get("text", ""), str):
+                texts.append(part.get("text", ""))
+            elif kind in _THINKING_PARTS and any(name in part for name in _THINKING_TEXTS):
+                for inner in (part[name] for name in _THINKING_TEXTS if name in part):
+                    inner = inner if isinstance(inner, list) else [inner]
+                    thinking.append(self._joined(number, "", inner)[0])
+            else:
+                raise ValueError(f"message {number} has the part {shown(part)}, expected only parts of text")
+        if role in self._forms.parts:
+            return [{"type": "text", "text": text} for text in texts], "".join(thinking)
+        return "".join(texts), "".join(thinking)
 
 
 def _split_role(number: int, given: Any) -> tuple[str, Message]:
@@ -244,6 +255,16 @@ def _take_content(message: Message) -> Any:
         if name in message and message[name] in ("", [], {}, content):
             del message[name]
     return content
+
+
+def _with_reasoning(message: Message, thinking: str) -> Message:
+    """The message with all its texts of reasoning. thinking: those of its parts."""
+    names = [name for name in REASONING if isinstance(message.get(name), str)]
+    texts = {text.strip(): text for text in (*(message[name] for name in names), thinking) if text.strip()}
+    if not thinking and len(texts) < 2:
+        return message
+    message = {name: value for name, value in message.items() if name not in names}
+    return message | {"reasoning_content": "\n\n".join(texts.values())}
 
 
 def _require_no_other(number: int, message: Message) -> None:
