@@ -1,7 +1,8 @@
 """Reads the documents of one stream, in order and with their token ids, from any cursor on."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from pipeline.data.documents import MASK, Cursor, Document, SkippedDocument, Sou
 from pipeline.data.text.contexts import NOTHING, Added
 from pipeline.data.text.labels import Label, Part, Role
 from pipeline.data.text.tokenizer import TextTokenizer
+
+log = logging.getLogger("pipeline")
 
 # Documents tokenised together: enough for the tokenizer's threads, but not so many that a block waits for them.
 _BATCH_DOCUMENTS = 256
@@ -73,6 +76,7 @@ class TokenisedDocuments:
     added: Added = NOTHING
     max_prompt: int | None = None
     long_prompts: LongPrompts = LongPrompts.refuse
+    _has_checked_first: bool = field(default=False, init=False)
 
     @property
     def num_shards(self) -> int:
@@ -134,7 +138,12 @@ class TokenisedDocuments:
             return f"the prompt has {len(tokens)} tokens, more than data.prompt_length={self.max_prompt}"
         if is_given and (problem := self.added.problem(tokens)):
             return problem
-        return _padding_problem(tokens, self.tokenizer.padding) if is_given and self.tokenizer is not None else None
+        if is_given and self.tokenizer is not None:
+            if not self._has_checked_first:
+                self._has_checked_first = True
+                _warn_without_start(tokens, self.tokenizer)
+            return _padding_problem(tokens, self.tokenizer.padding)
+        return None
 
     def _cut(self, tokens: Int32[np.ndarray, "_"]) -> Int32[np.ndarray, "_"]:
         """At most `max_prompt` tokens: those that precede every text (BOS, the prefix), and the last ones."""
@@ -212,6 +221,17 @@ def _padding_problem(tokens: Int32[np.ndarray, "_"], padding: int | None) -> str
         return None
     is_padded = any((part == padding).all() for part in (tokens[:2], tokens[-2:]))
     return f"it has padding (token id {padding}) without a column {MASK!r} that is 0 there" if is_padded else None
+
+
+def _warn_without_start(tokens: Int32[np.ndarray, "_"], tokenizer: TextTokenizer) -> None:
+    """Warns if the ids do not begin like the documents of the tokenizer."""
+    before = tokenizer.ends[0]
+    if not np.array_equal(tokens[: len(before)], before):
+        log.warning(
+            "the first document's token ids begin with %d, but tokenizer %s puts %s before every text. They are used "
+            "as they are",
+            *(tokens[0], tokenizer.name, before.tolist()),
+        )
 
 
 def _unicode_problem(document: Document) -> str | None:

@@ -148,6 +148,14 @@ def test_vocabulary_and_padding_are_checked(tmp_path, ids, reason):
     assert block.num_tokens == 2 + len(ids) * (reason is None)
 
 
+def test_ids_without_the_tokenizers_bos_are_named_once(tmp_path, caplog):
+    for ids, warned in (([5, 6], True), ([0, 5], False)):
+        source = ParquetSource(write(tmp_path, input_ids=[ids, [7]]))
+        caplog.clear()
+        list(text_stream(source, word_tokenizer(bos=True), rows_per_block=4, length=8).blocks())
+        assert caplog.text.count("tokenizer words puts [0] before every text") == warned
+
+
 @pytest.mark.parametrize(
     ("batch", "bad"),
     [
