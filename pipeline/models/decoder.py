@@ -31,8 +31,7 @@ from pipeline.models.layers import (
 )
 from pipeline.models.partition import Partition
 from pipeline.models.recurrent.delta_net import delta_block
-from pipeline.models.recurrent.recur import Recur, WholeRows
-from pipeline.models.recurrent.short_conv import conv_block
+from pipeline.models.recurrent.recur import Recur, WholeRows, conv_block
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import LayerRun, layer_runs, residual_index
 

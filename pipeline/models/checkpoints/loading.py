@@ -18,8 +18,7 @@ from tqdm import tqdm
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Part, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
-from pipeline.models.checkpoints.exchange import Exchange
-from pipeline.models.checkpoints.leaf_reading import Index, read_items, read_leaf
+from pipeline.models.checkpoints.leaf_reading import Exchange, Index, read_items, read_leaf
 from pipeline.models.checkpoints.safetensors_file import shortened, tensor_problems
 from pipeline.models.decoder import Params
 from pipeline.models.exchange.context import MESH_AXES
@@ -99,7 +98,7 @@ def unused_tensors(arch: Architecture, table: KeyTable) -> Callable[[str], bool]
 
 def load_params(checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool) -> Params:
     """Loads the parameters onto the devices, in `dtype` (see `Leaf.dtype`). Every process reads the parts that its
-    devices hold, or as many items (see `exchange.py`).
+    devices hold, or as many items (see `Exchange`).
 
     Host memory holds at most a few leaves at a time, and a piece of a tensor for each.
     """
