@@ -31,9 +31,7 @@ from pipeline.models.layers import (
 )
 from pipeline.models.partition import Partition
 from pipeline.models.recurrent.delta_net import delta_block
-from pipeline.models.recurrent.mamba import mamba_block
-from pipeline.models.recurrent.recur import Recur, WholeRows
-from pipeline.models.recurrent.short_conv import conv_block
+from pipeline.models.recurrent.recur import Recur, WholeRows, conv_block
 from pipeline.models.rope import RopeTable, rope_table
 from pipeline.models.runs import LayerRun, layer_runs, residual_index
 
@@ -271,8 +269,7 @@ def _mixer_sites(
     """The sites of attention, or of what is in its place."""
     attention, recur = weights["attention"], WholeRows(partition) if callable(attend) else attend
     if "delta" in weights:
-        block = mamba_block if arch.delta.is_mamba else delta_block
-        return block(x, attention, weights["delta"], arch, rows.segments, partition, recur)
+        return delta_block(x, attention, weights["delta"], arch, rows.segments, partition, recur)
     if "conv" in weights:
         return conv_block(x, attention, weights["conv"], arch, rows.segments, recur)
     attend, entropy = partition.over_context(attend), partition.over_context(attention_entropy)

@@ -27,8 +27,7 @@ import sys
 import jax, numpy as np
 from pipeline.cluster.sharding import make_mesh
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.checkpoints.exchange import Exchange
-from pipeline.models.checkpoints.leaf_reading import read_items, read_leaf
+from pipeline.models.checkpoints.leaf_reading import Exchange, read_items, read_leaf
 from pipeline.models.checkpoints.safetensors_file import SafetensorsFile
 from pipeline.models.leaves import quantised_leaves
 from pipeline.models.partition import Partition
@@ -84,7 +83,7 @@ import sys
 import jax, numpy as np
 from pipeline.cluster.sharding import make_mesh
 from pipeline.core.sites import ActivationKey, Site
-from pipeline.models.checkpoints.exchange import Exchange
+from pipeline.models.checkpoints.leaf_reading import Exchange
 from pipeline.models.leaves import quantised_leaves
 from pipeline.models.partition import Partition
 from pipeline.models.registry import open_model

@@ -595,7 +595,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "another width": (lens("standard", d_sae=WIDTH + 1), r"W_enc has shape \(12, 40\), expected \(12, 41\)"),
     "temporal": (lens("standard", architecture="temporal"), "'temporal', which is not implemented"),
     "batchtopk": (lens("jumprelu", architecture="batchtopk"), "'batchtopk'.*save_inference_model"),
-    "jumprelu as relu": (lens("jumprelu", architecture="standard"), "has threshold, which its architecture"),
+    "jumprelu as relu": (lens("jumprelu", architecture="standard"), "threshold is unexpected"),
     "topk of a transcoder": (lens("transcoder", activation_fn="topk"), "activation_fn is 'topk'.*implemented: relu"),
     "normalisation": (lens("standard", normalize_activations="covariance_whitening"), "is 'cova.*Fold the whitening"),
     "factor elsewhere": (lens("standard", normalize_activations="expected_average_only_in"), "Fold it in with SAELens"),
@@ -609,14 +609,14 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "unknown attribute": (lens("standard", tied=True, warp=0), "sets tied=True, warp=0, which this program does not"),
     "k above the width": (lens("topk", k=WIDTH + 1), "k is 41, expected at most d_sae, 40"),
     "transcoder with b_dec": (lens("transcoder", apply_b_dec_to_input=True), "apply_b_dec_to_input is true"),
-    "missing tensor": (tensors_changed(lens("gated"), lambda t: t.pop("r_mag")), "has no r_mag: expected W_enc, b_mag"),
+    "missing tensor": (tensors_changed(lens("gated"), lambda t: t.pop("r_mag")), "r_mag is missing"),
     "unexpected tensor": (
         tensors_changed(lens("standard"), lambda t: t.update(W_gate=t["W_enc"])),
-        "has W_gate, which its architecture does not have",
+        "W_gate is unexpected",
     ),
     "scales of features": (
         tensors_changed(lens("standard"), lambda t: t.update(scaling_factor=t["b_enc"])),
-        "has scaling_factor, which its architecture",
+        "scaling_factor is unexpected",
     ),
     "transposed": (
         tensors_changed(lens("standard"), transposed("W_enc")),

@@ -181,7 +181,7 @@ DAMAGED: Mapping[str, tuple[Callable[[Path], object], str]] = {
         edited(lambda s: s.update({UP: s[UP][:1].expand(48, 32)})),
         rf"{UP} has .*strides \(0, 1\).* contiguous",
     ),
-    "a number": (edited(lambda s: s.update({UP: 3.0})), f"{UP} has dtype none, expected F32"),
+    "a number": (edited(lambda s: s.update({UP: 3.0})), f"{UP} is missing"),
     "a foreign file": (indexed("model.safetensors"), f"{INDEX} names 'model.safetensors', expected names of bin files"),
     "another name": (lambda f: (f / WEIGHTS).rename(f / "model.pt"), "has no weights.*got .*model.pt.*save_pretrained"),
 }

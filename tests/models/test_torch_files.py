@@ -137,7 +137,7 @@ SAVED: dict[str, tuple[Callable[[dict[str, object], Path], object], str]] = {
     "NumPy's": (lambda state, file: torch.save({"a": np.float32(3)}, file), "multiarray.scalar"),
     "no tensors": (
         lambda state, file: torch.save({}, file),
-        "is not a state dict|has no encoder_linear.weight|expected enc",
+        "is not a state dict|expected enc",
     ),
 }
 
@@ -154,8 +154,8 @@ def test_files_that_are_not_a_state_dict_are_refused(case: str, tmp_path: Path):
 REFUSED: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "class": ("AutoEncoder", {}, {"dict_class": "CrossCoder"}, "dict_class is 'CrossCoder', which is not implemented"),
     "width": ("AutoEncoder", {}, {"dict_size": WIDTH + 1}, r"encoder.weight has shape \(40, 12\), expected \(41, 12\)"),
-    "threshold": ("AutoEncoder", {"threshold": np.float32(1)}, {}, "has threshold, which its architecture does not"),
-    "a text": ("AutoEncoder", {"bias": "text"}, {}, r"bias has shape \(\), expected \(12,\)"),
+    "threshold": ("AutoEncoder", {"threshold": np.float32(1)}, {}, "threshold is unexpected"),
+    "a text": ("AutoEncoder", {"bias": "text"}, {}, "bias has dtype none, expected F32"),
     "k": ("AutoEncoderTopK", {}, {"k": WIDTH + 1}, "k is 41, expected a whole number above 0, at most 40"),
     "NaN": (
         "BatchTopKSAE",
@@ -241,7 +241,7 @@ def refusal(content: bytes, folder: Path) -> str:
 
 def test_what_hostile_files_change_is_valid(members, tmp_path: Path):
     for instructions in (hostile.tensor(), hostile.push(1), hostile.doubled(hostile.push(())), b"]q\1h\1a"):
-        assert "has extra, which its architecture" in refusal(hostile.with_value(members, instructions), tmp_path)
+        assert "extra is unexpected" in refusal(hostile.with_value(members, instructions), tmp_path)
     [file] = tmp_path.iterdir()
     older = {name: content for name, content in members.items() if "data" in name}  # as torch 1.6 writes
     for part in (members, older):

@@ -19,8 +19,8 @@ from pipeline.core.messages import shown
 from pipeline.models.architecture import Architecture, KeyTable
 from pipeline.models.checkpoints.checkpoint import Checkpoint, sampled_digest, without_trunk
 from pipeline.models.checkpoints.checkpoint_files import Files, read_config
-from pipeline.models.checkpoints.loading import shortened, unused_tensors
-from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES, SafetensorsFile
+from pipeline.models.checkpoints.loading import unused_tensors
+from pipeline.models.checkpoints.safetensors_file import SafetensorsFile, shortened, tensor_problems
 from pipeline.models.leaves import Leaf, LeafTree
 
 CONFIG_FILE = "adapter_config.json"
@@ -136,17 +136,15 @@ class Adapter:
                 leaf is None and not target.startswith(_NOT_CAPTURED) and not unused(target)
             ):
                 problems.append(f"{name:.200} belongs to no tensor of the model")
-            elif self._file.tensors[name].dtype not in FLOAT_DTYPES:
-                problems.append(f"{name:.200} has dtype {self._file.tensors[name].dtype}")
             elif modules.setdefault((target, lora is None), module) != module:
                 problems.append(f"{name:.200} is for the same tensor as {modules[target, lora is None]:.200}")
             elif leaf is not None and lora is None:
                 self._replaced[target] = name
-                problems += self._unexpected_shapes({name: leaf.hf_shape})
+                problems += tensor_problems({name: leaf.hf_shape}, self._file.tensors.get)
             elif leaf is not None and target not in self._deltas:
                 delta, rank = self._delta(module, leaf)
                 self._deltas[target] = delta
-                problems += self._unexpected_shapes(_shapes(delta, rank, leaf.hf_shape))
+                problems += tensor_problems(_shapes(delta, rank, leaf.hf_shape), self._file.tensors.get)
         if problems or not (self._deltas or self._replaced):
             raise CheckpointError(
                 f"the adapter {self.where} does not fit this model: "
@@ -184,16 +182,6 @@ class Adapter:
         rank = self._ranks.positive_int(ranks[0]) if ranks else self._rank
         alpha = self._alphas.positive_float(alphas[0]) if alphas else self._alpha
         return rank, alpha / (rank**0.5 if self._uses_root else rank)  # Kalajdzievski, arXiv 2312.03732
-
-    def _unexpected_shapes(self, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
-        problems = []
-        for name, shape in expected.items():
-            info = self._file.tensors.get(name)
-            if info is None:
-                problems.append(f"{name:.200} is missing")
-            elif info.shape != shape:
-                problems.append(f"{name:.200} has shape {info.shape}, expected {shape}")
-        return problems
 
 
 def _shapes(delta: _Delta, rank: int, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

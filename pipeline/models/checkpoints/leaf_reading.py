@@ -1,12 +1,23 @@
-"""Parts of a leaf, read from a checkpoint in pieces, so that the host holds little more than the parts."""
+"""Parts of a leaf, read from a checkpoint in pieces, so that the host holds little more than the parts.
+
+Leaves that fsdp divides along another axis than a file's first are read without reading all rows in every process: each
+reads other items, and the devices exchange their parts. An item is an index of the first axis of a tensor in the file;
+items are numbered through all tensors of the leaf.
+"""
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Self
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array
 
 from pipeline.core.host import aligned_empty
 from pipeline.models.checkpoints.checkpoint import Checkpoint
@@ -24,7 +35,7 @@ def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, indices: Sequ
     """Reads parts of a leaf in `dtype`. If the leaf is quantised, there is a second list: the parts' scales. A scale is
     that of the whole output channel or group, also if a part contains only some of its inputs.
 
-    Only items (see `exchange.py`) that the parts cover are read, each once."""
+    Only items that the parts cover are read, each once."""
     arrays = [_empty(_shape(leaf.shape, index), leaf, dtype) for index in indices]
     num_stacks, axis = len(leaf.stack_shape), leaf.order.index(0)  # our axis that is HF's first
     num_axes = len(leaf.scale_shape) - num_stacks  # of scales
@@ -51,7 +62,7 @@ def read_leaf(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, indices: Sequ
 
 
 def read_items(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, items: range) -> list[np.ndarray]:
-    """Reads items of a leaf (see `exchange.py`) [items, *other axes], in our order of axes: one array in `dtype`, and
+    """Reads items of a leaf [items, *other axes], in our order of axes: one array in `dtype`, and
     if the leaf is quantised, the scales."""
     size, axis = leaf.axes[0], leaf.order.index(0)
     shape = (len(items), *(leaf.axes[axis] for axis in leaf.order if axis != 0))
@@ -70,7 +81,7 @@ def read_items(checkpoint: Checkpoint, leaf: Leaf, dtype: np.dtype, items: range
 
 
 def divides_scales(leaf: Leaf) -> bool:
-    """Whether an item (see `exchange.py`) of a quantised leaf has only some of the inputs that share a scale."""
+    """Whether an item of a quantised leaf has only some of the inputs that share a scale."""
     return bool(leaf.quantised) and leaf.order.index(0) >= len(leaf.order) - leaf.inputs_per_scale
 
 
@@ -126,3 +137,80 @@ def _read_items(checkpoint: Checkpoint, leaf: Leaf, tensor: int, items: range) -
         outer = (len(items), *leaf.axes[1 : leaf.num_outer])
         values = values.reshape(*outer, leaf.item_size, -1)[..., leaf.part.start : leaf.part.stop, :]
     return values.reshape(len(items), *leaf.axes[1:]).transpose(leaf.order)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the processes share the items of a leaf. The processes of a group hold the whole leaf together."""
+
+    leaf: Leaf
+    mesh: Mesh  # the leaf's, as groups, processes of a group, and the devices of a process along data and tensor
+    split: int  # the axis that fsdp divides, after the leaf's item axis was moved to the front
+
+    @classmethod
+    def of(cls, leaf: Leaf, sharding: Sharding) -> Self | None:
+        """None if each process can read just what its devices hold: with one process per group, or if the items
+        themselves are divided. Also if an item has only some of the inputs that share a scale, and for experts of
+        devices that exchange tokens: those that divide one expert are not neighbours."""
+        if not isinstance(sharding, NamedSharding) or "data" not in tuple(sharding.spec):
+            return None
+        if sharding.mesh.axis_names[-2:] != ("data", "tensor"):
+            return None
+        devices = sharding.mesh.devices
+        group, tensor = devices.shape[-2:]
+        local = sum(device.process_index == devices.flat[0].process_index for device in devices.flat) // tensor
+        axis = tuple(sharding.spec).index("data") - len(leaf.stack_shape)
+        item_axis = leaf.order.index(0)
+        if group % local or group == local or axis < 0 or axis == item_axis or divides_scales(leaf):
+            return None
+        mesh = Mesh(devices.reshape(-1, group // local, local, tensor), ("copies", "process", "data", "tensor"))
+        return cls(leaf, mesh, axis + (axis < item_axis))
+
+    @property
+    def num_items(self) -> int:
+        """The items of each process; the last ones may be fewer."""
+        return -(-len(self.leaf.tensors) * self.leaf.axes[0] // self.mesh.shape["process"])
+
+    def items(self, process: int) -> range:
+        """The items that a process reads."""
+        processes = dict.fromkeys(device.process_index for device in self.mesh.devices.flat)
+        first = list(processes).index(process) % self.mesh.shape["process"] * self.num_items
+        return range(len(self.leaf.tensors) * self.leaf.axes[0])[first : first + self.num_items]
+
+    def on_devices(self, values: np.ndarray) -> Array:
+        """The items of all processes, from this process's items [items, *other axes], divided by process."""
+        sizes, parts, local = list(values.shape[1:]), self.mesh.shape["process"], self.mesh.shape["data"]
+        spec = ["process", *[None] * len(sizes)]
+        if self.split < values.ndim:  # not for scales whose inputs are divided
+            sizes[self.split - 1 : self.split] = parts, local, sizes[self.split - 1] // (parts * local)
+            spec[self.split : self.split + 1] = None, "data", None
+        missing = self.num_items - len(values)
+        values = np.pad(values, [(0, missing), *[(0, 0)] * (values.ndim - 1)]).reshape(-1, *sizes)
+        by_items = NamedSharding(self.mesh, PartitionSpec(*spec))
+        shape = (parts * self.num_items, *sizes)
+        return jax.make_array_from_callback(shape, by_items, lambda index: values[(slice(None), *index[1:])])
+
+    def exchanged(self, items: Array, sharding: NamedSharding) -> Array:
+        """The leaf, or its scales, from the result of `on_devices`. Every process must call it for the same leaves in
+        the same order."""
+        leaf, split = self.leaf, self.split if "data" in tuple(items.sharding.spec) else None
+        shape = (*leaf.stack_shape, leaf.axes[0])
+        return _exchange(self.mesh, sharding, shape, leaf.order.index(0), split)(items)
+
+
+@cache
+def _exchange(
+    mesh: Mesh, sharding: NamedSharding, shape: tuple[int, ...], item_axis: int, split: int | None
+) -> Callable[[Array], Array]:
+    """The compiled exchange, from items divided by process to a leaf's sharding. `shape` is that of all items."""
+
+    @jax.jit
+    def exchange(x: Array) -> Array:
+        if split is not None:
+            by_split = PartitionSpec(*[None] * split, "process", "data")
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, by_split))
+            x = x.reshape(*x.shape[:split], -1, *x.shape[split + 3 :])
+        x = x[: math.prod(shape)].reshape(*shape, *x.shape[1:])
+        return jax.lax.with_sharding_constraint(jnp.moveaxis(x, len(shape) - 1, len(shape) - 1 + item_axis), sharding)
+
+    return exchange

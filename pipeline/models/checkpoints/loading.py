@@ -18,9 +18,8 @@ from tqdm import tqdm
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import Architecture, KeyTable, Part, our_keys
 from pipeline.models.checkpoints.checkpoint import Checkpoint, current_name
-from pipeline.models.checkpoints.exchange import Exchange
-from pipeline.models.checkpoints.leaf_reading import Index, read_items, read_leaf
-from pipeline.models.checkpoints.safetensors_file import FLOAT_DTYPES
+from pipeline.models.checkpoints.leaf_reading import Exchange, Index, read_items, read_leaf
+from pipeline.models.checkpoints.safetensors_file import shortened, tensor_problems
 from pipeline.models.decoder import Params
 from pipeline.models.exchange.context import MESH_AXES
 from pipeline.models.leaves import Leaf, LeafTree
@@ -38,7 +37,6 @@ _IGNORED_TENSORS = (  # constants in layers, which older versions of transformer
         for mask in ("bias", "masked_bias")
     ),
 )
-_MAX_NAMED = 10  # tensors of each kind in a message
 
 T = TypeVar("T")
 
@@ -56,15 +54,7 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
     expected: unknown tensors of a needed layer, and tensors of a layer that the model does not have.
     """
     expected = {checkpoint.full_name(name): leaf.hf_shape for leaf in jax.tree.leaves(leaves) for name in leaf.tensors}
-    problems = []
-    for name, shape in expected.items():
-        info = checkpoint.info(name)
-        if info is None:
-            problems.append(f"{name} is missing")
-        elif info.dtype not in FLOAT_DTYPES:
-            problems.append(f"{name} has dtype {info.dtype}, expected {', '.join(FLOAT_DTYPES)}")
-        elif info.shape != shape:
-            problems.append(f"{name} has shape {info.shape}, expected {shape}")
+    problems = tensor_problems(expected, checkpoint.info)
     unexpected = [f"{name} is unexpected" for name in _unexpected(checkpoint, arch, table, set(expected))]
     if problems or unexpected:
         listed = [*shortened(problems), *shortened(unexpected)]
@@ -72,12 +62,6 @@ def check_tensors(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, l
             f"{checkpoint.where}: the weights do not match config.json: {'; '.join(listed)}. "
             f"Download both again, from the same place."
         )
-
-
-def shortened(problems: list[str]) -> list[str]:
-    """The first of these problems, and the number of the others."""
-    more = len(problems) - _MAX_NAMED
-    return [*problems[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _unexpected(checkpoint: Checkpoint, arch: Architecture, table: KeyTable, expected: set[str]) -> Iterator[str]:
@@ -114,7 +98,7 @@ def unused_tensors(arch: Architecture, table: KeyTable) -> Callable[[str], bool]
 
 def load_params(checkpoint: Checkpoint, leaves: LeafTree, dtype: str, place: Placement, progress: bool) -> Params:
     """Loads the parameters onto the devices, in `dtype` (see `Leaf.dtype`). Every process reads the parts that its
-    devices hold, or as many items (see `exchange.py`).
+    devices hold, or as many items (see `Exchange`).
 
     Host memory holds at most a few leaves at a time, and a piece of a tensor for each.
     """

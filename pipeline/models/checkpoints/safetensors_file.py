@@ -30,6 +30,7 @@ _DTYPES = FLOAT_DTYPES | {  # readable dtypes
 }
 _PIECE_BYTES = 16 << 20  # read at a time
 _MAX_REQUESTS = 16  # concurrent requests for pieces of a remote file
+_MAX_NAMED = 10  # problems of each kind in a message
 _MAX_AXES, _MAX_NUMBER = 32, 2**48  # limit the product of sizes
 
 
@@ -150,6 +151,26 @@ class SafetensorsFile(TensorFile):
         if stop != source.size:
             raise _damaged(source, f"{stop} bytes", f"{source.size}")
         super().__init__(source, tensors)
+
+
+def tensor_problems(expected: Mapping[str, tuple[int, ...]], info: Callable[[str], TensorInfo | None]) -> list[str]:
+    """The tensors of floats, with these shapes, that are missing or have another dtype or shape."""
+    problems = []
+    for name, shape in expected.items():
+        got = info(name)
+        if got is None:
+            problems.append(f"{name:.200} is missing")
+        elif got.dtype not in FLOAT_DTYPES:
+            problems.append(f"{name:.200} has dtype {got.dtype}, expected {', '.join(FLOAT_DTYPES)}")
+        elif got.shape != shape:
+            problems.append(f"{name:.200} has shape {got.shape}, expected {shape}")
+    return problems
+
+
+def shortened(problems: list[str]) -> list[str]:
+    """The first of these problems, and the number of the others."""
+    more = len(problems) - _MAX_NAMED
+    return [*problems[:_MAX_NAMED], *([f"and {more} more"] if more > 0 else [])]
 
 
 def _damaged(source: ByteSource, expected: str, got: str) -> CheckpointError:

@@ -20,6 +20,7 @@ _SAVE_STATE = "Save only the state dict: torch.save(module.state_dict(), path)."
 _OTHERS = {"f8": "F64", "i8": "I64", "i4": "I32", "i2": "I16", "i1": "I8", "u1": "U8", "?": "BOOL"}
 _NAMES = {np.dtype(code): name for code, name in _OTHERS.items()}  # in safetensors
 _NAMES |= {dtype: name for name, dtype in FLOAT_DTYPES.items()}
+_NO_TENSOR = "none"  # in place of a dtype
 
 
 class TorchFile(TensorFile):
@@ -40,20 +41,18 @@ class TorchFile(TensorFile):
         super().__init__(source, {})
         if "byteorder" in self._members and source.read_member(self._members["byteorder"]).tobytes() != b"little":
             raise self._damaged("little-endian numbers", "others")
-        values = {
-            str(name).removeprefix("_orig_mod."): value for name, value in self._parsed().items()
-        }  # torch.compile
-        self.tensors = {name: self._info(name, value) for name, value in values.items()}
+        saved = {str(name).removeprefix("_orig_mod."): value for name, value in self._parsed().items()}  # torch.compile
+        self.tensors = {name: self._info(name, value) for name, value in saved.items()}
 
     def contiguous(self) -> TensorFile:
-        """The file, whose tensors can then be read by rows. Raises CheckpointError unless all are contiguous."""
+        """The tensors alone, to be read by rows. Raises CheckpointError unless all are contiguous."""
         for name, info in self.tensors.items():
             if info.strides is not None:
                 raise CheckpointError(
                     f"{self.name}: {name:.200} has shape {info.shape} and strides {info.strides}, expected a "
                     f"contiguous tensor. Save it as tensor.contiguous()."
                 )
-        return self
+        return TensorFile(self._source, {name: info for name, info in self.tensors.items() if info.dtype != _NO_TENSOR})
 
     def _damaged(self, expected: str, got: str, remedy: str = "Download it again.") -> CheckpointError:
         return damaged(self._source, "torch", expected, got, remedy)
@@ -80,7 +79,7 @@ class TorchFile(TensorFile):
     def _info(self, name: str, value: object) -> TensorInfo:
         """Where a tensor is. Raises unless the file has its elements, and it is no larger than its storage."""
         if not isinstance(value, StoredTensor):
-            return TensorInfo("none", (), 0, 0)
+            return TensorInfo(_NO_TENSOR, (), 0, 0)
         member, item_bytes = self._member(f"data/{value.key}"), value.dtype.itemsize
         num_bytes, stored_bytes = value.storage_size * item_bytes, member.stop - member.start
         if num_bytes != stored_bytes:

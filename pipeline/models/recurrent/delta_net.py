@@ -1,5 +1,7 @@
 """Gated DeltaNet: linear attention whose state decays and is updated by the delta rule (Yang et al., arXiv 2412.06464;
-transformers' `Qwen3_5GatedDeltaNet`).
+transformers' `Qwen3_5GatedDeltaNet`); and Mamba 2, whose state only decays (Dao & Gu, arXiv 2405.21060; transformers'
+`NemotronHMamba2Mixer`). In Mamba 2, a group is a key head, with the outputs of C as queries and those of B as keys; its
+heads are value heads.
 
 Convolutions and states start over at each segment, so documents in a row do not see each other.
 
@@ -18,7 +20,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from pipeline.core.sites import Site
 from pipeline.models.architecture import DELTA_CHUNK, Architecture, Norm
 from pipeline.models.attention.arithmetic import float32_einsum
-from pipeline.models.layers import ACTIVATIONS, BlockWeights, norm, norm_if_any, project
+from pipeline.models.layers import ACTIVATIONS, BlockWeights, norm, norm_if_any, normalised, project
 from pipeline.models.partition import Partition
 from pipeline.models.recurrent.recur import Heads, Recur, Rule
 
@@ -33,31 +35,36 @@ def delta_block(
     partition: Partition,
     recur: Recur,
 ) -> dict[Site, Array]:
-    """The sites of a gated DeltaNet on the residual stream x. `attention` contains the norm before it."""
+    """The sites of a gated DeltaNet or Mamba 2 on the residual stream x. `attention` contains the norm before it."""
     x = norm_if_any(x, attention, "norm", arch)
     heads = _heads(x, weights, arch, segments, recur)
-    out = recur.outputs(DELTA_RULE, segments, heads, partition).astype(x.dtype)
-    out = norm(out, weights, "z_norm", replace(arch, norm=Norm.rms)).astype(jnp.float32)
-    out *= jax.nn.silu(project(x, weights, "z").astype(jnp.float32))
+    gate = jax.nn.silu(project(x, weights, "z").astype(jnp.float32))
+    if arch.delta.is_mamba:
+        out = recur.outputs(DECAY_RULE, segments, heads, partition) + heads.v * weights["skip"][..., None]
+        out = normalised(out * gate, (-2, -1), arch) * weights["z_norm"].astype(jnp.float32)  # of each group
+    else:
+        out = recur.outputs(DELTA_RULE, segments, heads, partition).astype(x.dtype)
+        out = norm(out, weights, "z_norm", replace(arch, norm=Norm.rms)).astype(jnp.float32) * gate
     return {Site.attn_in: x, Site.attn_out: project(out.astype(x.dtype), weights, "o")}
 
 
 def _heads(
     x: Float[Array, "B T D"], weights: BlockWeights, arch: Architecture, segments: Int32[Array, "B T"], recur: Recur
 ) -> Heads:
+    activation = jax.nn.silu if arch.delta.is_mamba else ACTIVATIONS[arch.activation]
+
     def project_and_convolve(name: str) -> Float32[Array, "B T *heads"]:
         y = recur.convolve(name, project(x, weights, name), weights[f"{name}_taps"], segments)
-        return ACTIVATIONS[arch.activation](y)
+        return activation(y + weights.get(f"{name}_taps_bias", 0))
 
+    q, k, v = map(project_and_convolve, "qkv")
     rate = jnp.exp(weights["decay_log_rate"])
     time = jax.nn.softplus(project(x, weights, "decay").astype(jnp.float32) + weights["decay_offset"])
-    return Heads(
-        q=_unit(project_and_convolve("q")) * arch.delta.key_dim**-0.5,
-        k=_unit(project_and_convolve("k")),
-        v=project_and_convolve("v"),
-        write=jax.nn.sigmoid(project(x, weights, "write").astype(jnp.float32)),
-        log_decay=-rate * time,
-    )
+    if arch.delta.is_mamba:
+        time = jnp.maximum(time, arch.delta.min_time)
+        return Heads(q, k, v, write=time, log_decay=-rate * time)
+    write = jax.nn.sigmoid(project(x, weights, "write").astype(jnp.float32))
+    return Heads(_unit(q) * arch.delta.key_dim**-0.5, _unit(k), v, write, log_decay=-rate * time)
 
 
 def _unit(x: Float32[Array, "*heads k"]) -> Float32[Array, "*heads k"]:

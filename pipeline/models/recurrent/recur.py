@@ -2,17 +2,21 @@
 
 Convolutions and states start over at each segment, so documents in a row do not see each other.
 
-Letters: B rows, T positions, J key heads, O value heads per key head, k and v dims of a key head and a value head,
-c convolution taps.
+Letters: B rows, T positions, D model dim, J key heads, O value heads per key head, k and v dims of a key head and a
+value head, c convolution taps.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
+from pipeline.core.sites import Site
+from pipeline.models.architecture import Architecture
+from pipeline.models.layers import BlockWeights, norm_if_any, project
 from pipeline.models.partition import Partition
 
 
@@ -64,6 +68,24 @@ class WholeRows:
 
     def outputs(self, rule: Rule, segments: Array, heads: Heads, partition: Partition) -> Array:
         return partition.by_rows_and_heads(lambda *inputs: rule.rows(*inputs)[0], segments, heads)
+
+
+@jax.named_scope("short_conv")
+def conv_block(
+    x: Float[Array, "B T D"],
+    attention: BlockWeights,
+    weights: BlockWeights,
+    arch: Architecture,
+    segments: Int32[Array, "B T"],
+    recur: Recur,
+) -> dict[Site, Array]:
+    """The sites of a gated short convolution (transformers' `Lfm2ShortConv`) on the residual stream x. `attention`
+    contains the norm before it."""
+    x = norm_if_any(x, attention, "norm", arch)
+    inputs = project(x, weights, "in_gate") * project(x, weights, "in")
+    y = recur.convolve("in", inputs, weights["taps"], segments) + weights.get("taps_bias", 0)
+    outputs = project(x, weights, "out_gate") * y.astype(x.dtype)
+    return {Site.attn_in: x, Site.attn_out: project(outputs, weights, "o")}
 
 
 def convolution(

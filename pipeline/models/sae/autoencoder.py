@@ -11,7 +11,7 @@ import numpy as np
 
 from pipeline.core.errors import CheckpointError
 from pipeline.models.architecture import without_defaults
-from pipeline.models.checkpoints.safetensors_file import TensorFile
+from pipeline.models.checkpoints.safetensors_file import TensorFile, shortened, tensor_problems
 from pipeline.models.sae.spec import ARRAYS, SAEContext, SAESpec
 
 Change = Callable[[np.ndarray], np.ndarray]
@@ -131,26 +131,16 @@ class SAE:
 def check_tensors(sae: SAE, ignored: Sequence[str] = ()) -> SAE:
     """Returns the SAE if its file has exactly its tensors, with the expected shapes, except for `ignored` ones. Raises
     CheckpointError otherwise."""
-    shapes, where = sae.tensors.shapes, sae.tensors.name
+    tensors = sae.tensors.tensors
     sources = [source for source in sae.sources.values() if isinstance(source, TensorSource)]
     expected = {source.tensor: sae.spec.axis_sizes(source.axes) for source in sources}
-    if missing := [name for name in expected if name not in shapes]:
+    problems = tensor_problems(expected, tensors.get)
+    problems += [f"{name:.200} is unexpected" for name in sorted(tensors.keys() - expected.keys() - {*ignored})]
+    if problems:
         raise CheckpointError(
-            f"{where} has no {', '.join(missing)}: expected {', '.join(expected)}, got {shown_names(shapes)}. Does the "
-            f"SAE have the architecture that its configuration states?"
+            f"{sae.tensors.name} does not have the tensors expected from its configuration: "
+            f"{'; '.join(shortened(problems))}. Use another SAE, or the configuration that belongs to this one."
         )
-    if unexpected := sorted(shapes.keys() - expected.keys() - {*ignored}):
-        raise CheckpointError(
-            f"{where} has {shown_names(unexpected)}, which its architecture does not have; expected "
-            f"{', '.join(expected)}. Use another SAE: this program would ignore the tensor."
-        )
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise CheckpointError(
-                f"{where}: {name} has shape {shapes[name]}, expected {shape} from its configuration. Does the file "
-                f"belong to another SAE?"
-            )
-        sae.tensors.dtype(name)
     return sae
 
 
