@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 
+from pipeline.core.errors import CheckpointError
 from pipeline.models.checkpoints.checkpoint_files import Files, read_config
 from pipeline.models.checkpoints.json_config import JsonConfig
 from pipeline.models.checkpoints.torch_file import TorchFile
@@ -41,6 +42,8 @@ def read_sae(files: Files) -> SAE:
     d_in, width = trainer.positive_int("activation_dim"), trainer.positive_int("dict_size")
     tensors = TorchFile(files.open(WEIGHTS))
     k = trainer.positive_int("k", most=width) if activation is FeatureActivation.topk else None
+    if k and "k" in tensors.shapes and (saved := read_number(tensors, "k")) != k:
+        raise CheckpointError(f"{tensors.name}: k is {saved:g}, expected {k} as in {CONFIG}. Is it another SAE's file?")
     context = SAEContext(
         trainer.text("lm_name"), context_size=buffer.positive_int("ctx_len") if "ctx_len" in buffer else None
     )
