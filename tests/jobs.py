@@ -4,7 +4,6 @@ import json
 import os
 import pydoc_data.topics
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -157,9 +156,10 @@ def own_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def start(*overrides: str) -> subprocess.Popen:
+def start(*overrides: str, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> subprocess.Popen:
     """Starts the job in its own process."""
-    return subprocess.Popen(command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command(*overrides), cwd=cwd, env=env, **pipes)
 
 
 @contextmanager
@@ -201,21 +201,6 @@ def create_store(*overrides: str) -> None:
 
     job = open_job(composing.compose([*overrides]))
     StoreWriter.open(job.config.store.path, job.metadata, job.layout)
-
-
-def run_and_signal(
-    number: signal.Signals, store: Path, blocks: int, held: tuple[int, int], *overrides: str
-) -> subprocess.CompletedProcess:
-    """Runs the job and sends it a signal once the store has `blocks` blocks, while the commit of block `held` waits.
-
-    Blocks that are already computed may be committed after the signal.
-    """
-    with commits_held(store, [held], *overrides):
-        process = start(*overrides, f"store.path={store}")
-        wait_for_blocks(process, store, blocks)
-        process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def committed(store: Path) -> int:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.text.labels import Label, Part, Role
+from pipeline.data.text.labels import Part, Role
 from pipeline.data.text.tagged import Tagged, tag_all, tags_of, tojson
 from pipeline.data.text.templates import ChatTemplate, RenderError
 
@@ -280,14 +280,6 @@ def _lines(labelled):
         yield (head + "".join(f"{star}{text}{star}" for star, text in runs)).strip()
 
 
-def test_tokens_have_the_labels_of_their_first_character():
-    template = ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}", "words")
-    labels = template.render_labelled([USER], add_generation_prompt=False).labels
-    assert labels.at(np.array([0, 1, 2, 3]))[:, Label.part].tolist() == [1, 2, 2, 1]
-    empty = template.render_labelled([], add_generation_prompt=False)
-    assert (empty.text, empty.labels.values.shape, empty.dropped) == ("", (0, 5), 0)
-
-
 @pytest.mark.parametrize(
     ("body", "dropped"),
     [
@@ -303,13 +295,6 @@ def test_tokens_have_the_labels_of_their_first_character():
 def test_characters_that_the_template_did_not_write_are_counted(body, dropped):
     template = ChatTemplate("{% for m in messages %}" + body + "{% endfor %}", "words")
     assert template.render_labelled(CHAT, tools=TOOLS, add_generation_prompt=False).dropped == dropped
-
-
-@pytest.mark.parametrize(("reasoning", "dropped"), [("hm", 0), ("other", 5)])
-def test_a_copy_of_a_reasoning_is_counted_once(reasoning, dropped):
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}", "words")
-    chat = [THINKING | {"reasoning_content": reasoning}]
-    assert template.render_labelled(chat, add_generation_prompt=False).dropped == dropped
 
 
 REFUSED = {

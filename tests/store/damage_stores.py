@@ -5,7 +5,6 @@ Real jobs with the bundled model make them, in a second or two each.
 
 import os
 import pydoc_data.topics
-import signal
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -17,11 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.config import composing
-from pipeline.core.errors import EXIT_INTERRUPTED
 from pipeline.planning import host_memory
 from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
-from tests.jobs import run_and_signal, write_model_of_zeros
+from tests.jobs import run_first_stream, write_model_of_zeros
 from tests.models.sae_files import write_saelens
 from tests.store.example_store import Image, read_image
 
@@ -82,8 +80,7 @@ def make_specimen(kind: str, folder: Path) -> Specimen:
         index_ids(Storage.open(path))
         older = (read_image(str(path)),)
     if kind.endswith("unfinished"):
-        ended = run_and_signal(signal.SIGTERM, path, 3, (1, 2), *command)
-        assert ended.returncode == EXIT_INTERRUPTED, ended.stdout
+        run_first_stream(*command, f"store.path={path}")
         return Specimen(kind, read_image(str(path)))
     with pytest.MonkeyPatch.context() as patch:
         if kind == "divided":

@@ -15,7 +15,6 @@ from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.io.storage import NO_OBJECT, Storage
 from pipeline.store.write.leases import Leases, lease_key
 from tests.jobs import ROOT
-from tests.store.emulators import new_bucket
 
 pytestmark = pytest.mark.heavy
 LEASE_S = 2.0  # on a busy machine a thread may have to wait for half a second
@@ -258,18 +257,3 @@ def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypat
             assert take(b, 1)
             assert b.holds(1)
     assert storage.list_keys() == []
-
-
-def test_leases_work_on_s3(s3, clock):
-    path = f"{new_bucket('s3', s3.backend)}/store"
-    with leases(path, SHORT_LEASE_S) as a, leases(path) as b:
-        assert take(a, 0)
-        assert take(b, 1)
-        for _ in range(3):
-            clock.now += 0.9 * SHORT_LEASE_S
-            wait_for_renewal(path, 0)
-        assert a.holds(0)
-        assert not take(b, 0)
-        a.release(0)
-        assert take(b, 0)
-    assert Storage.open(path).list_keys(LEASES_PREFIX) == []

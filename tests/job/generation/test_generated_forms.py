@@ -10,7 +10,6 @@ import pytest
 
 from pipeline.config import composing
 from pipeline.core.errors import CheckpointError, ConfigError, InputError
-from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from tests.jobs import (
@@ -170,12 +169,3 @@ def test_a_checkpoint_without_its_head_is_refused_before_a_store_is_created(tmp_
     with pytest.raises(CheckpointError, match="lm_head.weight is missing"):
         run_arc(tmp_path, f"model.path={tmp_path / 'model'}")
     assert not (tmp_path / "store").exists()
-
-
-def test_prompts_are_rendered_with_the_chat_template(tmp_path, compilation_cache):
-    run_arc(tmp_path, "data.template=chat", compilation_cache)
-    store = ActivationStore.open(tmp_path / "store")
-    (row,) = store.documents().to_pylist()
-    text = load_tokenizer(str(ASSETS)).decode(store.document(0).tokens[: row["n_prompt"]])
-    assert text.startswith("<|im_start|>user\ninput:\n11\n")
-    assert text.endswith("output:\n<|im_end|>\n<|im_start|>assistant\n")
