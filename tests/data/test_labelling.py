@@ -297,6 +297,13 @@ def test_characters_that_the_template_did_not_write_are_counted(body, dropped):
     assert template.render_labelled(CHAT, tools=TOOLS, add_generation_prompt=False).dropped == dropped
 
 
+@pytest.mark.parametrize(("reasoning", "dropped"), [("hm", 0), ("other", 5)])
+def test_a_copy_of_a_reasoning_is_counted_once(reasoning, dropped):
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{{ m.thinking }}{% endfor %}", "words")
+    chat = [THINKING | {"reasoning_content": reasoning}]
+    assert template.render_labelled(chat, add_generation_prompt=False).dropped == dropped
+
+
 REFUSED = {
     "{{ '%s' % messages[0].content }}": "the operator %",
     "{{ messages[0].content | wordwrap(3) }}": "the filter wordwrap",

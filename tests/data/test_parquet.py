@@ -73,6 +73,18 @@ def test_all_string_types_are_read(tmp_path, kind):
     ]
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "reason"), [("text", None, "is null"), ("text", "", "is empty"), ("id", None, "is null")]
+)
+def test_a_bad_row_is_reported_or_skipped(tmp_path, column, value, reason):
+    write(tmp_path / "a.parquet", **({"text": ["a", "b", "c"], "id": ["1", "2", "3"]} | {column: ["a", value, "b"]}))
+    with pytest.raises(InputError, match=rf"a.parquet row 1: '{column}' {reason}.*data.on_error=skip"):
+        list(source(tmp_path).read(0, 0))
+    first, second, third = source(tmp_path, on_error=OnError.skip).read(0, 0)
+    assert (first.index, third.index) == (0, 2)
+    assert second == SkippedDocument("a.parquet", 1, f"'{column}' {reason}")
+
+
 @pytest.mark.parametrize(("column", "name"), [("text", "the text"), ("id", "its id"), ("url", "its url")])
 def test_a_row_that_is_not_utf8_is_reported_or_skipped(tmp_path, column, name):
     columns = {"text": ["w1", "w2", "w3"], "id": ["1", "2", "3"], "url": ["u", "v", "w"]}

@@ -44,6 +44,8 @@ def test_the_order_does_not_change_between_versions():
     assert permutation(10, 7, 0).tolist() == [6, 3, 4, 9, 0, 2, 8, 7, 5, 1]
     assert [rows(order().pieces(1))[i] for i in (0, 9, 30)] == [(3, 0), (1, 1), (7, 5)]
     assert order().shuffled(next(order().fillings(1)), np.arange(10)).tolist() == [1, 8, 7, 2, 4, 9, 3, 6, 5, 0]
+    second = order(rank=1, world=2).shuffled(next(order().fillings(1)), np.arange(10))
+    assert second.tolist() != order().shuffled(next(order().fillings(1)), np.arange(10)).tolist()
     assert permutation(0, 1).tolist() == []
     many = permutation(100_000, 5)
     assert np.array_equal(np.sort(many), np.arange(100_000))

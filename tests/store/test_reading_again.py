@@ -15,6 +15,7 @@ from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.store import ActivationStore, Batch, BatchReader, TokenFilter, open_aligned
 from pipeline.store.io.storage import Storage
+from pipeline.store.read.iterating import sealed
 from tests.interrupting import read_with_interruptions
 from tests.store.example_store import (
     LENGTH,
@@ -141,6 +142,13 @@ def test_the_state_of_a_different_store_is_refused(store, tmp_path):
     other = ActivationStore.open(tmp_path / "other")
     with pytest.raises(ArgumentError, match="the state is from a reader of a different store"):
         other.batches(NAME, 7, state=store.batches(NAME, 7).state())
+
+
+def test_the_state_of_another_version_is_refused(store):
+    state = store.batches(NAME, 7).state()
+    del state["checksum"]
+    with pytest.raises(ArgumentError, match="or of another version"):
+        store.batches(NAME, 7, state=sealed(state | {"blocks": "eJxjYWBgYAYAABsACA=="}))
 
 
 NAMES = [
