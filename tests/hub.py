@@ -19,7 +19,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from tests.serving import served
+from tests.jobs import served
 
 _LARGE = 1 << 20  # bytes; files of this size and more are identified by their sha256, as in Git LFS
 DATE = "2026-01-01T00:00:00.000Z"

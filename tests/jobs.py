@@ -5,6 +5,7 @@ import os
 import pydoc_data.topics
 import shutil
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -279,11 +280,15 @@ def children(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 
 def wait_until(
-    is_reached: Callable[[], bool], process: subprocess.Popen, what: str, timeout_s: float = 120, poll_s: float = 0.002
+    is_reached: Callable[[], bool],
+    process: subprocess.Popen | None,
+    what: str,
+    timeout_s: float = 120,
+    poll_s: float = 0.002,
 ) -> None:
     """Waits until `is_reached()` or the process has ended. Fails after `timeout_s`; `what` names the condition."""
     deadline = time.monotonic() + timeout_s
-    while not is_reached() and process.poll() is None:
+    while not is_reached() and (process is None or process.poll() is None):
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
         time.sleep(poll_s)
 
@@ -339,3 +344,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def served(server: socketserver.BaseServer) -> Iterator[None]:
+    """Answers requests in a thread, until the context ends."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
