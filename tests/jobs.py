@@ -4,8 +4,8 @@ import json
 import os
 import pydoc_data.topics
 import shutil
-import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -157,9 +157,10 @@ def own_compilation_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def start(*overrides: str) -> subprocess.Popen:
+def start(*overrides: str, cwd: Path = ROOT, env: Mapping[str, str] = os.environ) -> subprocess.Popen:
     """Starts the job in its own process."""
-    return subprocess.Popen(command(*overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command(*overrides), cwd=cwd, env=env, **pipes)
 
 
 @contextmanager
@@ -201,21 +202,6 @@ def create_store(*overrides: str) -> None:
 
     job = open_job(composing.compose([*overrides]))
     StoreWriter.open(job.config.store.path, job.metadata, job.layout)
-
-
-def run_and_signal(
-    number: signal.Signals, store: Path, blocks: int, held: tuple[int, int], *overrides: str
-) -> subprocess.CompletedProcess:
-    """Runs the job and sends it a signal once the store has `blocks` blocks, while the commit of block `held` waits.
-
-    Blocks that are already computed may be committed after the signal.
-    """
-    with commits_held(store, [held], *overrides):
-        process = start(*overrides, f"store.path={store}")
-        wait_for_blocks(process, store, blocks)
-        process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    return subprocess.CompletedProcess(process.args, process.returncode, output)
 
 
 def committed(store: Path) -> int:
@@ -294,11 +280,15 @@ def children(launcher: subprocess.Popen) -> list[psutil.Process]:
 
 
 def wait_until(
-    is_reached: Callable[[], bool], process: subprocess.Popen, what: str, timeout_s: float = 120, poll_s: float = 0.002
+    is_reached: Callable[[], bool],
+    process: subprocess.Popen | None,
+    what: str,
+    timeout_s: float = 120,
+    poll_s: float = 0.002,
 ) -> None:
     """Waits until `is_reached()` or the process has ended. Fails after `timeout_s`; `what` names the condition."""
     deadline = time.monotonic() + timeout_s
-    while not is_reached() and process.poll() is None:
+    while not is_reached() and (process is None or process.poll() is None):
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s:g} s"
         time.sleep(poll_s)
 
@@ -354,3 +344,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def served(server: socketserver.BaseServer) -> Iterator[None]:
+    """Answers requests in a thread, until the context ends."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -5,17 +5,19 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import hydra
 import jax
 import pytest
 
+from pipeline import run as pipeline_run
 from pipeline.cli import main
 from pipeline.config import composing
 from pipeline.core.errors import PipelineError, StoreMismatch
 from pipeline.store.check.verifying import verify_store
-from tests.jobs import assert_same_store, committed, objects, run, run_here, run_program, write_text
+from tests.jobs import assert_same_store, committed, objects, run_here, run_program, write_text
 
 pytestmark = pytest.mark.heavy
 TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
@@ -173,10 +175,9 @@ def small_disk(tmp_path):
 def test_a_run_resumes_after_the_disk_was_full(text, tmp_path, small_disk, compilation_cache):
     job = [*base(text, small_disk / "store"), "capture.layers=[0,1]", "capture.sites=[resid_post,attn_out]"]
     job += ["run.max_tokens=12000"]
-    result = run(*job, compilation_cache)
-    assert result.returncode == 1, result.stderr
-    assert "No space left" in result.stderr
-    assert "resume" in result.stderr
+    with pytest.raises(PipelineError, match=r"No space left.*resume") as caught:
+        run_here(*job, compilation_cache)
+    assert caught.value.exit_code == 1
     committed = {key: value for key, value in objects(small_disk / "store").items() if key.startswith("_commits")}
     assert committed, "some blocks were stored before the disk was full"
 
@@ -186,13 +187,20 @@ def test_a_run_resumes_after_the_disk_was_full(text, tmp_path, small_disk, compi
     assert_same_store(small_disk / "store", tmp_path / "reference")
 
 
-def test_the_printed_configuration_lists_every_group(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["run", "--cfg", "job"])
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--cfg=job", [f"\n{group}:" for group in ("data", "batch", "capture", "store", "mesh", "run")]),
+        ("--help", ["Exit codes: 0", "python -m pipeline.run", "stall_timeout_s: 600.0"]),
+    ],
+)
+def test_the_configuration_and_the_help_are_printed(option, expected, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run", option])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # main sets it for the process, which other tests share
-    main.main(lambda _config: pytest.fail("a job was started"), "")
+    with suppress(SystemExit):
+        main.main(lambda _config: pytest.fail("a job was started"), pipeline_run.__doc__)
     printed = capsys.readouterr().out
-    for group in ("model:", "data:", "batch:", "capture:", "store:", "mesh:", "run:"):
-        assert f"\n{group}" in f"\n{printed}"
+    assert [text for text in expected if text not in printed] == []
 
 
 def run_alone(task) -> int:

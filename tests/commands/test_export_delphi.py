@@ -1,7 +1,5 @@
-"""`python -m pipeline.export export.format=delphi`: the files have the store's features, and delphi reads them."""
+"""`python -m pipeline.export export.format=delphi`: the files have the store's features."""
 
-import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -108,46 +106,3 @@ def test_a_store_without_features_is_refused(tmp_path, capsys):
     copy_store(str(tmp_path / "plain"))
     assert main([f"store.path={tmp_path / 'plain'}", f"export.path={tmp_path / 'b'}", "export.format=delphi"]) == 2
     assert "has no features" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("selected", [False, True], ids=["all", "selected"])
-def test_delphi_reads_every_feature(store, tmp_path, selected, capsys):
-    pytest.importorskip("delphi")
-    import torch
-    from delphi.config import ConstructorConfig, SamplerConfig
-    from delphi.latents import LatentDataset
-
-    class Words:
-        """In place of a tokenizer for the store's ids, which delphi needs to show them."""
-
-        def batch_decode(self, ids):
-            return [str(int(token)) for token in ids]
-
-    name = NAMES[1]
-    path = exported(store, tmp_path / "latents", f"export.arrays={name}", "export.context=4")
-    tokens, dense = stored(store, name)
-    dense = dense[: len(tokens) // 4 * 4]
-    wanted = [3, 17, 39] if selected else np.flatnonzero(dense.any(axis=0)).tolist()
-    dataset = LatentDataset(
-        path,
-        SamplerConfig(n_examples_train=2, n_examples_test=0, n_quantiles=1),
-        ConstructorConfig(example_ctx_len=4, min_examples=1, n_non_activating=1),
-        tokenizer=Words(),
-        modules=[name],
-        latents={name: torch.tensor(wanted)} if selected else None,
-    )
-    records = {record.latent.latent_index: record for record in dataset}
-    assert sorted(records) == [feature for feature in wanted if dense[:, feature].any()]
-    assert len(records) > 2
-    for feature, record in records.items():
-        assert record.per_token_frequency == (dense[:, feature] > 0).mean()
-        found = np.sort([float(value) for example in record.examples for value in example.activations if value > 0])
-        np.testing.assert_array_equal(found, np.sort(dense[dense[:, feature] > 0, feature]))
-        strongest = int(dense[:, feature].argmax()) // 4
-        assert record.max_activation == dense[:, feature].max()
-        at_most = [example for example in record.examples if example.max_activation == record.max_activation]
-        contexts = [example.tokens.tolist() for example in at_most]
-        assert tokens[strongest * 4 : strongest * 4 + 4].tolist() in contexts
-    config = json.loads((path / name / "config.json").read_text())
-    assert (config["cache_ctx_len"], config["n_splits"]) == (4, 5)
-    shutil.rmtree(path)

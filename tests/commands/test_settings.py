@@ -8,7 +8,6 @@ from pipeline import export, finalize, inspect, verify
 from pipeline.cli.settings import UsageError, flag, names, one_of, parse, setting, store_path, whole_number
 from pipeline.core.errors import ConfigError
 from tests.commands.store_commands import COMMANDS, call
-from tests.jobs import run
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,3 @@ def test_the_help_has_the_docstring_and_every_setting(name, capsys):
     for field in fields(command.Settings):
         assert f"\n  {field.metadata['key']} " in printed
         assert field.metadata["doc"] in printed
-
-
-def test_the_help_of_run_explains_keys_and_exit_codes():
-    done = run("--help", module="pipeline.run")
-    assert done.returncode == 0, done.stderr
-    assert "Exit codes: 0" in done.stdout
-    assert "python -m pipeline.run" in done.stdout
-    assert "stall_timeout_s: 600.0" in done.stdout

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.data.text.labels import Label, Part, Role
+from pipeline.data.text.labels import Part, Role
 from pipeline.data.text.tagged import Tagged, tag_all, tags_of, tojson
 from pipeline.data.text.templates import ChatTemplate, RenderError
 
@@ -278,14 +278,6 @@ def _lines(labelled):
     for head, message in groupby(spans, itemgetter(0)):
         runs = (("*" * written, "".join(span[2] for span in run)) for written, run in groupby(message, itemgetter(1)))
         yield (head + "".join(f"{star}{text}{star}" for star, text in runs)).strip()
-
-
-def test_tokens_have_the_labels_of_their_first_character():
-    template = ChatTemplate("{% for m in messages %}<{{ m.content }}>{% endfor %}", "words")
-    labels = template.render_labelled([USER], add_generation_prompt=False).labels
-    assert labels.at(np.array([0, 1, 2, 3]))[:, Label.part].tolist() == [1, 2, 2, 1]
-    empty = template.render_labelled([], add_generation_prompt=False)
-    assert (empty.text, empty.labels.values.shape, empty.dropped) == ("", (0, 5), 0)
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,7 @@
 import numpy as np
 import pytest
 
-from pipeline.data.packing import fill, pack, pad, windows
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "column", "overlap", "expected"),
-    [
-        *((0, 0, 0, []), (3, 0, 0, [(0, 3)]), (4, 0, 0, [(0, 4)]), (9, 0, 0, [(0, 4), (4, 8), (8, 9)])),
-        *((9, 3, 0, [(0, 1), (1, 5), (5, 9)]), (9, 0, 1, [(0, 4), (4, 7), (7, 9)])),
-    ],
-)
-def test_documents_are_divided_into_windows(num_tokens, column, overlap, expected):
-    assert windows(num_tokens, 4, column, overlap) == expected
+from pipeline.data.packing import fill, pack, pad
 
 
 def test_pack_places_pieces_by_best_fit():

@@ -1,17 +1,20 @@
+"""Parquet files as documents."""
+
 import io
+import subprocess
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
-from material import assert_same_block, damage_column, text_stream, word_tokenizer, words, write_parquet
+from material import damage_column, text_stream, word_tokenizer, words, write_parquet
 
 from pipeline.config.choices import OnError
 from pipeline.config.schema import ParquetData
 from pipeline.core.errors import InputError
 from pipeline.data.documents import Document, SkippedDocument
 from pipeline.data.parquet import ParquetSource
-from pipeline.data.stream import TokenStream
 
 
 def source(path, **settings) -> ParquetSource:
@@ -37,13 +40,6 @@ def folder(tmp_path):
     write(tmp_path / "_delta" / "d.parquet", text=["no"], id=["no"])
     (tmp_path / "notes.txt").write_text("no")
     return tmp_path
-
-
-def test_rows_become_documents(folder):
-    assert list(source(folder).read(0, 1)) == [
-        Document("2", "two", "a.parquet", 1, {"url": None}),
-        Document("3", "three", "a.parquet", 2, {"url": "u3"}),
-    ]
 
 
 def test_info_columns_are_those_of_fineweb_in_the_first_file(folder):
@@ -172,21 +168,6 @@ def test_only_the_damaged_row_group_is_skipped(tmp_path, start):
     assert all(skip.reason.startswith("not readable as parquet: ") for skip in skips)
 
 
-def test_resuming_inside_a_damaged_file_gives_the_same_blocks(tmp_path):
-    damaged_in_the_middle(tmp_path)
-
-    def stream() -> TokenStream:
-        opened = source(tmp_path, on_error=OnError.skip)
-        return text_stream(opened, word_tokenizer(), rows_per_block=1, length=2)
-
-    blocks = list(stream().blocks())
-    assert [block.table["id"].to_pylist() for block in blocks] == [*([name] for name in "012678b")]
-    assert [[skip.index for skip in block.skipped] for block in blocks] == [[], [], [3], [], [], [], []]
-    for done in range(1, 7):
-        for left, right in zip(stream().blocks(blocks[done - 1].next, done), blocks[done:], strict=True):
-            assert_same_block(left, right)
-
-
 @pytest.mark.parametrize("path", ["nothing", "*.parquet", "."])
 def test_a_path_without_parquet_files_is_refused(tmp_path, path):
     with pytest.raises(InputError, match=r"has no \.parquet file\. Set data.path.*data=hf data.path=json"):
@@ -236,3 +217,39 @@ def test_large_rows_are_read_in_small_batches(tmp_path, monkeypatch):
     for start in (0, 1, 4, 6):
         documents = list(source(path).read(0, start))
         assert [(d.index, d.id, d.text) for d in documents] == [(r, str(r), texts[r]) for r in range(start, 6)]
+
+
+# A thread of pyarrow is in Python's `read` for the feed's thread when the main thread ends.
+ENDS_WHILE_READING = """
+import io, sys, threading, time
+from fsspec.implementations.local import LocalFileSystem
+from pipeline.config.schema import ParquetData
+from pipeline.data.parquet import ParquetSource
+
+begun = threading.Event()
+
+class SlowFile(io.FileIO):
+    def read(self, size=-1):
+        if is_open:
+            begun.set()
+            time.sleep(0.5)
+        return super().read(size)
+
+is_open = False
+source = ParquetSource(ParquetData(source="parquet", path=sys.argv[1]))
+LocalFileSystem.open = lambda self, path, mode: SlowFile(path, mode)
+documents = source.read(0, 0)
+print(next(documents).text)
+begun.clear()
+is_open = True
+threading.Thread(target=list, args=(documents,), daemon=True).start()
+begun.wait()
+"""
+
+
+def test_the_process_waits_for_a_read_at_its_end(tmp_path):
+    path = tmp_path / "a.parquet"
+    write_parquet(str(path), {"text": [f"text {k}" for k in range(8)], "id": list("abcdefgh")}, row_group_size=2)
+    command = [sys.executable, "-c", ENDS_WHILE_READING, str(path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "text 0\n"), result.stderr

@@ -1,4 +1,4 @@
-"""`data.tokens`: ids from a column are taken as they are, or the document is a bad one."""
+"""`data.tokens`: ids from a column are taken as they are, or the document is a bad one. Prompts that are cut."""
 
 import json
 import re
@@ -6,17 +6,18 @@ import re
 import numpy as np
 import pyarrow as pa
 import pytest
-from material import assert_same_block, text_stream, word_tokenizer, write_parquet
+from material import assert_same_block, memory_source, text_stream, word_tokenizer, write_parquet
 
-from pipeline.config.choices import OnError, Packing, Positions, Windows
+from pipeline.config.choices import LongPrompts, OnError, Packing, Positions, Windows
 from pipeline.config.schema import BatchConfig, CaptureConfig, HfData, ParquetData
 from pipeline.core.errors import ConfigError, InputError
-from pipeline.data.documents import Cursor, Document, with_tokens
+from pipeline.data.documents import STREAM_START, Cursor, Document, with_tokens
 from pipeline.data.hf import HfSource
 from pipeline.data.parquet import ParquetSource
 from pipeline.data.selection import open_selection
 from pipeline.data.sources import open_source
 from pipeline.data.text.contexts import Added, open_added
+from pipeline.data.tokenised import TokenisedDocuments
 
 PACKED = {"ids": [5, 6, 7, 8, 9]}
 
@@ -172,3 +173,21 @@ def test_ids_without_a_start_cannot_restart(tmp_path, batch, bad):
     [block] = text_stream(source, tokenizer, **settings).blocks()
     reasons = [r"its token ids begin with [5], not with [0], so batch.windows=restart has nothing to repeat"] * bad
     assert [skip.reason[: len(reason)] for skip, reason in zip(block.skipped, reasons, strict=True)] == reasons
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "max_prompt", "expected"),
+    [
+        ({}, 3, [([4, 5, 6], 2), ([7], 0)]),
+        ({"bos": True}, 3, [([0, 5, 6], 3), ([0, 7], 0)]),
+        ({"bos": True, "prefix": "w8"}, 4, [([8, 0, 5, 6], 3), ([8, 0, 7], 0)]),
+        ({"bos": True, "prefix": "w8"}, 1, [([6], 6), ([7], 2)]),
+    ],
+)
+def test_a_cut_prompt_keeps_prefix_and_special_tokens(tokenizer, max_prompt, expected):
+    source = memory_source("/prompts", [[[2, 3, 4, 5, 6], [7]]])
+    cut = {"max_prompt": max_prompt, "long_prompts": LongPrompts.cut}
+    words = word_tokenizer(**tokenizer)
+    documents = TokenisedDocuments(source, words, [0], on_error=OnError.fail, vocab_size=None, **cut)
+    found = [(document.tokens.tolist(), document.num_cut) for document in documents.read(STREAM_START)]
+    assert found == expected

@@ -44,12 +44,11 @@ def reference():
     return activations
 
 
-@pytest.mark.parametrize("packing", ["pack", "pad"])
-def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_path, packing):
+def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_path):
     text = write_text(tmp_path / "text", files=2, documents=8, max_characters=1500)
     length = 256
     overrides = [f"data.path={text}", f"store.path={tmp_path / 'store'}", "capture.dtype=float32", "batch.rows=4"]
-    overrides += [f"capture.layers={list(LAYERS)}", f"batch.length={length}", f"batch.packing={packing}"]
+    overrides += [f"capture.layers={list(LAYERS)}", f"batch.length={length}"]
     run(composing.compose([*overrides, "store.shard_mib=1", "run.progress=false"]))
     store = ActivationStore.open(str(tmp_path / "store"))
     windows = 0
@@ -64,16 +63,14 @@ def test_stored_activations_equal_those_of_each_document_alone(reference, tmp_pa
             windows += 1
     assert windows > 16
     rows = store.read_tokens(store.rows)
-    assert (rows.segments.max(axis=1) > 1).any() == (packing == "pack")
+    assert (rows.segments.max(axis=1) > 1).any()
 
 
-@pytest.mark.parametrize("positions", ["all", "every"])
-def test_overlapping_windows_store_every_token_once_with_its_context(reference, tmp_path, positions):
+def test_overlapping_windows_store_every_token_once_with_its_context(reference, tmp_path):
     text = write_text(tmp_path / "text", files=2, documents=9, max_characters=1500)
     length, overlap, path = 64, 24, str(tmp_path / "store")
     overrides = [f"data.path={text}", f"store.path={path}", "capture.dtype=float32", "batch.rows=2"]
     overrides += [f"capture.layers={list(LAYERS)}", f"batch.length={length}", f"batch.overlap={overlap}"]
-    overrides += [] if positions == "all" else ["capture.positions=every", "capture.every=4"]
     run(composing.compose([*overrides, "capture.outputs=[loss]", "store.shard_mib=1", "run.progress=false"]))
     assert verify_store(path) == []
     assert_well_written(path)
@@ -87,19 +84,16 @@ def test_overlapping_windows_store_every_token_once_with_its_context(reference, 
         begins = [0, *range(length, len(ids), length - overlap)]
         window = np.searchsorted(begins, every, side="right") - 1
         starts = np.maximum(np.array(begins)[window] - overlap, 0)  # where each token's context begins
-        is_stored = (every - starts) % 4 == 3 if positions == "every" else every >= 0
-        np.testing.assert_array_equal(document.positions, (every - starts)[is_stored])
-        np.testing.assert_array_equal(document.tokens, ids[is_stored])
+        np.testing.assert_array_equal(document.positions, every - starts)
+        np.testing.assert_array_equal(document.tokens, ids)
         for begin, end in pairwise([*begins, len(ids)]):
             start = max(begin - overlap, 0)
             expected = reference(ids[start:end])
-            of_window = (window == begins.index(begin))[is_stored]
-            kept = np.flatnonzero(is_stored[begin:end]) + begin - start
             for layer in LAYERS:
-                stored = document.activations[f"blocks.{layer}.resid_post"][of_window]
-                np.testing.assert_allclose(stored, expected[layer][kept], atol=1e-4, rtol=1e-4)
-            losses = np.append(expected["loss"], np.nan)[kept]
-            np.testing.assert_allclose(document.outputs["loss"][of_window], losses, atol=1e-3, rtol=1e-3)
+                stored = document.activations[f"blocks.{layer}.resid_post"][begin:end]
+                np.testing.assert_allclose(stored, expected[layer][begin - start :], atol=1e-4, rtol=1e-4)
+            losses = np.append(expected["loss"], np.nan)[begin - start :]
+            np.testing.assert_allclose(document.outputs["loss"][begin:end], losses, atol=1e-3, rtol=1e-3)
             num_later += begin > 0
     assert store.num_tokens == num_tokens
     assert num_later > 30

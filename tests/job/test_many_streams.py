@@ -193,17 +193,3 @@ def test_64_processes_on_10_000_streams(tmp_path):
     requests = num_requests() - before
     assert sum(processes.computed, Counter()) == dict.fromkeys(range(10_000), 1)
     assert requests <= 64 * 10_000 * 3 + 10_000 * 10
-
-
-def test_many_jobs_that_end_together_complete_the_store(text, tmp_path):
-    job = make_job(text, str(tmp_path / "store"))
-    Processes(job, 1, is_one_job=True).run()
-    barrier, stores = threading.Barrier(4), [open_store(job) for _ in range(4)]
-
-    def end(store: StoreWriter) -> None:
-        barrier.wait(300)
-        complete(job, store)
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(end, stores))
-    assert all(store.complete for store in stores)

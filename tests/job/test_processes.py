@@ -1,9 +1,11 @@
 """Jobs of several JAX processes, which launch/local.py starts and gloo connects."""
 
 import json
+import os
 import random
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import time
@@ -18,7 +20,9 @@ from pipeline.config import composing
 from pipeline.core.errors import ConfigError
 from pipeline.job.running import join_and_run
 from pipeline.store.check.verifying import verify_store
+from tests.hub import Hub, contents
 from tests.jobs import (
+    ROOT,
     SMALL_JOB,
     assert_same_store,
     children,
@@ -28,6 +32,7 @@ from tests.jobs import (
     has_loaded,
     killed_after,
     local_processes,
+    objects,
     read_until,
     rest_of_output,
     run_here,
@@ -39,6 +44,7 @@ from tests.jobs import (
 )
 
 pytestmark = pytest.mark.heavy
+TINY = composing.PACKAGE / "assets" / "tiny-qwen2"
 HELD = (0, 4)  # a block of the first process, committed after about seven others
 EXIT_S = 30  # all processes end within this time after one has failed
 
@@ -110,7 +116,7 @@ def test_an_error_in_one_process_ends_all_with_its_exit_code_and_its_message(sma
     assert committed(store) > 0
 
 
-def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_path):
+def test_a_sweep_with_streams_of_very_different_lengths_makes_the_stores_of_single_jobs(compilation_cache, tmp_path):
     """The second process has only the second stream, which is empty; the third has none and dispatches padding."""
     text = tmp_path / "text"
     text.mkdir()
@@ -118,36 +124,18 @@ def test_streams_of_very_different_lengths_end_together(compilation_cache, tmp_p
         rows = {"text": [f"{k} words" for k in range(count)], "id": [f"{file}/{k}" for k in range(count)]}
         schema = pa.schema([("text", pa.string()), ("id", pa.string())])
         pq.write_table(pa.table(rows, schema=schema), text / f"{file}.parquet")
-    job = [
-        f"data.path={text}",
-        "data.num_streams=2",
-        *SMALL_JOB,
-        "batch.rows=3",
-        "store.rows_per_block=9",
-        compilation_cache,
-    ]
-    result = run_processes(3, 1, *job, f"store.path={tmp_path / 'many'}")
+    job = [f"data.path={text}", "data.num_streams=2", *SMALL_JOB, "batch.rows=3", "store.rows_per_block=9"]
+    job.append(compilation_cache)
+    sweep = ["capture.layers=[0],[1]", f"store.path={tmp_path}/${{hydra:job.num}}"]
+    result = run_processes(3, 1, "-m", *job, *sweep, f"hydra.sweep.dir={tmp_path}/logs")
     assert result.returncode == 0, result.stdout
-    run_here(*job, f"store.path={tmp_path / 'one'}")
-    assert_same_store(tmp_path / "many", tmp_path / "one")
-    assert verify_store(str(tmp_path / "many")) == []
-
-
-def test_a_sweep_of_several_processes_makes_the_stores_of_single_jobs(small_job, tmp_path):
-    job = [*small_job, "run.max_tokens=1000"]
-    sweep = [
-        "-m",
-        *job,
-        "capture.layers=[0],[1]",
-        f"store.path={tmp_path}/${{hydra:job.num}}",
-        f"hydra.sweep.dir={tmp_path}/logs",
-    ]
-    result = run_processes(2, 1, *sweep)
-    assert result.returncode == 0, result.stdout
-    assert (tmp_path / "0/blocks.0.resid_post").is_dir()
-    assert verify_store(str(tmp_path / "0")) == []
-    run_here(*job, "capture.layers=[1]", f"store.path={tmp_path}/single")
-    assert_same_store(tmp_path / "1", tmp_path / "single")
+    for number in range(2):
+        run_here(*job, f"capture.layers=[{number}]", f"store.path={tmp_path}/single-{number}")
+        assert_same_store(tmp_path / str(number), tmp_path / f"single-{number}")
+    assert verify_store(str(tmp_path / "1")) == []
+    before = objects(tmp_path / "1")
+    run_here(*job, "capture.layers=[1]", f"store.path={tmp_path}/1")
+    assert objects(tmp_path / "1") == before  # nothing is left to do
 
 
 def test_processes_with_different_configurations_refuse_each_other(small_job, tmp_path):
@@ -158,6 +146,26 @@ def test_processes_with_different_configurations_refuse_each_other(small_job, tm
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 2, output
         assert "the configuration or devices of processes [1] differ from those of process 0" in output
+
+
+def test_a_directory_that_only_one_host_has_ends_every_process(tmp_path):
+    """Each process runs in the folder of its host, which has the Hub's cache."""
+    text, hosts = write_text(tmp_path / "text", files=2, documents=4), [tmp_path / "host0", tmp_path / "host1"]
+    hosts[0].mkdir()
+    shutil.copytree(TINY, hosts[1] / "owner" / "tiny")
+    joined = [f"distributed.coordinator=localhost:{free_port()}", "distributed.num_processes=2"]
+    job = [f"data.path={text}", "model.path=owner/tiny", f"store.path={tmp_path / 'store'}", *joined]
+    with Hub().serving() as server:
+        server.push("models/owner/tiny", contents(TINY))
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}", "HF_ENDPOINT": server.url}
+        processes = [
+            start(*job, f"distributed.process_id={number}", cwd=host, env=env | {"HF_HOME": f"{host}/hf"})
+            for number, host in enumerate(hosts)
+        ]
+        for process in processes:
+            output, _ = process.communicate(timeout=120)
+            assert process.returncode == 2, output
+            assert "model.path=owner/tiny is a local directory on some hosts of this job" in output
 
 
 def test_all_processes_end_with_0_or_none_does(compilation_cache, tmp_path):

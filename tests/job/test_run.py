@@ -6,8 +6,6 @@ import shutil
 
 import jax
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -27,7 +25,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.write.store_writer import StoreWriter
 from scripts.bench.device_idle import device_idle
-from tests.jobs import assert_same_store, committed, objects, write_text
+from tests.jobs import assert_same_store, committed, write_text
 from tests.store.written_check import assert_well_written
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
@@ -135,21 +133,6 @@ def test_a_profile_gives_the_devices_idle_time(text, tmp_path):
     (idle,) = device_idle(tmp_path / "trace").values()
     assert 0 <= idle < 1
     assert list(tmp_path.rglob("perfetto_trace.json.gz"))
-
-
-def test_a_stream_without_documents_is_done_and_stays_done(tmp_path):
-    """Its block has a record and no rows, so the store completes and a second run has nothing to do."""
-    text = write_text(tmp_path / "text", files=1, documents=20)
-    pq.write_table(pa.table({"text": pa.array([], pa.string()), "id": pa.array([], pa.string())}), text / "001.parquet")
-    config = job_config(text, tmp_path / "store", "data.num_streams=2")
-    run(config)
-    store = ActivationStore.open(str(tmp_path / "store"))
-    assert store.complete
-    assert set(store.documents()["stream"].to_pylist()) == {0}
-    assert verify_store(config.store.path) == []
-    before = objects(tmp_path / "store")
-    run(config)
-    assert objects(tmp_path / "store") == before
 
 
 def test_activations_that_overflow_the_stored_dtype_end_the_run_and_are_not_stored(text, tmp_path):

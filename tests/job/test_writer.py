@@ -27,7 +27,7 @@ from pipeline.job.writing import block_summaries, transfer
 from pipeline.job.writing.block_writer import BlockBuffers, BlockWriter
 from pipeline.job.writing.transfer import CopyThreads, HostBlock, StepInFlight
 from pipeline.store.write.store_writer import StoreWriter
-from tests.jobs import assert_same_store, write_text
+from tests.jobs import assert_same_store, wait_until, write_text
 from tests.models.sae_files import write_saelens
 
 pytestmark = [pytest.mark.heavy, pytest.mark.usefixtures("cached_steps")]
@@ -87,13 +87,6 @@ def committed_blocks(store: Path) -> list[tuple[int, int]]:
     """Stream and number of each block that has a record."""
     found = store.glob("_commits/*/*.json")
     return sorted((int(file.parent.name.split("-")[-1]), int(file.stem.split("-")[-1])) for file in found)
-
-
-def wait_for(is_reached: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not is_reached():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8", ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn])
@@ -204,7 +197,7 @@ def test_arrays_are_written_while_features_are_sorted(text, tmp_path, monkeypatc
     with writing(job_config(text, tmp_path / "store", 1, "capture.layers=[2]", encode)) as (job, writer, _):
         shards = [tmp_path / "store" / job.layout.shard_key(spec, 0, 0) for spec in job.layout.all_arrays]
         write(job, writer, next(job.stream(0).blocks()), np.ones)
-        wait_for(lambda: all(shard.exists() for shard in shards), "arrays wait for the features")
+        wait_until(lambda: all(shard.exists() for shard in shards), None, "arrays without their features")
         assert not statistics.exists()
         may_sort.set()
         writer.close()

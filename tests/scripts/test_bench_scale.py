@@ -26,12 +26,12 @@ BOUNDS = {
 
 def test_the_bookkeeping_of_a_growing_store_takes_no_more_requests(tmp_path):
     """In another process, since TensorStore keeps the first address of Google Cloud Storage."""
-    command = [sys.executable, "-m", "scripts.bench.bench_scale", "--blocks", "40", "80", "--streams", str(STREAMS)]
+    command = [sys.executable, "-m", "scripts.bench.bench_scale", "--blocks", "20", "40", "--streams", str(STREAMS)]
     command += ["--latency-s", "0"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ['PYTHONPATH']}"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     costs = json.loads((tmp_path / "build" / "bench-scale.json").read_text())
-    counts = {path: [num_requests(costs[blocks][path]) for blocks in ("40", "80")] for path in BOUNDS}
+    counts = {path: [num_requests(costs[blocks][path]) for blocks in ("20", "40")] for path in BOUNDS}
     assert {path: both for path, both in counts.items() if max(both) > BOUNDS[path]} == {}
     assert {path: both for path, both in counts.items() if both[1] > both[0] + STREAMS} == {}

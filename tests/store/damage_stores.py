@@ -3,12 +3,8 @@
 Real jobs with the bundled model make them, in a second or two each.
 """
 
-import os
 import pydoc_data.topics
-import signal
-import tempfile
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.config import composing
-from pipeline.core.errors import EXIT_INTERRUPTED
 from pipeline.planning import host_memory
 from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
-from tests.jobs import run_and_signal, write_model_of_zeros
+from tests.jobs import run_first_stream, run_here, write_model_of_zeros
 from tests.models.sae_files import write_saelens
 from tests.store.example_store import Image, read_image
 
@@ -78,27 +72,19 @@ def make_specimen(kind: str, folder: Path) -> Specimen:
         command += (f"capture.encode={{blocks.1.resid_post: {sae}}}",)
     older = ()
     if kind == "extended":
-        _run(*command, f"store.path={path}", "run.max_tokens=300")
+        run_here(*command, f"store.path={path}", "run.max_tokens=300")
         index_ids(Storage.open(path))
         older = (read_image(str(path)),)
     if kind.endswith("unfinished"):
-        ended = run_and_signal(signal.SIGTERM, path, 3, (1, 2), *command)
-        assert ended.returncode == EXIT_INTERRUPTED, ended.stdout
+        run_first_stream(*command, f"store.path={path}")
         return Specimen(kind, read_image(str(path)))
     with pytest.MonkeyPatch.context() as patch:
         if kind == "divided":
             patch.setattr(host_memory, "LARGEST_SHARD_BYTES", 0)
-        _run(*command, f"store.path={path}")
+        run_here(*command, f"store.path={path}")
     if kind in ("extended", "int8"):
         index_ids(Storage.open(path))
     return Specimen(kind, read_image(str(path)), command, older)
-
-
-@cache
-def sampled_specimen(kind: str) -> Specimen:
-    """A store for a few cases of damage."""
-    with tempfile.TemporaryDirectory() as folder:
-        return make_specimen(kind, Path(folder))
 
 
 def _write_text(folder: Path) -> None:
@@ -110,10 +96,3 @@ def _write_text(folder: Path) -> None:
         chosen = topics[10 * file : 10 * file + len(lengths)]
         texts = [(text * 40)[:length] for (_, text), length in zip(chosen, lengths, strict=True)]
         pq.write_table(pa.table({"text": texts, "id": [name for name, _ in chosen]}), folder / f"{file}.parquet")
-
-
-def _run(*overrides: str) -> None:
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    from pipeline.job.running import run
-
-    run(composing.compose(list(overrides)))

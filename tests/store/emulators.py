@@ -13,6 +13,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.jobs import free_port
+
 # moto needs an older python-dateutil than the one pinned here, so it has its own environment
 # (scripts/moto-requirements.txt; made by `make setup-test`).
 MOTO_SERVER = Path(f"{sys.prefix}-moto") / "bin" / "moto_server"
@@ -22,7 +24,7 @@ MOTO_SERVER = Path(f"{sys.prefix}-moto") / "bin" / "moto_server"
 def gcs_emulator() -> Iterator[str]:
     """An in-memory server of Google Cloud Storage's JSON API. Yields host:port."""
     pytest.importorskip("gcp_storage_emulator")
-    port = _free_port()
+    port = free_port()
     options = ["--host", "127.0.0.1", "--port", str(port), "--in-memory", "--quiet"]
     with _serving([sys.executable, "-m", "gcp_storage_emulator", "start", *options], port) as address:
         yield address
@@ -33,7 +35,7 @@ def s3_emulator() -> Iterator[str]:
     """An in-memory server of Amazon S3's API. Yields host:port."""
     if not MOTO_SERVER.exists():
         pytest.skip(f"{MOTO_SERVER} does not exist: run `make setup-test`")
-    port = _free_port()
+    port = free_port()
     with _serving([str(MOTO_SERVER), "--host", "127.0.0.1", "--port", str(port)], port) as address:
         yield address
 
@@ -49,12 +51,6 @@ def new_bucket(scheme: str, address: str) -> str:
         request = Request(f"http://{address}/{name}", method="PUT")
     urlopen(request).close()
     return f"{scheme}://{name}"
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextmanager

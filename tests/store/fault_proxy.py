@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import MappingProxyType
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.serving import served
+from tests.jobs import served
 
 
 class Fault(StrEnum):

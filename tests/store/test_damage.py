@@ -254,13 +254,6 @@ def test_outputs_out_of_range_and_values_that_are_not_finite_are_reported(name, 
     assert all(problem.remedy is (Remedy.other_dtype if name == RESID else Remedy.recompute) for problem in problems)
 
 
-def test_only_the_rank_with_the_stream_reports_its_damage(store_path):
-    copy_store(store_path)
-    flip(store_path, "embed/c.1.0.0")
-    assert found(store_path, rank=0, world=2) == set()
-    assert {where for where, _ in found(store_path, rank=1, world=2)} == {"embed/c.1.0.0"}
-
-
 def test_a_sample_is_reproducible_and_finds_all_missing_objects(store_path):
     copy_store(store_path)
     places = [(s, block.record.block) for s in range(NUM_STREAMS) for block in blocks(s)]
@@ -280,13 +273,3 @@ def test_a_sample_is_reproducible_and_finds_all_missing_objects(store_path):
     for key in ("embed/c.1.0.0", table_key(0, 1)):
         Storage.open(store_path).write(key, None)
     assert {where for where, _ in found(store_path, sample=1e-9)} == {"embed/c.1.0.0", table_key(0, 1)}
-
-
-def test_objects_of_an_unfinished_store_without_a_record_are_no_problem(store_path):
-    copy_store(store_path, finish=False)
-    storage = Storage.open(store_path)
-    storage.write(commit_key(0, 3), None)
-    assert verify_store(storage) == []
-    found = verify_store(storage, find_leftovers=True)
-    leftovers = [layout().shard_key(spec, 0, 3) for spec in layout().all_arrays] + [table_key(0, 3)]
-    assert sorted(problem.where for problem in found) == sorted(leftovers)

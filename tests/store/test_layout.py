@@ -2,17 +2,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.store.format.layout import MIB, PIECE_BYTES, ArraySpec, StoreLayout, rows_per_block_for
-
-ACTIVATION = ArraySpec("blocks.0.resid_post", "bfloat16", 896)
-
-
-def test_rows_of_streams_interleave_block_by_block():
-    layout = StoreLayout(num_streams=3, rows_per_block=4, length=8, arrays=())
-    assert [layout.first_row(stream, block) for block in range(2) for stream in range(3)] == [0, 4, 8, 12, 16, 20]
 
 
 @pytest.mark.parametrize(
@@ -56,19 +47,6 @@ def test_large_blocks_are_divided_into_shards(rows, length, width, shard, keys):
     assert (np.diff(block.ravel()) >= 0).all(), "parts in order are the block's slots in order"
     assert np.unique(block, return_counts=True)[1].tolist() == [rows * length // len(keys)] * len(keys)
     assert math.prod(shard[:2]) % math.prod(layout.chunk_shape(spec)[:2]) == 0
-
-
-@given(st.integers(1, 512), st.sampled_from([64, 128, 512, 1024, 2048]), st.sampled_from([128, 768, 896, 4096]))
-def test_chunks_divide_the_shard_and_have_the_specified_size_if_possible(rows, length, width):
-    spec = ArraySpec("x", "bfloat16", width)
-    layout = StoreLayout(1, rows, length, (spec,))
-    chunk_rows, positions, features = layout.chunk_shape(spec)
-    assert rows % chunk_rows == length % positions == 0
-    assert features == width
-    whole_rows = [r * length for r in range(1, rows + 1) if rows % r == 0]
-    parts = [t for t in range(1, length + 1) if length % t == 0]
-    within = [slots for slots in whole_rows + parts if MIB // 4 <= slots * width * 2 <= MIB]
-    assert chunk_rows * positions in within or not within
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from contextlib import closing, contextmanager
 
 import pytest
@@ -14,8 +13,7 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.io.storage import NO_OBJECT, Storage
 from pipeline.store.write.leases import Leases, lease_key
-from tests.jobs import ROOT
-from tests.store.emulators import new_bucket
+from tests.jobs import ROOT, wait_until
 
 pytestmark = pytest.mark.heavy
 LEASE_S = 2.0  # on a busy machine a thread may have to wait for half a second
@@ -33,13 +31,6 @@ def take(who: Leases, stream: int) -> bool:
     return any(who.take(vacant) for vacant in who.vacant([stream]))
 
 
-def wait_until(condition, timeout_s=60.0) -> None:
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s
-        time.sleep(0.005)
-
-
 def wait_for_renewal(path: str, stream: int) -> None:
     """Waits for two writes of the lease by its owner: the second renewal began after this call."""
 
@@ -47,7 +38,7 @@ def wait_for_renewal(path: str, stream: int) -> None:
         return json.loads(Storage.open(path).read(lease_key(stream)))["number"]
 
     first = number()
-    wait_until(lambda: number() >= first + 2)
+    wait_until(lambda: number() >= first + 2, None, "a renewal")
 
 
 class Clock:
@@ -90,7 +81,7 @@ def test_a_lease_that_is_being_taken_at_the_end_is_released_too(tmp_path):
             streams = a.vacant(range(1000))
             taking = threading.Thread(target=lambda a=a, streams=streams: all(map(a.take, streams)))
             taking.start()
-            wait_until(lambda a=a, trial=trial: a.holds(trial))
+            wait_until(lambda a=a, trial=trial: a.holds(trial), None, "a lease")
         taking.join()
         assert not a.holds(999)
         assert Storage.open(str(tmp_path)).list_keys(LEASES_PREFIX) == []
@@ -184,7 +175,7 @@ def test_a_process_that_could_not_renew_its_lease_keeps_it_unless_another_took_i
                 os.rename(tmp_path / "_jobs", tmp_path / "away")
                 (tmp_path / "_jobs").write_text("in the way")
             caplog.clear()
-            wait_until(lambda: "cannot renew the lease on stream 0: " in caplog.text)
+            wait_until(lambda: "cannot renew the lease on stream 0: " in caplog.text, None, "the warning")
             with a._lock:
                 os.remove(tmp_path / "_jobs")
                 os.rename(tmp_path / "away", tmp_path / "_jobs")
@@ -195,7 +186,7 @@ def test_a_process_that_could_not_renew_its_lease_keeps_it_unless_another_took_i
             if not is_taken:
                 wait_for_renewal(str(tmp_path), 0)
                 assert a.holds(0)
-        wait_until(lambda: not a.holds(0))
+        wait_until(lambda: not a.holds(0), None, "the takeover")
         assert "stream 0 was taken over by another process" in caplog.text
         a.release(0)
         assert b.holds(0)
@@ -258,18 +249,3 @@ def test_storage_that_ignores_conditions_is_refused(tmp_path, ignored, monkeypat
             assert take(b, 1)
             assert b.holds(1)
     assert storage.list_keys() == []
-
-
-def test_leases_work_on_s3(s3, clock):
-    path = f"{new_bucket('s3', s3.backend)}/store"
-    with leases(path, SHORT_LEASE_S) as a, leases(path) as b:
-        assert take(a, 0)
-        assert take(b, 1)
-        for _ in range(3):
-            clock.now += 0.9 * SHORT_LEASE_S
-            wait_for_renewal(path, 0)
-        assert a.holds(0)
-        assert not take(b, 0)
-        a.release(0)
-        assert take(b, 0)
-    assert Storage.open(path).list_keys(LEASES_PREFIX) == []

@@ -1,4 +1,4 @@
-"""Writing, finishing and extending stores, on local disk and in memory."""
+"""Writing, finishing and extending stores, on local disk and in memory: any number of times, by several processes."""
 
 import json
 import os
@@ -8,23 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pyarrow as pa
 import pytest
-import tensorstore as ts
 import zarr
 
-from pipeline.core.errors import StoreError, StoreInvalid, StoreMismatch
+from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store import ActivationStore
-from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.metadata import ROOT_KEY, read_root
 from pipeline.store.format.statistics import statistics_key
 from pipeline.store.format.tables import table_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (
     CAPTURE,
-    LENGTH,
     NUM_STREAMS,
-    PART_BYTES,
-    WIDTHS,
     Block,
     blocks,
     commit_block,
@@ -34,6 +30,7 @@ from tests.store.example_store import (
     read_image,
     statistics_of,
     stored_tokens,
+    write_blocks,
     write_store,
 )
 
@@ -50,23 +47,12 @@ def attributes(path: str) -> dict:
     return json.loads(Storage.open(path).read("zarr.json"))["attributes"]["activation_store"]
 
 
-def test_the_arrays_of_a_finished_store_end_with_its_last_row(store_path):
-    writer = write_store(store_path, finish=False)
-    group = Storage.open(store_path)
-    assert group.read("tokens/zarr.json") is None
-    writer.finish()
-    writer.finish()
-    last = [list(blocks(stream))[-1].record for stream in range(NUM_STREAMS)]
-    rows = max(layout().first_row(r.stream, r.block) + r.rows for r in last)
-    shapes = {name: json.loads(group.read(f"{name}/zarr.json"))["shape"] for name in ("tokens", *WIDTHS)}
-    assert shapes == {"tokens": [rows, LENGTH]} | {name: [rows, LENGTH, width] for name, width in WIDTHS.items()}
-    assert writer.complete
-    assert attributes(store_path)["complete"] is True
-
-
-def test_finishing_again_writes_missing_arrays(store_path):
-    write_store(store_path)
-    expected = comparable_image(store_path)
+def test_finishing_again_writes_missing_arrays_and_nothing_else(store_path):
+    writer = write_store(store_path)
+    before, expected = read_image(store_path), comparable_image(store_path)
+    assert writer.finish()
+    assert StoreWriter.open_existing(store_path).finish()
+    assert read_image(store_path) == before
     for name in ("documents", "embed"):
         Storage.open(store_path).write(f"{name}/zarr.json", None)
     write_store(store_path)
@@ -193,54 +179,6 @@ def test_a_planned_store_that_could_not_be_created_is_created_by_the_next_call(t
     assert StoreWriter.open_existing(storage).root.may_be_not_finite
 
 
-def test_another_configuration_is_refused_by_key(store_path):
-    write_store(store_path)
-    before = comparable_image(store_path)
-    with pytest.raises(StoreMismatch) as caught:
-        StoreWriter.open(store_path, metadata(batch={"length": 16, "packing": "pack"}), layout())
-    assert "batch.length: the store has 8, this run asks for 16" in str(caught.value)
-    assert caught.value.exit_code == 2
-    assert comparable_image(store_path) == before
-
-
-def test_an_extended_store_equals_one_that_was_never_truncated(tmp_path):
-    path, whole = str(tmp_path / "extended"), str(tmp_path / "whole")
-    max_blocks = 1
-    write_store(path, max_blocks=max_blocks)
-    short = ActivationStore.open(path)
-    assert short.complete
-    assert short.num_tokens == stored_tokens(max_blocks)
-    assert verify_store(path) == []
-    write_store(path)
-    write_store(whole)
-    extended, expected = comparable_image(path), comparable_image(whole)
-    earlier = {key for key in extended.keys() - expected.keys() if key.startswith("_summary/blocks-")}
-    assert len(earlier) == 1  # which a reader may have opened
-    assert {key: content for key, content in extended.items() if key not in earlier} == expected
-    assert verify_store(path) == []
-
-
-@pytest.mark.parametrize("shard_bytes", [None, PART_BYTES, 2 * LENGTH * 12])
-def test_zarr_python_and_tensorstore_read_the_written_values_without_the_package(tmp_path, shard_bytes):
-    path = str(tmp_path / "store")
-    write_store(path, shard_bytes=shard_bytes)
-    group = zarr.open_group(path, mode="r")
-    ours = ActivationStore.open(path)
-    written = [block for stream in range(NUM_STREAMS) for block in blocks(stream)]
-    for spec in layout().all_arrays:
-        other = group[spec.name]
-        assert other.metadata.dimension_names == spec.dimension_names
-        assert other.shards == layout(shard_bytes=shard_bytes).shard_shape(spec)
-        storage = {"driver": "file", "path": f"{path}/{spec.name}/"}
-        alone = ts.open({"driver": "zarr3", "kvstore": storage}).result()
-        for array in (other[...], *(array[...].read().result() for array in (alone, ours.arrays[spec.name]))):
-            assert array.dtype == written[0].arrays[spec.name].dtype
-            for block in written:
-                first, size = layout().first_row(block.record.stream, block.record.block), block.record.rows
-                np.testing.assert_array_equal(array[first : first + size], block.arrays[spec.name][:size])
-    assert group.attrs["activation_store"]["complete"] is True
-
-
 def test_another_zarr_hierarchy_is_left_alone(tmp_path):
     zarr.create_group(str(tmp_path))
     before = (tmp_path / "zarr.json").read_bytes()
@@ -261,3 +199,65 @@ def test_a_directory_without_permission_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(StoreError, match="Grant this user the permission"):
         StoreWriter.open(str(tmp_path / "store"), metadata(), layout())
+
+
+def test_a_late_finisher_does_not_undo_an_extension(store_path):
+    """It read the records before the extension began, and finds that the root has changed."""
+    writer = write_store(store_path, finish=False, max_blocks=1)
+    other = StoreWriter.open_existing(store_path)
+
+    def extend_while_reading():
+        streams = type(other.streams).read_all_again(other.streams)
+        writer.reopen("all")
+        return streams
+
+    other.streams.read_all_again = extend_while_reading
+    assert not other.finish()
+    assert not read_root(Storage.open(store_path)).complete
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    assert writer.finish()
+
+
+def test_a_finisher_reads_what_other_writers_have_committed(store_path):
+    writers = [write_store(store_path, finish=False, max_blocks=1) for _ in range(NUM_STREAMS)]
+    writers[0].reopen("all")
+    for stream, writer in enumerate(writers):
+        write_blocks(writer, stream)
+    assert writers[0].finish()
+    assert ActivationStore.open(store_path).num_tokens == stored_tokens()
+
+
+def test_finishing_does_not_hide_a_lost_record(store_path):
+    record = write_store(store_path).streams[0].last
+    Storage.open(store_path).write(record.key, None)
+    before = read_root(Storage.open(store_path))
+    writer = StoreWriter.open_existing(store_path)
+    writer.reopen("all")
+    assert not writer.finish()
+    assert writer.finish(force=True)
+    assert read_root(Storage.open(store_path)).summary != before.summary
+    assert len(ActivationStore.open(store_path).blocks) == 5
+
+
+@pytest.mark.parametrize(
+    "change", [StoreWriter.finish, StoreWriter.reopen, lambda store: store.record(may_be_not_finite=True)]
+)
+def test_a_root_that_was_deleted_meanwhile_is_not_written_again(tmp_path, change):
+    writer = write_store(str(tmp_path / "store"))
+    writer.storage.write(ROOT_KEY, None)
+    with pytest.raises(StoreInvalid, match=r"store/zarr\.json was deleted while the store was being written"):
+        change(writer)
+    assert writer.storage.read(ROOT_KEY) is None
+
+
+def test_a_forced_store_takes_more_blocks_later(store_path):
+    """A job that runs beside `finalize force=true` goes on, and completes the store again."""
+    writer = write_store(store_path, finish=False, max_blocks=1)
+    assert StoreWriter.open_existing(store_path).finish(force=True)
+    [_, block, *_] = blocks(0)
+    commit_block(writer, block)
+    for stream in range(NUM_STREAMS):
+        write_blocks(writer, stream)
+    assert writer.finish()
+    assert len(ActivationStore.open(store_path).blocks) == sum(len(list(blocks(s))) for s in range(NUM_STREAMS))

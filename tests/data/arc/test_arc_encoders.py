@@ -1,3 +1,5 @@
+"""Grids as text, and the grading of grids in completions."""
+
 from itertools import product
 
 import numpy as np
@@ -7,7 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.config.schema import ArcData
 from pipeline.core.errors import ConfigError
-from pipeline.data.arc.prompts import GridEncoder, grid_encoder
+from pipeline.data.arc.prompts import GridEncoder, grade, grid_encoder, grid_text
+from pipeline.data.documents import Document
 
 PARTS = ("symbols", "repeated", "separated", "row_numbers", "shape_header", "code_block")
 NAMES = [
@@ -79,3 +82,34 @@ def test_unusable_settings_are_refused(symbols):
         grid_encoder(ArcData(source="arc", path="", encoder="symbols", symbols=symbols))
     with pytest.raises(ConfigError, match="data.encoder = hex: 'hex' is unknown, expected digits, separated, repeated"):
         grid_encoder(ArcData(source="arc", path="", encoder="hex"))
+
+
+PLAIN, CHAT = "input:\n3\noutput:\n", "[user]input:\n3[end]\n[assistant]"
+ANSWER = grid_text(np.array([[1, 2], [3, 4]]))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "predicted"),
+    [
+        (PLAIN, "12\n34", "12\n34"),
+        (PLAIN, "12\n34\n\ninput:\n5\noutput:\n6\n", "12\n34"),
+        (PLAIN, "12\n3", None),
+        (PLAIN, "12\n35", "12\n35"),
+        (PLAIN, "I think\noutput:\n12\n34", None),
+        (PLAIN, "", None),
+        (CHAT, "output:\n12\n34", "12\n34"),
+        (CHAT, "12\n34", "12\n34"),
+        (CHAT, "Not\noutput:\n99\nbut\noutput:\n12\n34\nis it.", "12\n34"),
+        (CHAT, "The output:\nis hard to say.", None),
+    ],
+)
+@pytest.mark.parametrize("answer", [ANSWER, None])
+def test_grids_in_completions_are_graded(prompt, completion, predicted, answer):
+    found = grade(Document("a#0", prompt, "a", 0, {}, answer), completion, grid_encoder(ArcData(path="")))
+    assert found == {"predicted_grid": predicted, "correct": None if answer is None else predicted == ANSWER}
+
+
+def test_a_prediction_is_digits_whatever_the_encoder():
+    encoder = grid_encoder(ArcData(path="", encoder="symbols+separated", symbols="abcdefghij"))
+    found = grade(Document("a#0", PLAIN, "a", 0, {}, ANSWER), "b c\nd e\n", encoder)
+    assert found == {"predicted_grid": ANSWER, "correct": True}

@@ -1,10 +1,11 @@
-"""Which tokens can be drawn, and their frequencies."""
+"""Which tokens can be drawn, and their frequencies; proposed tokens compared with a search of each row, one place after
+the other."""
 
 import jax
 import numpy as np
 import pytest
 
-from pipeline.job.generation.next_tokens import sample, sample_keys
+from pipeline.job.generation.next_tokens import propose, sample, sample_keys
 from pipeline.planning.generation_plan import Sampling
 from tests.models.hf_reference import torch, transformers
 
@@ -55,3 +56,29 @@ def test_keys_differ_with_the_seed_either_half_of_the_number_and_the_sample() ->
     high, low = np.meshgrid(np.arange(5, dtype=np.uint32), np.arange(5, dtype=np.uint32))
     keys = np.concatenate([sample_keys(seed, high.ravel(), low.ravel(), 3) for seed in (0, 1)])
     assert len(np.unique(keys.reshape(-1, 2), axis=0)) == 150
+
+
+SLOTS = 24
+
+
+def searched(text: list[int], num: int) -> list[int]:
+    """The continuation of the last of the longest matches."""
+    lengths = {
+        end: next((size for size in (3, 2, 1) if size <= end and text[:end][-size:] == text[-size:]), 0)
+        for end in range(1, len(text))
+    }
+    start = max(lengths, key=lambda end: (lengths[end], end))
+    for _ in range(num):
+        text = [*text, text[start]]
+        start += 1
+    return text[-num:]
+
+
+@pytest.mark.parametrize("num", [1, 4])
+def test_proposals_follow_the_latest_of_the_longest_matches(num: int) -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, SLOTS + 1, 300)
+    text = rng.integers(0, rng.integers(1, 9, 300)[:, None], (300, SLOTS), dtype=np.int32)
+    found = jax.jit(propose, static_argnums=2)(text, lengths.astype(np.int32) - 1, num)
+    expected = [searched(row[:length].tolist(), num) for row, length in zip(text, lengths, strict=True)]
+    np.testing.assert_array_equal(found, expected)

@@ -1,9 +1,14 @@
+"""The data of the demo: tasks and text."""
+
 import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from scripts.demo import make_demo_text
 from scripts.demo.make_demo_tasks import write_tasks
 
 
@@ -56,3 +61,34 @@ def test_outputs_follow_from_inputs(tasks, kind, expected):
     pairs = [pair for name, text in tasks.items() if name.startswith(kind) for pair in json.loads(text)["train"]]
     assert len(pairs) >= 15
     assert [pair["output"] for pair in pairs] == [expected(pair["input"]) for pair in pairs]
+
+
+FINEWEB = ["text", "id", "dump", "url", "date", "file_path", "language", "language_score", "token_count"]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> list[Path]:
+    out = tmp_path_factory.mktemp("text")
+    make_demo_text.write_shards(make_demo_text.documents(), out)
+    return sorted(out.iterdir())
+
+
+def test_the_shards_have_finewebs_schema_and_several_row_groups(shards):
+    assert [path.name for path in shards] == [f"{number:03}_00000.parquet" for number in range(6)]
+    for path in shards:
+        file = pq.ParquetFile(path)
+        assert file.schema_arrow.names == FINEWEB
+        assert file.schema_arrow.field("text").type == pa.string()
+        assert file.schema_arrow.field("token_count").type == pa.int64()
+        assert file.num_row_groups > 1
+
+
+def test_the_documents_are_real_and_unique(shards):
+    table = pa.concat_tables(pq.read_table(path) for path in shards)
+    texts = dict(zip(table["id"].to_pylist(), table["text"].to_pylist(), strict=True))
+    assert len(texts) == table.num_rows > 1000
+    assert sum(map(len, texts.values())) > 2_000_000
+    assert min(map(len, texts.values())) >= 120
+    assert "Create a queue object with a given maximum size." in texts["<python:queue.Queue>"]
+    assert texts["<python:topics.while>"].startswith('The "while" statement')
+    assert table["token_count"].to_pylist() == [len(text.split()) for text in table["text"].to_pylist()]
