@@ -51,11 +51,12 @@ def test_every_division_computes_the_same_and_holds_its_share_of_the_weights(rep
     model, quantised = case
     found = report[f"{model} {division}"]
     assert found["error"] < 1e-5
-    if quantised != "int4":  # which CPUs hold in int8
-        assert found["loaded"] == found["planned"]
+    if quantised == "int4":  # which CPUs hold in int8
+        return
+    assert found["loaded"] == found["planned"]
     if division.devices == 8 and division.context == 1:
         share = 1 / 8 if division.fsdp else 1 / division.tensor
-        assert 0.8 * share < found["share"] < share + 0.25  # norms, biases, routers and scales are whole
+        assert 0.8 * share < found["share"] < share + 0.1  # norms, biases, routers and scales are whole
 
 
 @pytest.mark.parametrize(("tensor", "fsdp"), [(4, False), (2, True)])
@@ -97,6 +98,7 @@ def test_the_replicated_step_has_no_collective_but_the_sum_of_the_counts(report)
 def test_the_fsdp_step_gathers_weights_and_nothing_else(report):
     found, _ = collectives(report, "dense", Division(fsdp=True))
     gathers = [each for each in found if each.startswith("all-gather f32[")]
+    assert gathers
     assert len(found) == len(gathers) + 1, found
     sizes = {32 * 32, 2 * 8 * 32, 48 * 32}  # q and o; k and v; gate, up and down
     for gather in gathers:
