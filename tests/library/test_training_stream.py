@@ -91,9 +91,8 @@ def test_without_shuffling_batches_equal_the_stores(stream, store):
             ],
             {"outputs": ("loss", "top_ids", "top_logprobs"), "dtype": "float16"},
         ),
-        (["batch.packing=concat", 'data.prefix="<|endoftext|>"', "batch.windows=restart"], {}),
     ],
-    ids=["int8", "selected and padded", "joined"],
+    ids=["int8", "selected and padded"],
 )
 def test_streams_of_other_forms_equal_their_stores(overrides, tmp_path, settings, options):
     settings = [*overrides, *settings, "run.max_tokens=3000"]

@@ -94,7 +94,7 @@ whole, exchanged = jax.sharding.SingleDeviceSharding(jax.local_devices()[0]), se
 for path in sys.argv[3:]:
     model = open_model(path)
     keys = (ActivationKey(model.num_layers - 1, Site.resid_post),)
-    for tensor, quantised in ((1, None), (1, "int8"), (1, "int4"), (2, None)):
+    for tensor, quantised in ((1, None), (1, "int4"), (2, "int8")):
         partition = Partition(make_mesh(tensor), fsdp=True)
         expected = model.load(keys, "float32", whole, quantised=quantised)
         got = model.load(keys, "float32", partition.leaf_sharding, quantised=quantised)
@@ -106,7 +106,7 @@ for path in sys.argv[3:]:
                 np.testing.assert_array_equal(shard.data, np.asarray(values)[shard.index], err_msg=f"{path} {name}")
 print(sorted(exchanged))
 """
-FAMILIES = ("llama", "gpt2", "gpt_oss", "deepseek_v3")
+FAMILIES = ("llama", "gpt2", "gpt_oss")
 
 
 def test_devices_hold_their_parts_after_an_exchange(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Division of rows and weights among the devices."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +10,14 @@ from pipeline.cluster.devices import Topology
 from pipeline.config.choices import Weights
 from pipeline.config.schema import MeshConfig
 from pipeline.core.errors import ConfigError
+from pipeline.core.sites import ActivationKey, Site
 from pipeline.models.checkpoints.loading import WeightBytes
 from pipeline.models.leaves import make_leaf
+from pipeline.models.registry import Model, open_model
+from pipeline.planning.expert_groups import choose_group, pair_bytes, received_bytes
 from pipeline.planning.mesh import MeshPlan, plan_mesh, plan_weights
 from pipeline.store.format.layout import MIB
+from scripts.bench.published_shapes import SHAPES
 from tests.specs import LLAMA
 
 TENSOR_DIMS = {"attention heads": 14, "key-value heads": 2, "MLP neurons": 4864}
@@ -90,3 +96,43 @@ def test_weights_are_divided_if_they_would_not_fit(wanted, tensor, device_mib, w
 def test_weights_that_do_not_fit_even_divided_are_refused():
     with pytest.raises(ConfigError, match=r"fsdp\) take 1065 MiB on each device, which has 1000 MiB\. Use more"):
         plan_weights(Weights.auto, WEIGHTS, data=4, tensor=1, topology=Topology(4, 1000 * MIB))
+
+
+def published_model(name: str, path: Path) -> Model:
+    (path / "config.json").write_text(json.dumps(SHAPES[name]))
+    return open_model(str(path), init="random")
+
+
+GROUPS = [  # of devices that exchange tokens, for this many tokens on each, and the share of the received bytes
+    *(("Qwen3-30B-A3B", "tpu", 64, 2048, 8, 0.30), ("Qwen3-30B-A3B", "tpu", 64, 8192, 4, 0.69)),
+    *(("Qwen3-30B-A3B", "tpu", 64, 32768, 1, 1), ("Qwen3-30B-A3B", "gpu", 8, 8192, 8, 0.44)),
+    *(("gpt-oss-120b", "tpu", 128, 8192, 16, 0.20), ("DeepSeek-V3", "tpu", 128, 8192, 8, 0.26)),
+    *(("DeepSeek-V3", "tpu", 7, 8192, 1, 1), ("Qwen2.5-7B", "tpu", 64, 2048, 1, None)),
+]
+
+
+@pytest.mark.parametrize(("name", "platform", "data", "num_tokens", "group", "share"), GROUPS)
+def test_experts_or_tokens_are_exchanged_whichever_are_fewer(
+    name, platform, data, num_tokens, group, share, tmp_path
+) -> None:
+    model = published_model(name, tmp_path)
+    weights = model.weight_bytes((ActivationKey(model.num_layers - 1, Site.resid_post),), "bfloat16")
+    num_bytes, on_gpus = pair_bytes(model.arch, num_tokens, item_bytes=2), platform == "gpu"
+    assert choose_group(weights, data, 1, num_bytes, on_gpus) == group
+    if share is not None:
+        received, gathered = (received_bytes(weights, data, 1, num_bytes, size, on_gpus) for size in (group, 1))
+        assert received / gathered == pytest.approx(share, abs=0.01)
+        assert weights.on_device(1, data, group) <= 1.01 * weights.on_device(1, data)
+
+
+PLANNED = [  # GiB in bfloat16, with fsdp over data * tensor devices
+    *(("gpt-oss-20b", 64, 1, 0.61), ("gpt-oss-20b", 128, 1, 0.60), ("gpt-oss-20b", 64, 2, 0.31)),
+    *(("Qwen2.5-7B", 3, 1, 12.49), ("Qwen2.5-7B", 6, 1, 6.25), ("Qwen3-30B-A3B", 128, 1, 0.46)),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "tensor", "gib"), PLANNED)
+def test_fsdp_divides_among_as_many_devices_as_divide_an_axis(name, data, tensor, gib, tmp_path: Path) -> None:
+    model = published_model(name, tmp_path)
+    weights = model.weight_bytes((ActivationKey(model.num_layers - 1, Site.resid_post),), "bfloat16")
+    assert weights.on_device(tensor, data) / 2**30 == pytest.approx(gib, abs=0.01)

@@ -2,13 +2,12 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from pipeline.core.errors import ConfigError
 from pipeline.step.compiler import use_compilation_cache
-from tests.jobs import run_processes, run_program, write_text
+from tests.jobs import run_program, write_text
 from tests.store.emulators import gcs_emulator, new_bucket
 
 pytestmark = pytest.mark.heavy
@@ -54,20 +53,6 @@ def test_a_run_compiles_only_its_step_and_a_second_run_finds_it_in_a_bucket(over
         emulated = {"STORAGE_EMULATOR_HOST": f"http://{address}", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
         assert programs(*cached, f"store.path={tmp_path / 'first'}", **emulated) == "2 0"
         assert programs(*cached, f"store.path={tmp_path / 'second'}", **emulated) == "2 2"
-
-
-def test_processes_share_cached_programs(overrides, tmp_path):
-    cache = tmp_path / "cache"
-    cached = [*overrides, f"run.compilation_cache={cache}"]
-    assert run_processes(2, 1, *cached, f"store.path={tmp_path / 'first'}").returncode == 0
-    written = entries(cache)
-    assert any(name.startswith("jit_step-") for name in written)
-    assert run_processes(2, 1, *cached, f"store.path={tmp_path / 'second'}").returncode == 0
-    assert entries(cache) == written
-
-
-def entries(cache: Path) -> set[str]:
-    return {file.name for file in cache.glob("*-cache")}
 
 
 def test_a_bucket_url_is_refused_without_epath(tmp_path, monkeypatch):

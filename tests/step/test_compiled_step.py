@@ -111,14 +111,14 @@ def model_activations(model: Model, float32_step: tuple[CompiledStep, object]) -
     return jax.jit(model.apply, static_argnames="keys")(params, *batch().values(), keys=KEYS)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outputs_are_the_models_activations_in_the_stored_dtype(
     model: Model,
     float32_step: tuple[CompiledStep, object],
     model_activations: dict[ActivationKey, jax.Array],
     dtype: str,
 ) -> None:
-    """float32: of all layers; others: of the first layer."""
+    """float32: of all layers; bfloat16: of the first layer."""
     keys = KEYS if dtype == "float32" else tuple(key for key in KEYS if key.layer == 0)
     step, params = float32_step if dtype == "float32" else compiled(model, dtype, keys)
     inputs = batch()

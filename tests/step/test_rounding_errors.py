@@ -75,9 +75,9 @@ def test_errors_equal_those_of_two_forward_passes(
 
 
 def test_errors_of_layers_with_shared_keys_and_inputs_per_layer(text, tmp_path) -> None:
-    shape = {"model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    shape = {"model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 12}
-    shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2}
+    shape |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "num_kv_shared_layers": 1}
     model = write_random_model(tmp_path, **shape, hidden_size_per_layer_input=6, vocab_size_per_layer_input=2048)
     job = open_job(job_config(text, tmp_path / "store", *model, "capture.layers=all", "capture.sites=[q,resid_post]"))
     rows = job.first_rows(1024)

@@ -24,8 +24,7 @@ STORED = {  # by name: overrides, and the largest error of a token's values in a
     "float32": (["capture.dtype=float32"], None),
     "bfloat16": (["capture.dtype=bfloat16"], None),
     "int8 in groups": (["capture.dtype=int8", "capture.scale_group=32"], 0.008),
-    "int8 of selected tokens": (["capture.dtype=int8", "capture.positions=every", "capture.every=8"], 0.01),
-    "float8_e4m3fn in groups": (["capture.dtype=float8_e4m3fn", "capture.scale_group=32"], 0.03),
+    "float8 of selected tokens": (["capture.dtype=float8_e4m3fn", "capture.positions=every", "capture.every=8"], 0.03),
 }
 
 
