@@ -10,7 +10,7 @@ from pipeline.models.attention.spec import AttentionSpec
 from pipeline.models.attention.splash import chunk_block, chunk_blocks
 from pipeline.models.exchange.context import device_chunks
 from pipeline.store.read.reader import ActivationStore
-from tests.jobs import run_processes
+from tests.jobs import assert_same_store, committed, local_processes, run_processes, wait_for_blocks, write_text
 from tests.models.hf_reference import VOCAB_SIZE, save_random, torch
 from tests.step.divisions import CONFIGS, Division, run_divisions
 
@@ -49,6 +49,24 @@ def test_every_device_runs_as_many_blocks(context, sizes, window, total, ratio):
     assert blocks.sum() == total
     assert blocks.max() <= ratio * blocks.mean()
     assert blocks.max() <= 128 * 129 / 2 / context
+
+
+@pytest.mark.slow  # tests/job/test_processes.py kills and resumes processes that divide rows
+def test_a_killed_job_with_divided_positions_resumes_to_the_same_bytes(tmp_path):
+    job = (
+        *(f"data.path={write_text(tmp_path / 'text', files=2, documents=15)}", "data.num_streams=2", "mesh.context=2"),
+        *("batch.rows=4", "batch.length=128", "capture.layers=[1]", "capture.sites=[resid_post,attn_z]"),
+        *("capture.outputs=[loss]", "run.progress=false", "store.rows_per_block=8", "run.max_tokens=6000"),
+    )
+    undisturbed, resumed = tmp_path / "undisturbed", tmp_path / "resumed"
+    with local_processes(2, 2, *job, f"store.path={resumed}") as launcher:
+        wait_for_blocks(launcher, resumed, 2)
+    num_committed = committed(resumed)
+    for store in (undisturbed, resumed):
+        result = run_processes(2, 2, *job, f"store.path={store}")
+        assert result.returncode == 0, result.stdout
+    assert 2 <= num_committed < committed(undisturbed)
+    assert_same_store(resumed, undisturbed)
 
 
 @pytest.mark.slow
