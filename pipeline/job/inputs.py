@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from pipeline.cluster.processes import any_process, from_first_process
 from pipeline.config.schema import DataConfig, GenerateData, ModelConfig, RunConfig
-from pipeline.core.errors import ConfigError, InputError
+from pipeline.core.errors import ConfigError
 from pipeline.core.hub import dataset_commit, is_hub_id
 from pipeline.core.messages import shown
 from pipeline.data.manifest import MakeManifest, Manifest, entries_from_bytes, entries_to_bytes
@@ -92,11 +92,6 @@ class JobManifest:
         manifest = Manifest.from_json(from_first_process(lambda: self._make(make).to_json()))
         self.changes = manifest.changes
         return manifest
-
-    def require_unchanged(self) -> None:
-        """Raises InputError, naming files, if files differ from those that the store keeps."""
-        if self.changes:
-            raise InputError(f"{self._storage.path}: {self.changes}.")
 
     def keep(self) -> None:
         """Writes this process's manifest into the store, which must exist. Raises StoreError."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pipeline.cluster import preemption, processes
 from pipeline.config.choices import OnNotFinite
 from pipeline.config.schema import RunConfig
-from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
+from pipeline.core.errors import InputError, Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import StreamWork
 from pipeline.job.generation.generate import generate
 from pipeline.job.job import Job
@@ -79,14 +79,15 @@ def open_store(job: Job) -> StoreWriter:
     """Opens the job's store, which is created with its first block. One that holds less than the job asks for is
     opened for more blocks; a larger target than it has is recorded.
 
-    Raises StoreMismatch for a store of a different configuration. Raises StoreError if the store was created after the
-    job was planned: planned again, with the store's geometry, the job may fit.
+    Raises StoreMismatch for a store of a different configuration, and InputError, naming files, if those of a store
+    with blocks have changed. Raises StoreError if the store was created after the job was planned: planned again, with
+    the store's geometry, the job may fit.
     """
     target = job.plan.streams.target
     try:
         store = StoreWriter.plan(job.storage, job.metadata, job.layout)
         if job.manifest.changes and any(len(blocks.table) for blocks in store.streams.all().values()):
-            job.manifest.require_unchanged()
+            raise InputError(f"{job.storage.path}: {job.manifest.changes}.")
     except StoreMismatch as error:
         if job.stored is not None:
             raise StoreMismatch(f"{error}\n{job.manifest.changes}".rstrip()) from None
