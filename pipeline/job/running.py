@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator
 
 from pipeline.cluster import joining, preemption, processes
-from pipeline.config.choices import OnNotFinite
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import StreamWork
@@ -95,8 +94,6 @@ def open_store(job: Job) -> StoreWriter:
         ) from error
     if not store.complete or larger(store.target, target) != store.target or has_work(job, store):
         store.reopen(target)
-        if job.config.capture.on_not_finite is OnNotFinite.warn:
-            store.record(may_be_not_finite=True)
     return store
 
 

@@ -14,7 +14,7 @@ from pipeline.core.errors import ArgumentError, CheckpointError, ConfigError, St
 from pipeline.job.opening import open_job
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
-from pipeline.store.check.scope import Scope
+from pipeline.store.check.problems import Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import change_root
 from pipeline.store.inspection.features import view_features

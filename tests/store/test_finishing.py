@@ -66,7 +66,7 @@ def test_finishing_does_not_hide_a_lost_record(store_path):
 
 
 @pytest.mark.parametrize(
-    "change", [StoreWriter.finish, StoreWriter.reopen, lambda store: store.record(may_be_not_finite=True)]
+    "change", [StoreWriter.finish, StoreWriter.reopen, lambda store: store.record(weights_error={})]
 )
 def test_a_root_that_was_deleted_meanwhile_is_not_written_again(tmp_path, change):
     writer = write_store(str(tmp_path / "store"))

@@ -135,7 +135,6 @@ WRONG = {
     "selected": (0, "4", 4, True),
     "summary": (5, {}, {"blocks": 5}, []),
     "target": (-1, "some", 1.5, None),
-    "may_be_not_finite": (1, "true", None),
     "weights_error": ([], 5, {"embed": 0.1}, {"embed": []}, {"embed": {"token_median": "x"}}),
     "capture.dtype": (5, [], "complex64", None),
     "capture.statistics": (None, 1, "true"),

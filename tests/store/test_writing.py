@@ -186,11 +186,11 @@ def test_a_planned_store_that_could_not_be_created_is_created_by_the_next_call(t
     monkeypatch.setattr(FailsOnce, "refused", ["zarr.json"])
     storage = FailsOnce.open(f"memory://{tmp_path}")
     writer = StoreWriter.plan(storage, metadata(), layout())
-    writer.record(may_be_not_finite=True)
+    writer.record(weights_error={"embed": {"token_median": 0.5}})
     with pytest.raises(StoreError, match="cannot be written"):
         writer.create()
     writer.create()
-    assert StoreWriter.open_existing(storage).root.may_be_not_finite
+    assert StoreWriter.open_existing(storage).root.weights_error
 
 
 def test_another_configuration_is_refused_by_key(store_path):

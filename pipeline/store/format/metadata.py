@@ -55,7 +55,6 @@ _ATTRIBUTES = {
     "fingerprint": str,
     "summary": (None, _SUMMARY | {"ids": _NULL}, _SUMMARY | {"ids": _SHA256, "ids_bytes": integers(1, 1 << 40)}),
     "target": Of(lambda v: v == ALL or _COUNT.holds(v), f"{ALL} or {_COUNT.name}"),
-    "may_be_not_finite": bool,
     "weights_error": _ERRORS,
     "cache_error": _ERRORS,
     "model": dict,
@@ -196,7 +195,6 @@ class StoreRoot:
     selected: slots per row for selected tokens; None where the activations of all tokens are stored.
     complete: whether the store has all blocks.
     summary: the sha256 of the files in `_summary/` that a finished store has, see `summary.py`; None before.
-    may_be_not_finite: whether a run was allowed to store activations that are not finite.
     weights_error: by array, the relative error caused by quantised weights.
     cache_error: by array and for final_norm, the relative error caused by int8 keys and values (data=generate).
     """
@@ -208,7 +206,6 @@ class StoreRoot:
     selected: int | None = None
     complete: bool = False
     summary: Mapping[str, str | int | None] | None = None
-    may_be_not_finite: bool = False
     weights_error: Json | None = None
     cache_error: Json | None = None
 

@@ -21,10 +21,9 @@ from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import block_key
 from pipeline.store.format.normalisation import Normalisation, l2_norms
-from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parquet import decode_table_of, encode_table, require_schema
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, map_ahead
 
 BINS_PER_OCTAVE = 32
 _MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers are counted in the first or the last bin

@@ -4,7 +4,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,15 +52,46 @@ def raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def files_below(path: str, onerror: Callable[[OSError], None] | None = raise_unless_gone) -> Iterator[str]:
-    """The files and links in a directory and below it, as relative paths, one directory after the other. Without those
-    in lost+found and in directories such as .snapshots, which may be large. onerror: as for os.walk."""
-    for directory, folders, files in os.walk(path, onerror=onerror):
+def files_below(
+    path: str, prefix: str = "", onerror: Callable[[OSError], None] | None = raise_unless_gone
+) -> Iterator[str]:
+    """The files and links in a directory, or in its folder `prefix`, and below it, as paths relative to the directory,
+    one folder after the other. Without those in lost+found and in folders such as .snapshots, which may be large.
+    onerror: as for os.walk."""
+    if prefix and os.path.islink(os.path.join(path, prefix.rstrip("/"))):
+        return
+    for directory, folders, files in os.walk(os.path.join(path, prefix), onerror=onerror):
         inner = os.path.relpath(directory, path)
         if inner == ".":
             folders[:] = [name for name in folders if name != "lost+found" and not name.startswith(".")]
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
         yield from (os.path.normpath(os.path.join(inner, name)) for name in (*links, *files))
+
+
+def linked_folder(directory: str, keys: Iterable[str]) -> str | None:
+    """The folder of one of these keys that is a symbolic link, or is in a linked folder, of a store's directory."""
+    for folder in {os.path.dirname(key) for key in keys}:
+        path = os.path.join(directory, folder)
+        if os.path.realpath(path) != os.path.join(os.path.realpath(directory), folder).rstrip("/"):
+            return path
+    return None
+
+
+def delete_files(directory: str, keys: Sequence[str]) -> None:
+    """Deletes files, links or pipes, in this order, durably. Raises OSError, also for a folder."""
+    for key in keys:
+        with suppress(FileNotFoundError):
+            os.unlink(directory + key)
+    for folder in {os.path.dirname(directory + key) for key in keys}:
+        with suppress(FileNotFoundError):
+            sync_directory(folder)
+
+
+def remove_empty_folders(path: str) -> None:
+    """Removes a folder, and those in it, if they are empty. Links stay."""
+    for folder, _, _ in os.walk(path, topdown=False) if not os.path.islink(path) else ():
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 def sync_directory(path: str | Path) -> None:

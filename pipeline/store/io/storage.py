@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -21,9 +21,16 @@ from pipeline.core.addresses import HUB_SCHEME
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.host import num_cores
-from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
-from pipeline.store.io.local_files import file_problem, make_directories, put_file, size_problem
+from pipeline.store.io.local_files import (
+    delete_files,
+    file_problem,
+    files_below,
+    linked_folder,
+    make_directories,
+    put_file,
+    size_problem,
+)
 from pipeline.store.io.options import (
     CONCURRENCY,
     DEFAULT_OPTIONS,
@@ -46,7 +53,7 @@ _UPDATE_ATTEMPTS = 100  # to change an object that other processes are changing
 _REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _SETTLED_REREAD_DELAYS_S = (0.0,)
 
-T = TypeVar("T")
+A, T = TypeVar("A"), TypeVar("T")
 Buffer = bytes | memoryview
 
 NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
@@ -260,9 +267,28 @@ class Storage:
         if problem := file_problem(self.directory, key):
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
 
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """The names in a folder (with a slash) and below it. On a local path also of links and of temporary files, one
+        folder after the other."""
+        with storage_errors(self.url(prefix)):
+            yield from self.list_keys(prefix) if self.directory is None else files_below(self.directory, prefix)
+
+    def require_no_links(self, keys: Iterable[str]) -> None:
+        """Raises StoreError if a key is in a linked folder of a local store."""
+        if self.directory is not None and (folder := linked_folder(self.directory, keys)):
+            raise StoreError(
+                f"{folder} is a symbolic link, or in a linked folder. Nothing was removed. Remove the link."
+            )
+
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects durably and concurrently."""
-        deque(map_ahead(lambda key: self.write(key, None), keys, _DELETIONS_AT_ONCE), maxlen=0)
+        """Deletes objects durably; on a local path in this order, also links or pipes in their places. See
+        `require_no_links`."""
+        if self.directory is None:
+            deque(map_ahead(lambda key: self.write(key, None), keys, _DELETIONS_AT_ONCE), maxlen=0)
+            return
+        self.require_no_links(keys := list(keys))
+        with storage_errors(self.path):
+            delete_files(self.directory, keys)
 
     @cached_property
     def put_threads(self) -> Executor:
@@ -272,3 +298,19 @@ class Storage:
 
 
 StorageLike = Storage | str | os.PathLike[str]
+
+
+def map_ahead(call: Callable[[A], T], items: Iterable[A], threads: int) -> Iterator[T]:
+    """The results of `call(item)`, in order, computed by several threads. Unlike `Executor.map`, it starts at most
+    `2 * threads` calls ahead."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="ahead")
+    started: deque[Future[T]] = deque()
+    try:
+        for item in items:
+            started.append(pool.submit(call, item))
+            if len(started) > 2 * threads:
+                yield started.popleft().result()
+        while started:
+            yield started.popleft().result()
+    finally:  # without waiting, since a dropped iterator may be garbage-collected in one of the threads
+        pool.shutdown(wait=False, cancel_futures=True)

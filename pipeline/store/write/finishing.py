@@ -14,7 +14,7 @@ from pipeline.store.format.metadata import StoreRoot, change_root
 from pipeline.store.format.statistics import encode_statistics, merge_streams
 from pipeline.store.format.summary import BLOCKS, IDS, STATISTICS, put_summary
 from pipeline.store.format.target import is_reached
-from pipeline.store.generated.group_files import delete_used_groups
+from pipeline.store.generated.documents import delete_used_groups
 from pipeline.store.io.storage import Storage
 
 Streams = Mapping[int, StreamBlocks]  # all streams of a store, in order

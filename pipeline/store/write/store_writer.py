@@ -36,7 +36,7 @@ from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, Recent
 from pipeline.store.write.committed_streams import CommittedStreams
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.leases import process_name
-from pipeline.store.write.vacancy import require_vacant
+from pipeline.store.write.store_path import require_vacant
 
 _BLOCKS_AT_ONCE = 32
 
@@ -89,7 +89,7 @@ class StoreWriter:
             self.storage.put(ROOT_KEY, planned.to_json())
             require_root(self.storage).metadata.require_same(planned.metadata, self.path)  # perhaps of another process
             self._is_new = False  # not before: after an error, the next call tries again
-            recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
+            recorded = {name: getattr(planned, name) for name in ("weights_error", "cache_error")}
             self.reopen(planned.target)
             self.record(**{name: value for name, value in recorded.items() if value})
         return self
@@ -113,8 +113,8 @@ class StoreWriter:
         """How many tokens the store shall hold, according to the root as last read."""
         return self.root.target
 
-    def record(self, **facts: Json | bool) -> None:
-        """Records `weights_error`, `cache_error` or `may_be_not_finite` in the root. See `StoreRoot`."""
+    def record(self, **facts: Json) -> None:
+        """Records `weights_error` or `cache_error` in the root. See `StoreRoot`."""
         self._change_root(lambda root: replace(root, **facts))
 
     def reopen(self, target: Target | None = None) -> None:
