@@ -11,7 +11,7 @@ from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.problems import MISSING, OpenStore, Problem
 from pipeline.store.features.index_file import check_index, index_key
 from pipeline.store.format.commits import CommitRecord, commit_key, read_commit_records
-from pipeline.store.format.layout import ArraySpec
+from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.statistics import read_stream_statistics, statistics_key
 from pipeline.store.format.tables import decode_table, table_key
 from pipeline.store.io.shards import decoded_chunks, values_digest
@@ -39,6 +39,11 @@ def check_block(store: OpenStore, stream: int, block: int) -> list[Problem]:
     return problems + [problem for spec in store.layout.all_arrays for problem in _check_array(store, spec, record)]
 
 
+def shard_keys(layout: StoreLayout, spec: ArraySpec, stream: int, block: int) -> list[str]:
+    """The keys of a block's store shards, in the order of its values."""
+    return [layout.shard_key(spec, stream, block, part) for part in range(layout.num_parts(spec))]
+
+
 def _check_index(storage: Storage, sae: Mapping[str, Any], key: str) -> None:
     check_index(storage.read(key), sae["width"], np.dtype(sae["dtype"]), key)
 
@@ -48,7 +53,7 @@ def _check_array(store: OpenStore, spec: ArraySpec, record: CommitRecord) -> lis
     place = record.stream, record.block
     checksums: list[bytes] = []
     problems: list[Problem] = []
-    keys = store.layout.shard_keys(spec, *place)
+    keys = shard_keys(store.layout, spec, *place)
     for key in keys:
         problems += store.problems(key, lambda key=key: checksums.extend(_check_shard(store, spec, key)), block=place)
     digest, expected = values_digest(checksums), record.digests.get(spec.name)

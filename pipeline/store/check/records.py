@@ -10,6 +10,7 @@ from jaxtyping import Int64
 
 from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
+from pipeline.store.check.blocks import shard_keys
 from pipeline.store.check.problems import MISSING, OpenStore, Problem, Remedy, Scope
 from pipeline.store.features.index_file import index_key
 from pipeline.store.format.block_table import BlockTable, counts_of, impossible_counts
@@ -130,7 +131,7 @@ def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamR
     """
     layout, encoded = store.layout, store.root.metadata.indexed_features
     kinds: dict[str, Callable[[int, int], list[str]]] = {  # by prefix: the keys of a block's objects
-        **{f"{spec.name}/c.": partial(layout.shard_keys, spec) for spec in layout.all_arrays},
+        **{f"{spec.name}/c.": partial(shard_keys, layout, spec) for spec in layout.all_arrays},
         COMMITS_PREFIX: lambda *place: [commit_key(*place)],
         TABLES_PREFIX: lambda *place: [table_key(*place)],
         **({STATISTICS_PREFIX: lambda *place: [statistics_key(*place)]} if store.root.metadata.has_statistics else {}),

@@ -14,6 +14,7 @@ from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import COMMITS_PREFIX, commit_key, parse_commit_key
 from pipeline.store.format.keys import LEASES_PREFIX, stream_prefix
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, change_root, require_root
+from pipeline.store.io.local_files import require_no_links
 from pipeline.store.io.storage import Storage, map_ahead
 
 _LEASE_S, _MAX_LEASE_S = 60.0, 600.0  # how long to wait if the root does not say it, and at most
@@ -76,7 +77,7 @@ def _repair(storage: Storage, problems: Collection[Problem]) -> tuple[int, int]:
             stream, block = problem.block
             first_blocks[stream] = min(block, first_blocks.get(stream, block))
     objects = {problem.where for problem in problems} - {ROOT_KEY}
-    storage.require_no_links(objects)
+    require_no_links(storage.directory, objects)
     if any(problem.remedy is not Remedy.discard for problem in problems):
         change_root(storage, lambda root: replace(root, complete=False, summary=None))
 

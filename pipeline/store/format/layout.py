@@ -267,10 +267,6 @@ class StoreLayout:
         index = divmod((block * self.num_streams + stream) * self.num_parts(spec) + part, columns)
         return f"{spec.name}/c." + ".".join(map(str, (*index, *(0 for _ in spec.token_shape))))
 
-    def shard_keys(self, spec: ArraySpec, stream: int, block: int) -> list[str]:
-        """The keys of a block's store shards of an array, in the order of its values."""
-        return [self.shard_key(spec, stream, block, part) for part in range(self.num_parts(spec))]
-
     def shard_place(self, spec: ArraySpec, row: int, column: int) -> tuple[int, int]:
         """The stream and block of a store shard, from its indices."""
         columns = self._row_slots(spec) // self.shard_shape(spec)[1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.core.errors import StoreInvalid
+from pipeline.core.errors import StoreError, StoreInvalid
 
 LOCK_SUFFIX = ".__lock"  # of temporary local files, which TensorStore's listings omit; a killed process leaves them
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -68,13 +68,12 @@ def files_below(
         yield from (os.path.normpath(os.path.join(inner, name)) for name in (*links, *files))
 
 
-def linked_folder(directory: str, keys: Iterable[str]) -> str | None:
-    """The folder of one of these keys that is a symbolic link, or is in a linked folder, of a store's directory."""
-    for folder in {os.path.dirname(key) for key in keys}:
+def require_no_links(directory: str | None, keys: Iterable[str]) -> None:
+    """Raises StoreError if a key is in a linked folder of a local store's directory."""
+    for folder in {os.path.dirname(key) for key in keys} if directory is not None else ():
         path = os.path.join(directory, folder)
         if os.path.realpath(path) != os.path.join(os.path.realpath(directory), folder).rstrip("/"):
-            return path
-    return None
+            raise StoreError(f"{path} is a symbolic link, or in a linked folder. Nothing was removed. Remove the link.")
 
 
 def delete_files(directory: str, keys: Sequence[str]) -> None:

@@ -25,10 +25,9 @@ from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
 from pipeline.store.io.local_files import (
     delete_files,
     file_problem,
-    files_below,
-    linked_folder,
     make_directories,
     put_file,
+    require_no_links,
     size_problem,
 )
 from pipeline.store.io.options import (
@@ -267,26 +266,13 @@ class Storage:
         if problem := file_problem(self.directory, key):
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
 
-    def names(self, prefix: str = "") -> Iterator[str]:
-        """The names in a folder (with a slash) and below it. On a local path also of links and of temporary files, one
-        folder after the other."""
-        with storage_errors(self.url(prefix)):
-            yield from self.list_keys(prefix) if self.directory is None else files_below(self.directory, prefix)
-
-    def require_no_links(self, keys: Iterable[str]) -> None:
-        """Raises StoreError if a key is in a linked folder of a local store."""
-        if self.directory is not None and (folder := linked_folder(self.directory, keys)):
-            raise StoreError(
-                f"{folder} is a symbolic link, or in a linked folder. Nothing was removed. Remove the link."
-            )
-
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects durably; on a local path in this order, also links or pipes in their places. See
-        `require_no_links`."""
+        """Deletes objects durably; on a local path in this order, also links or pipes in their places. Raises
+        StoreError for what is in a linked folder."""
         if self.directory is None:
             deque(map_ahead(lambda key: self.write(key, None), keys, _DELETIONS_AT_ONCE), maxlen=0)
             return
-        self.require_no_links(keys := list(keys))
+        require_no_links(self.directory, keys := list(keys))
         with storage_errors(self.path):
             delete_files(self.directory, keys)
 

@@ -10,6 +10,7 @@ from pipeline.store.format.arrays import layout_of, own_keys
 from pipeline.store.format.commits import COMMITS_PREFIX
 from pipeline.store.format.keys import FOLDERS, Kind, parse_key
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot
+from pipeline.store.io.failures import storage_errors
 from pipeline.store.io.local_files import files_below, remove_empty_folders
 from pipeline.store.io.storage import Storage, StorageLike
 
@@ -24,7 +25,7 @@ def require_vacant(storage: Storage) -> bool:
     These may exist: objects that a worker wrote after the store was deleted, temporary files of its root, empty
     folders, names that begin with a dot, and lost+found. Raises StoreInvalid for others, and StoreError.
     """
-    foreign = list(islice((key for key in storage.names() if not _may_stay(key)), _MAX_NAMED + 1))
+    foreign = list(islice((key for key in _names(storage) if not _may_stay(key)), _MAX_NAMED + 1))
     if not foreign:
         return True
 
@@ -44,6 +45,13 @@ def require_vacant(storage: Storage) -> bool:
     return next(storage.read_checked([ROOT_KEY], require_root))
 
 
+def _names(storage: Storage, prefix: str = "") -> Iterator[str]:
+    """The names in a folder (with a slash) and below it. On a local path also of links and of temporary files, one
+    folder after the other."""
+    with storage_errors(storage.url(prefix)):
+        yield from storage.list_keys(prefix) if storage.directory is None else files_below(storage.directory, prefix)
+
+
 def _may_stay(key: str) -> bool:
     """Whether a store may be created while this key exists."""
     if not key or key.endswith("/"):  # stands for an empty folder in web consoles and mounted buckets
@@ -61,14 +69,14 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
     storage = Storage.open(place).with_own_requests(_DELETIONS_AT_ONCE)
     is_own, directory = own_keys(root), storage.directory
     for folder in (*FOLDERS, *(spec.name for spec in layout_of(root).all_arrays)):
-        names = filter(is_own, storage.names(f"{folder}/"))
+        names = filter(is_own, _names(storage, f"{folder}/"))
         storage.delete(name for name in names if directory is None or not os.path.islink(directory + name))
         if directory is not None:
             remove_empty_folders(directory + folder)
     names = [ROOT_KEY] if directory is None else filter(is_own, os.listdir(directory))
     storage.delete(sorted(names, key=lambda name: name == ROOT_KEY))
     if directory is None:
-        return storage.names()
+        return _names(storage)
     with suppress(OSError):  # the directory has other files, or the path is a link
         os.rmdir(directory.rstrip("/"))
     return files_below(directory, onerror=None)  # some may be unreadable, and are not the store's
