@@ -107,7 +107,7 @@ ARRAY = {"width": 4, "hook_name": "hook_embed", "scale_groups": None}
         (lambda text: text.replace(b"activation_store", b"something_else"), "but not an activation store"),
         (lambda text: text.replace(b'"version": 1', b'"version": 2'), "version 2, but this program reads version 1"),
         (lambda text: resealed(text.replace(b'"length": 8', b'"length": 9')), "fingerprint does not match its content"),
-        (lambda text: resealed(text, arrays={"embed": ARRAY}), "arrays and capture.arrays disagree"),
+        (lambda text: resealed(text, arrays={"embed": ARRAY}), "arrays, selected and capture disagree"),
         (lambda text: resealed(text.replace(b'"scale_groups": null', b'"scale_groups": 1')), "capture.dtype disagree"),
         (lambda text: resealed(text, selected=2), "selected and capture.positions disagree"),
         (lambda text: text.replace(b'"node_type": "group"', b'"node_type": "array"'), "its own checksum"),

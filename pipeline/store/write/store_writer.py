@@ -19,7 +19,7 @@ from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import JOBS_PREFIX
-from pipeline.store.format.layout import StoreLayout
+from pipeline.store.format.layout import StoreLayout, scale_name
 from pipeline.store.format.metadata import (
     ROOT_KEY,
     Json,
@@ -28,7 +28,6 @@ from pipeline.store.format.metadata import (
     change_root,
     require_root,
 )
-from pipeline.store.format.scaled import scale_name
 from pipeline.store.format.statistics import BlockStatistics, encode_statistics, statistics_key
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.storage import Storage, StorageLike
