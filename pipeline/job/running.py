@@ -14,9 +14,9 @@ from pipeline.job.loop import fill
 from pipeline.job.opening import open_job
 from pipeline.job.rounding_probe import measure_rounding
 from pipeline.step.compilation_cache import use_compilation_cache
-from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import larger
+from pipeline.store.write.finishing import describe_skips
 from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
