@@ -25,24 +25,17 @@ def make_directories(path: str | Path, root: str | Path) -> None:
     When it returns, their entries are on the disk, and so are those of existing directories below `root`, which another
     process may just have created.
     """
-    path, root = os.path.abspath(path), os.path.abspath(root)
+    path, existing = os.path.abspath(path), os.path.abspath(root)
     if path in _durable and os.path.isdir(path):
         return
-    if path == root and os.path.isdir(path):
-        return
-    parent = os.path.dirname(path)
-    if path != root:
-        make_directories(parent, root)
-    elif not os.path.isdir(parent):
-        make_directories(parent, parent)
-    if not os.path.isdir(path):
-        try:
-            os.mkdir(path)
-        except FileExistsError:  # another process was faster
-            if not os.path.isdir(path):
-                raise
-    with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
-        sync_directory(parent)
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    os.makedirs(path, exist_ok=True)
+    parent = path
+    while parent != existing:
+        parent = os.path.dirname(parent)
+        with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
+            sync_directory(parent)
     _durable.add(path)
 
 
@@ -133,33 +126,27 @@ def put_file(directory: str, key: str, parts: Sequence[bytes | memoryview]) -> b
     for a file system without hard links."""
     path = directory + key
     make_directories(os.path.dirname(path), directory)
-    is_new = not os.path.lexists(path) and _write_and_link(path, parts)
-    # Also if another process wrote the file: a record that names it may be on the disk before that process ends.
-    sync_directory(os.path.dirname(path))
-    return is_new
-
-
-def _write_and_link(path: str, parts: Sequence[bytes | memoryview]) -> bool:
-    """Writes a file unless it exists, all of it or nothing, and returns whether it did. The caller syncs the
-    directory."""
+    is_new = not os.path.lexists(path)
     temporary = f"{path}.{secrets.token_hex(4)}{LOCK_SUFFIX}"
     try:
-        with open(temporary, "xb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
+        if is_new:
+            with open(temporary, "xb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
             os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            raise StoreInvalid(
-                f"{path} cannot be written: its file system has no hard links ({error}). Choose a store.path on "
-                "another file system; give a mounted bucket by its URL."
-            ) from error
-        return True
+    except FileExistsError:
+        is_new = False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        raise StoreInvalid(
+            f"{path} cannot be written: its file system has no hard links ({error}). Choose a store.path on another "
+            "file system; give a mounted bucket by its URL."
+        ) from error
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+    # Also if another process wrote the file: a record that names it may be on the disk before that process ends.
+    sync_directory(os.path.dirname(path))
+    return is_new
