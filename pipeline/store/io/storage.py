@@ -162,11 +162,8 @@ class Storage:
         few times, before the error is raised.
         """
         for key, content in zip(keys, self.read_many(list(keys)), strict=True):
-            yield self._checked(key, content, check)
-
-    def _checked(self, key: str, content: bytes | None, check: Callable[[str, bytes | None], T]) -> T:
-        contents = itertools.chain([content], (self.read(key) for _ in itertools.count()))
-        return self.retry_read(lambda: check(key, next(contents)))
+            contents = itertools.chain([content], map(self.read, itertools.repeat(key)))
+            yield self.retry_read(lambda key=key, contents=contents: check(key, next(contents)))
 
     def retry_read(self, read: Callable[[], T]) -> T:
         """Returns `read()`, calling it again, a few times, if it raises StoreInvalid.
@@ -174,15 +171,12 @@ class Storage:
         A storage service may return half an object, or report it as missing, and answer correctly the next time. If
         calls of `retry_read` are nested, only the innermost retries.
         """
-        delays_s = None
+        delays_s = iter(_REREAD_DELAYS_S if self.is_remote else _SETTLED_REREAD_DELAYS_S)
         while True:
             try:
                 return read()
             except StoreInvalid as error:
-                if error.was_read_again:
-                    raise
-                delays_s = delays_s or iter(_REREAD_DELAYS_S if self.is_remote else _SETTLED_REREAD_DELAYS_S)
-                if (delay_s := next(delays_s, None)) is None:
+                if error.was_read_again or (delay_s := next(delays_s, None)) is None:
                     error.was_read_again = True
                     raise
                 time.sleep(delay_s)

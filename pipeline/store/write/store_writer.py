@@ -38,7 +38,7 @@ from pipeline.store.format.statistics import (
 )
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, Recent, write_block
+from pipeline.store.write.block_protocol import Encode, NewBlock, PutAnswer, Recent, write_block
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.leases import process_name
 from pipeline.store.write.store_path import require_vacant
@@ -267,18 +267,18 @@ class _Objects:
     storage: Storage
     small: Storage
 
-    def put(self, puts: Sequence[Put]) -> list[PutAnswer]:
+    def put(self, puts: Mapping[str, Encode]) -> list[PutAnswer]:
         """When it returns or raises, all puts have ended."""
         if len(puts) == 1:
-            return [self._put(self.small, puts[0])]
-        answers = [self.storage.put_threads.submit(self._put, self.storage, put) for put in puts]
+            return [self._put(self.small, *item) for item in puts.items()]
+        answers = [self.storage.put_threads.submit(self._put, self.storage, *item) for item in puts.items()]
         concurrent.futures.wait(answers)
         return [answer.result() for answer in answers]
 
     @staticmethod
-    def _put(storage: Storage, put: Put) -> PutAnswer:
-        parts, checksums = put.encode()
-        return PutAnswer(storage.put(put.key, *parts), checksums)
+    def _put(storage: Storage, key: str, encode: Encode) -> PutAnswer:
+        parts, checksums = encode()
+        return PutAnswer(storage.put(key, *parts), checksums)
 
     def read(self, key: str, check: Callable[[str, bytes | None], Any]) -> Any:
         return next(self.small.read_checked([key], check))
