@@ -92,7 +92,7 @@ def open_store(job: Job) -> StoreWriter:
         raise StoreError(
             f"the store {job.storage.path} was created while this job was being planned. Run the same command again."
         ) from error
-    if not store.complete or larger(store.target, target) != store.target or has_work(job, store):
+    if not store.complete or larger(store.root.target, target) != store.root.target or has_work(job, store):
         store.reopen(target)
     return store
 

@@ -15,7 +15,7 @@ from pipeline.cluster.sharding import put_rows
 from pipeline.core.sites import ActivationKey
 from pipeline.data.documents import TokenBlock
 from pipeline.job.job import Job
-from pipeline.store.generated.completions import document_tokens
+from pipeline.store.generated.documents import document_tokens
 
 DocumentActivations = dict[int, dict[str, Float[np.ndarray, "n D"]]]  # by the document's number in its stream
 

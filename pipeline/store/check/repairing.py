@@ -55,8 +55,7 @@ def _require_no_job(storage: Storage, root: StoreRoot, leases: dict[str, bytes |
     """Raises StoreError if a lease has changed, so that a job writes to the store. If there are leases, first waits for
     as long as a job may leave one unchanged."""
     if leases:
-        lease_s = root.metadata.config["run"].get("lease_s")
-        time.sleep(min(lease_s, _MAX_LEASE_S) if isinstance(lease_s, int | float) and lease_s > 0 else _LEASE_S)
+        time.sleep(max(0, min(root.metadata.config["run"].get("lease_s", _LEASE_S), _MAX_LEASE_S)))
     if _read_leases(storage) != leases:
         raise StoreError(
             f"a job writes to {storage.path}: its leases changed. Nothing was removed. Stop the job, then run the same "

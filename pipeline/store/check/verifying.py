@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 
-from pipeline.core.errors import StoreInvalid
+from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.blocks import check_block
 from pipeline.store.check.problems import EVERYTHING, OpenStore, Problem, Remedy, Scope
 from pipeline.store.check.records import StreamRecords, check_listings, check_records
@@ -61,14 +61,15 @@ def verify_store(
 
 def _read_summarised(store: OpenStore, problems: list[Problem]) -> BlockTable | None:
     """The summary's table of blocks; None if there is none that can be read."""
-    if store.root.summary is not None:
-        read: list[BlockTable] = []
-        key = summary_key(BLOCKS, store.root.summary[BLOCKS])
-        problems += store.problems(key, lambda: read.append(read_summarised(store.storage, store.root)), Remedy.finish)
-        return read[0] if read else None
-    if store.root.complete:
+    if store.root.summary is None and store.root.complete:
         problems.append(Problem(ROOT_KEY, "the store is complete, but has no summary", Remedy.finish))
-    return None
+    if store.root.summary is None:
+        return None
+    try:
+        return read_summarised(store.storage, store.root)
+    except StoreError as error:
+        problems.append(Problem(summary_key(BLOCKS, store.root.summary[BLOCKS]), str(error), Remedy.finish))
+        return None
 
 
 def _check_arrays(store: OpenStore, num_rows: int | None) -> list[Problem]:

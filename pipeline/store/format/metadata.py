@@ -77,7 +77,7 @@ _ATTRIBUTES = {
     },
     "store": {"compression?": one_of(("none", "zstd")), "shard_bytes?": integers(1, 1 << 38)},
     "config": {
-        "run": {"max_tokens": (None, _COUNT)},
+        "run": {"max_tokens": (None, _COUNT), "lease_s?": float},
         "model?": {"path?": (None, str), "tokenizer?": (None, str)},
         "data?": {"path?": (None, str), "revision?": (None, str)},
         **dict.fromkeys(("capture?", "batch?", "store?"), dict),

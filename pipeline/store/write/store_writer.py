@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.block_table import BlockTable, StreamBlocks, read_stream, read_streams
 from pipeline.store.format.commits import CommitRecord, read_commit_records
@@ -114,11 +113,6 @@ class StoreWriter:
     def complete(self) -> bool:
         return self.root.complete
 
-    @property
-    def target(self) -> Target:
-        """How many tokens the store shall hold, according to the root as last read."""
-        return self.root.target
-
     def record(self, **facts: Json) -> None:
         """Records `weights_error` or `cache_error` in the root. See `StoreRoot`."""
         self._change_root(lambda root: replace(root, **facts))
@@ -152,14 +146,12 @@ class StoreWriter:
         self.create()
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
-        stream, number = record.stream, record.block
+        stream = record.stream
         before = self._last.get(stream)
         before = None if before is None or before.done() else before
 
         def derive(adopted: Collection[str]) -> tuple[Mapping[str, bytes], Recent]:
             statistics, indexes = summarise(adopted)
-            if set(indexes) != (needed := set(index_keys(self.metadata, stream, number))):
-                raise ValueError(f"a block needs the indexes {needed}, got {set(indexes)}")
             if before is not None:
                 before.result()
             files, recent = self._encode_statistics(record, statistics)
