@@ -91,8 +91,7 @@ class Storage:
         AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION.
 
         Raises StoreInvalid for an unusable path (empty, `~` of an unknown user, a URL with an unknown scheme, without
-        a bucket or with credentials) and if the Hub refuses access; ConfigError for options that are out of range;
-        HubUnavailable; StoreError.
+        a bucket or with credentials) and if the Hub refuses access; HubUnavailable; StoreError.
         """
         if isinstance(address, Storage):
             return address
