@@ -23,7 +23,7 @@ from pipeline.store.format.commits import COMMITS_PREFIX, parse_commit_key
 from pipeline.store.format.keys import LEASES_PREFIX
 from pipeline.store.format.metadata import require_root
 from pipeline.store.io.storage import Storage
-from pipeline.store.write.deleting import delete_store
+from pipeline.store.write.store_path import delete_store
 
 _MAX_NAMED = 5  # leases and remaining files that a message names
 

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from pipeline.cli.settings import command, flag, setting, store_path
 from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
+from pipeline.store.format.metadata import require_root
 from pipeline.store.format.target import has_share, stream_share
 from pipeline.store.ids.index import index_ids
 from pipeline.store.io.storage import Storage
@@ -52,23 +53,18 @@ def finalize_store(settings: Settings) -> None:
 
 def finalize(store: StoreWriter, is_forced: bool = False) -> str | None:
     """Marks the store complete. Returns None, or why it cannot. Raises StoreError."""
-    num_streams = store.metadata.num_streams
+    if store.finish(is_forced):
+        return None
+    num_streams, target = store.metadata.num_streams, require_root(store.storage).target
     unfinished = [
         stream
         for stream, blocks in store.streams.all().items()
-        if not has_share(blocks.table, stream_share(store.target, num_streams, stream))
+        if not has_share(blocks.table, stream_share(target, num_streams, stream))
     ]
-    if unfinished and not (is_forced or store.complete):
-        return (
-            f"streams {', '.join(map(str, unfinished))} are unfinished. Let the jobs continue, start another, or "
-            f"run pipeline.finalize with force=true to complete the store as it is."
-        )
-    if not store.finish(is_forced):
-        return (
-            "another run began to extend it, or it has lost commit records. Let that run continue, run "
-            "pipeline.verify, or run pipeline.finalize with force=true."
-        )
-    return None
+    return (
+        f"streams {', '.join(map(str, unfinished))} are unfinished. Let the jobs continue, start another, or run "
+        "pipeline.finalize with force=true to complete the store as it is."
+    )
 
 
 main = command("finalize", __doc__, Settings, finalize_store)

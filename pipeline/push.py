@@ -27,7 +27,7 @@ from huggingface_hub.utils.logging import set_verbosity_error
 
 from pipeline.cli.settings import command, flag, setting, store_path
 from pipeline.core.progress import progress_bar
-from pipeline.store.publish.pushing import push_store
+from pipeline.store.publish import push_store
 
 
 @dataclass(frozen=True)

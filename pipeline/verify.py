@@ -3,7 +3,7 @@
 To share the work on a large store among W processes, give each `verify.world=W` and its own `verify.rank`, from 0 to
 W - 1. Each process checks every W-th stream; the store is sound if none of them finds a problem. `verify.sample=0.01`
 reads the objects of one block in 100, the same ones for the same `verify.seed`: its document table, statistics and
-arrays must be what its record says, activations finite, and outputs in their range. Of the other blocks, all of them
+arrays must be what its record says, and outputs in their range. Of the other blocks, all of them
 with `verify.sample=0`, the records are read, and the objects must exist. A complete store must have no others.
 
 `verify.repair=true` removes what is damaged, and objects that belong to no committed block: first the summary is taken
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 
 from pipeline.cli.settings import command, flag, fraction, read_store_path, setting, whole_number
 from pipeline.core.errors import ConfigError
+from pipeline.store.check.problems import Scope
 from pipeline.store.check.repairing import verify_and_print
-from pipeline.store.check.scope import Scope
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Iterator
 
 from pipeline.cluster import preemption, processes
-from pipeline.config.choices import OnNotFinite
 from pipeline.config.schema import RunConfig
 from pipeline.core.errors import InputError, Interrupted, StoreError, StoreMismatch
 from pipeline.data.feed import StreamWork
@@ -15,9 +14,9 @@ from pipeline.job.loop import fill
 from pipeline.job.opening import open_job
 from pipeline.job.rounding import measure_rounding
 from pipeline.step.compiler import use_compilation_cache
-from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.target import larger
+from pipeline.store.write.finishing import describe_skips
 from pipeline.store.write.store_writer import StoreWriter
 
 log = logging.getLogger("pipeline")
@@ -94,10 +93,8 @@ def open_store(job: Job) -> StoreWriter:
         raise StoreError(
             f"the store {job.storage.path} was created while this job was being planned. Run the same command again."
         ) from error
-    if not store.complete or larger(store.target, target) != store.target or has_work(job, store):
+    if not store.complete or larger(store.root.target, target) != store.root.target or has_work(job, store):
         store.reopen(target)
-        if job.config.capture.on_not_finite is OnNotFinite.warn:
-            store.record(may_be_not_finite=True)
     return store
 
 

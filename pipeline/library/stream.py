@@ -22,8 +22,7 @@ from pipeline.library.settings import plain, settings
 from pipeline.library.stream_reader import StreamReader, device_bytes, host_bytes
 from pipeline.step.compiler import use_compilation_cache
 from pipeline.store.format.layout import MIB
-from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.statistics import Statistics
+from pipeline.store.format.statistics import Normalisation, Statistics
 from pipeline.store.read.frameworks import STORED, Dtype
 from pipeline.store.read.gathering import sample_statistics
 from pipeline.store.read.options import ArrayNames, BatchOptions, Key, TokenFilter, as_keys

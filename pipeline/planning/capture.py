@@ -12,8 +12,7 @@ from pipeline.data.selection import slots_per_row
 from pipeline.models.registry import Model
 from pipeline.models.weight_specs import has_site
 from pipeline.step.spec import EncoderSpec, StepSpec
-from pipeline.store.format.layout import OUTPUTS, SELECTED, TOKENS, ArraySpec, activation_spec, output_specs
-from pipeline.store.format.scaled import LARGEST
+from pipeline.store.format.layout import LARGEST, OUTPUTS, SELECTED, TOKENS, ArraySpec, activation_spec, output_specs
 
 
 def plan_step(config: RunConfig, model: Model, encoders: tuple[EncoderSpec, ...]) -> StepSpec:

@@ -8,8 +8,7 @@ from functools import cached_property
 from pipeline.core.sites import FINAL_NORM, ActivationKey
 from pipeline.models.sae.params import params_bytes
 from pipeline.models.sae.spec import SAESpec
-from pipeline.store.format.layout import ITEM_BYTES, SELECTED, TOKENS, ArraySpec, feature_specs, scale_spec
-from pipeline.store.format.scaled import LARGEST
+from pipeline.store.format.layout import ITEM_BYTES, LARGEST, SELECTED, TOKENS, ArraySpec, feature_specs, scale_spec
 
 
 @dataclass(frozen=True)

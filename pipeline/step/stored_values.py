@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Num, Shaped
 
-from pipeline.store.format.scaled import LARGEST
+from pipeline.store.format.layout import LARGEST
 
 
 class Stored(NamedTuple):

@@ -18,8 +18,7 @@ Errors are `pipeline.core.errors.StoreError` (the store cannot be read now) and 
 damaged, or not a store). `docs/reading.md` has examples; `docs/store-format.md` describes the format.
 """
 
-from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.statistics import Statistics
+from pipeline.store.format.statistics import Normalisation, Statistics
 from pipeline.store.read.aligned import AlignedStores, open_aligned
 from pipeline.store.read.batches import BatchReader
 from pipeline.store.read.features import FeatureBatch

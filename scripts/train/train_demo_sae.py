@@ -31,7 +31,7 @@ from pipeline.config.composing import compose
 from pipeline.core.sites import ActivationKey, Site
 from pipeline.job import running
 from pipeline.store import ActivationStore
-from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.format.statistics import Normalisation
 from scripts.demo.make_demo_text import documents, write_shards
 from scripts.train.train_demo_model import is_held_out
 

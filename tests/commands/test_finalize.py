@@ -7,7 +7,7 @@ import pytest
 from pipeline.finalize import main
 from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
-from pipeline.store.generated.group_files import group_key
+from pipeline.store.generated.documents import group_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (

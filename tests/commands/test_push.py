@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.push import main
 from pipeline.store import ActivationStore
-from pipeline.store.publish import pushing
+from pipeline.store import publish as pushing
 from tests.hub import Hub, contents, hub_for_this_process, lead_to
 from tests.store.example_store import copy_store, read_image, stored_tokens, write_store
 from tests.store.fault_proxy import Fault, FaultProxy

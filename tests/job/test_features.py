@@ -14,7 +14,7 @@ from pipeline.core.errors import ArgumentError, CheckpointError, ConfigError, St
 from pipeline.job.opening import open_job
 from pipeline.models.sae.loading import open_sae
 from pipeline.store import ActivationStore
-from pipeline.store.check.scope import Scope
+from pipeline.store.check.problems import Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import change_root
 from pipeline.store.inspection.features import view_features
@@ -173,7 +173,7 @@ def test_another_sae_or_option_is_refused(folder, alone, tmp_path) -> None:
         with pytest.raises(StoreMismatch, match="capture.encode"):
             run_here(*features, change, store)
     named = encode({"a": str(moved), "b": str(moved)})
-    with pytest.raises(StoreMismatch, match=rf"the store has \['{ARRAY}'\], .* for \['{ARRAY}.a', '{ARRAY}.b'\]"):
+    with pytest.raises(StoreMismatch, match=rf"encode\[0\]\.features: .*, this run asks for 'features.{ARRAY}.a'"):
         run_here(*features, named, store)
 
 

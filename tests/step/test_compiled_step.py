@@ -13,8 +13,7 @@ from pipeline.models.partition import Partition
 from pipeline.models.registry import Model, open_model
 from pipeline.step.compiled_step import CompiledStep, compile_step
 from pipeline.step.compiler import compiler_options
-from pipeline.store.format.layout import OUTPUT_NAMES, OUTPUTS, SELECTED, output_specs
-from pipeline.store.format.scaled import LARGEST, scale_name
+from pipeline.store.format.layout import LARGEST, OUTPUT_NAMES, OUTPUTS, SELECTED, output_specs, scale_name
 from tests.models.hf_reference import save_random
 from tests.specs import SPARSE_SITES, step_spec
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pipeline.step.stored_values import is_finite, numbers, to_stored
-from pipeline.store.format.scaled import dequantised
+from pipeline.store.format.layout import dequantised
 
 pytestmark = pytest.mark.heavy
 B, S, D = 2, 5, 24

@@ -20,9 +20,8 @@ from pipeline.core.sites import ActivationKey
 from pipeline.data.documents import DOCUMENT_SCHEMA
 from pipeline.store import Batch
 from pipeline.store.format.commits import CommitRecord
-from pipeline.store.format.layout import TOKENS, StoreLayout, activation_spec, scale_spec
+from pipeline.store.format.layout import LARGEST, TOKENS, StoreLayout, activation_spec, scale_name, scale_spec
 from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.format.scaled import LARGEST, scale_name
 from pipeline.store.format.statistics import BlockStatistics, Statistics, token_statistics
 from pipeline.store.ids.index import index_ids
 from pipeline.store.io.parsing import json_digest

@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 from pipeline.core.errors import PipelineError
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import StoreMetadata
-from pipeline.store.generated import group_files
-from pipeline.store.generated.group_files import group_key
+from pipeline.store.generated import documents as group_files
+from pipeline.store.generated.documents import group_key
 from pipeline.store.io.parsing import json_digest
 from pipeline.store.io.shards import ABSENT, checksum
 from tests.store.damage_fuzzer import describe, read_content

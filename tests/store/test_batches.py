@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.core.errors import ArgumentError
 from pipeline.store import ActivationStore, Batch, Normalisation, TokenFilter
-from pipeline.store.format.normalisation import l2_norms
+from pipeline.store.format.statistics import l2_norms
 from pipeline.store.read import batches
 from tests.store.example_store import (
     LENGTH,

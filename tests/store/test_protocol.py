@@ -5,7 +5,7 @@ A process is run again with the answers that it got so far, until it asks more. 
 of the storage and each process's answers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ from pipeline.store.format.target import is_reached
 from pipeline.store.io.parquet import encode_table, table_digest
 from pipeline.store.io.shards import decode_shard, values_digest
 from pipeline.store.write import block_protocol
-from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, write_block
+from pipeline.store.write.block_protocol import Encode, NewBlock, PutAnswer, write_block
 
 ARRAYS = ArraySpec("embed", "float32", 16), ArraySpec("final_norm", "float32", 1)
 LAYOUT = StoreLayout(1, 1, 2, ARRAYS)
@@ -107,13 +107,13 @@ class Replay:
     def __init__(self, answers: Answers) -> None:
         self.answers = iter(answers)
 
-    def put(self, puts: Sequence[Put]) -> list[PutAnswer]:
+    def put(self, puts: Mapping[str, Encode]) -> list[PutAnswer]:
         if (known := next(self.answers, None)) is None:
-            raise Asked(*((put.key, b"".join(put.encode()[0])) for put in puts))
+            raise Asked(*((key, b"".join(encode()[0])) for key, encode in puts.items()))
         # Without adoption, a writer takes a refused put of a shard for its own.
         return [
-            PutAnswer(answer or (Rules.no_adoption and not put.key.startswith("_")), put.encode()[1])
-            for put, answer in zip(puts, known, strict=True)
+            PutAnswer(answer or (Rules.no_adoption and not key.startswith("_")), encode()[1])
+            for (key, encode), answer in zip(puts.items(), known, strict=True)
         ]
 
     def read(self, key: str, check: Callable[[str, bytes | None], Any]) -> Any:
@@ -123,8 +123,8 @@ class Replay:
 
 
 class AlwaysNew(Replay):
-    def put(self, puts: Sequence[Put]) -> list[PutAnswer]:
-        return [PutAnswer(True, put.encode()[1]) for put in puts]
+    def put(self, puts: Mapping[str, Encode]) -> list[PutAnswer]:
+        return [PutAnswer(True, encode()[1]) for encode in puts.values()]
 
 
 def local_state(writer: Writer, number: int, answers: Answers) -> Any:
@@ -133,7 +133,7 @@ def local_state(writer: Writer, number: int, answers: Answers) -> Any:
     try:
         if Rules.early_record:
             alone = write_block(LAYOUT, writer.block(number), AlwaysNew(()))
-            objects.put([Put(alone.key, lambda: ([alone.to_json()], b""))])
+            objects.put({alone.key: lambda: ([alone.to_json()], b"")})
         return write_block(LAYOUT, writer.block(number), objects)
     except Asked as asked:
         return asked.args

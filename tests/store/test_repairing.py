@@ -13,7 +13,7 @@ from pipeline.store.check.repairing import verify_and_print
 from pipeline.store.format.commits import commit_key
 from pipeline.store.format.metadata import change_root, require_root
 from pipeline.store.format.tables import table_key
-from pipeline.store.generated.group_files import group_key
+from pipeline.store.generated.documents import group_key
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (

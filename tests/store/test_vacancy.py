@@ -8,8 +8,8 @@ import pytest
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.io.storage import Storage
+from pipeline.store.write.store_path import require_vacant
 from pipeline.store.write.store_writer import StoreWriter
-from pipeline.store.write.vacancy import require_vacant
 from tests.store.emulators import new_bucket
 from tests.store.example_store import layout, metadata, write_store
 

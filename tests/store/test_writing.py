@@ -172,11 +172,11 @@ def test_a_planned_store_that_could_not_be_created_is_created_by_the_next_call(t
     monkeypatch.setattr(FailsOnce, "refused", ["zarr.json"])
     storage = FailsOnce.open(f"memory://{tmp_path}")
     writer = StoreWriter.plan(storage, metadata(), layout())
-    writer.record(may_be_not_finite=True)
+    writer.record(weights_error={"embed": {"token_median": 0.5}})
     with pytest.raises(StoreError, match="cannot be written"):
         writer.create()
     writer.create()
-    assert StoreWriter.open_existing(storage).root.may_be_not_finite
+    assert StoreWriter.open_existing(storage).root.weights_error
 
 
 def test_another_zarr_hierarchy_is_left_alone(tmp_path):
@@ -241,7 +241,7 @@ def test_finishing_does_not_hide_a_lost_record(store_path):
 
 
 @pytest.mark.parametrize(
-    "change", [StoreWriter.finish, StoreWriter.reopen, lambda store: store.record(may_be_not_finite=True)]
+    "change", [StoreWriter.finish, StoreWriter.reopen, lambda store: store.record(weights_error={})]
 )
 def test_a_root_that_was_deleted_meanwhile_is_not_written_again(tmp_path, change):
     writer = write_store(str(tmp_path / "store"))

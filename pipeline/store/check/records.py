@@ -1,14 +1,18 @@
-"""Checks a store's commit records, stream by stream."""
+"""Checks a store's commit records, stream by stream, and that each block has its objects."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Int64
 
 from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
-from pipeline.store.check.scope import OpenStore
+from pipeline.store.check.blocks import shard_keys
+from pipeline.store.check.problems import MISSING, OpenStore, Problem, Remedy, Scope
+from pipeline.store.features.index_file import index_key
 from pipeline.store.format.block_table import BlockTable, counts_of, impossible_counts
 from pipeline.store.format.commits import (
     BLOCKS_PER_GROUP,
@@ -18,14 +22,17 @@ from pipeline.store.format.commits import (
     parse_commit_key,
     require_record,
 )
-from pipeline.store.format.keys import stream_prefix
+from pipeline.store.format.keys import index_prefix, parse_key, stream_prefix
+from pipeline.store.format.layout import StoreLayout
+from pipeline.store.format.statistics import STATISTICS_PREFIX, statistics_key
 from pipeline.store.format.summary import BLOCKS, summary_key
+from pipeline.store.format.tables import TABLES_PREFIX, table_key
 from pipeline.store.io.local_files import file_problem
-from pipeline.store.io.problems import Problem, Remedy
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, map_ahead
 
 # A store may have 10^7 records, so neither all of them nor all of their keys are in memory at the same time.
 _RECORDS_AT_ONCE = 1024
+_KINDS_AT_ONCE = 2  # a listing holds the keys of an array
 
 
 @dataclass(frozen=True)
@@ -115,3 +122,46 @@ def _compare(
     if is_longer or not np.array_equal(summarised[table.column("block")].values, table.values):
         key = summary_key(BLOCKS, store.root.summary[BLOCKS])
         yield Problem(key, f"does not agree with the commit records of stream {stream}", Remedy.finish)
+
+
+def check_listings(store: OpenStore, scope: Scope, streams: Mapping[int, StreamRecords]) -> Iterator[Problem]:
+    """Finds missing objects of the scope's blocks that are not read, and objects that belong to no committed block.
+
+    Lists all keys, whatever the scope: a stream has every `num_streams`-th store shard, which no prefix selects.
+    """
+    layout, encoded = store.layout, store.root.metadata.indexed_features
+    kinds: dict[str, Callable[[int, int], list[str]]] = {  # by prefix: the keys of a block's objects
+        **{f"{spec.name}/c.": partial(shard_keys, layout, spec) for spec in layout.all_arrays},
+        COMMITS_PREFIX: lambda *place: [commit_key(*place)],
+        TABLES_PREFIX: lambda *place: [table_key(*place)],
+        **({STATISTICS_PREFIX: lambda *place: [statistics_key(*place)]} if store.root.metadata.has_statistics else {}),
+        **{index_prefix(name): lambda *place, name=name: [index_key(name, *place)] for name in encoded},
+    }
+
+    def check_kind(prefix: str) -> list[Problem]:
+        keys_of, stored, problems = kinds[prefix], set(store.storage.list_keys(prefix)), []
+        for stream, records in streams.items():
+            for block in records.listed.tolist():
+                keys = keys_of(stream, block)
+                for key in () if scope.reads_block(stream, block) else set(keys) - stored:
+                    what = file_problem(store.storage.directory, key) or MISSING  # listings omit folders
+                    problems.append(Problem(key, what, block=(stream, block)))
+                stored.difference_update(keys)
+        for key in sorted(stored):
+            owner = _owner(key, layout)
+            is_own = owner is not None and key in keys_of(*owner)
+            if scope.has_stream(owner[0]) if is_own else scope.is_first:
+                problems.append(Problem(key, "belongs to no committed block", Remedy.discard))
+        return problems
+
+    yield from chain.from_iterable(map_ahead(check_kind, kinds, _KINDS_AT_ONCE))
+
+
+def _owner(key: str, layout: StoreLayout) -> tuple[int, int] | None:
+    """The stream and block of a block's object, from its key; None for any other key."""
+    if (parsed := parse_key(key)) is None:
+        return None
+    for spec in layout.all_arrays:
+        if spec.name == parsed.folder:
+            return layout.shard_place(spec, parsed.number, parsed.column)
+    return None if parsed.stream is None else (parsed.stream, parsed.number)

@@ -1,28 +1,21 @@
 """Verifies a store, prints its problems and, if asked to, removes what is damaged, so that the job's command computes
 it again."""
 
-import os
 import time
-from collections import deque
-from collections.abc import Collection, Iterable
-from contextlib import suppress
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 
 from pipeline.core.errors import EXIT_FAILED, EXIT_OK, StoreError
 from pipeline.core.messages import counted
 from pipeline.core.progress import progress_bar
-from pipeline.store.check.scope import EVERYTHING, Scope
+from pipeline.store.check.problems import EVERYTHING, Problem, Remedy, Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import COMMITS_PREFIX, commit_key, parse_commit_key
 from pipeline.store.format.keys import LEASES_PREFIX, stream_prefix
 from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, change_root, require_root
-from pipeline.store.io.ahead import map_ahead
-from pipeline.store.io.failures import storage_errors
-from pipeline.store.io.local_files import sync_directory
-from pipeline.store.io.problems import Problem, Remedy
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.local_files import require_no_links
+from pipeline.store.io.storage import Storage, map_ahead
 
 _LEASE_S, _MAX_LEASE_S = 60.0, 600.0  # how long to wait if the root does not say it, and at most
 _DELETIONS_AT_ONCE = 16
@@ -39,22 +32,18 @@ def verify_and_print(path: str, scope: Scope = EVERYTHING, repairs: bool = False
         problems = verify_store(storage, progress, scope, find_leftovers=repairs)
     for problem in problems:
         print(problem)
-    remedies = dict.fromkeys(problem.remedy for problem in problems)
-    if not remedies:
+    if not problems:
         print(f"{path}: {'sound' if scope.is_everything else 'no problem found'}")
     else:
         print(f"{path}: {counted(len(problems), 'problem')}.")
-    for remedy in remedies:
-        if not (repairs and remedy.is_repair):
-            print(f"verify.repair=true {remedy}" if remedy.is_repair else remedy)
-    doomed = [problem for problem in problems if problem.remedy.is_repair]
-    if repairs and doomed:
+    for remedy in dict.fromkeys(problem.remedy for problem in problems if not repairs):
+        print(f"verify.repair=true {remedy}")
+    if repairs and problems:
         _require_no_job(storage, require_root(storage), leases)
-        num_records, num_objects = _repair(storage, doomed)
+        num_records, num_objects = _repair(storage, problems)
         removed = f"{counted(num_records, 'commit record')} and {counted(num_objects, 'other object')}"
         print(f"{path}: removed {removed}. Run the job's command again: it completes the store.")
-    is_done = all(repairs and remedy.is_repair for remedy in remedies)
-    return EXIT_OK if is_done else EXIT_FAILED
+    return EXIT_OK if repairs or not problems else EXIT_FAILED
 
 
 def _read_leases(storage: Storage) -> dict[str, bytes | None]:
@@ -66,8 +55,7 @@ def _require_no_job(storage: Storage, root: StoreRoot, leases: dict[str, bytes |
     """Raises StoreError if a lease has changed, so that a job writes to the store. If there are leases, first waits for
     as long as a job may leave one unchanged."""
     if leases:
-        lease_s = root.metadata.config["run"].get("lease_s")
-        time.sleep(min(lease_s, _MAX_LEASE_S) if isinstance(lease_s, int | float) and lease_s > 0 else _LEASE_S)
+        time.sleep(max(0, min(root.metadata.config["run"].get("lease_s", _LEASE_S), _MAX_LEASE_S)))
     if _read_leases(storage) != leases:
         raise StoreError(
             f"a job writes to {storage.path}: its leases changed. Nothing was removed. Stop the job, then run the same "
@@ -88,7 +76,7 @@ def _repair(storage: Storage, problems: Collection[Problem]) -> tuple[int, int]:
             stream, block = problem.block
             first_blocks[stream] = min(block, first_blocks.get(stream, block))
     objects = {problem.where for problem in problems} - {ROOT_KEY}
-    _require_no_links(storage, objects)
+    require_no_links(storage.directory, objects)
     if any(problem.remedy is not Remedy.discard for problem in problems):
         change_root(storage, lambda root: replace(root, complete=False, summary=None))
 
@@ -96,30 +84,11 @@ def _repair(storage: Storage, problems: Collection[Problem]) -> tuple[int, int]:
         keys = storage.list_keys(stream_prefix(COMMITS_PREFIX, stream))
         blocks = sorted(parsed[1] for parsed in map(parse_commit_key, keys) if parsed)
         later = [commit_key(stream, block) for block in blocks if block >= first_blocks[stream]]
-        _require_no_links(storage, later)
         for key in reversed(later):
-            _delete(storage, key)
+            storage.delete([key])
         return later
 
     records = set(chain.from_iterable(map_ahead(delete_records, sorted(first_blocks), _DELETIONS_AT_ONCE)))
     objects -= records
-    deque(map_ahead(partial(_delete, storage), objects, _DELETIONS_AT_ONCE), maxlen=0)
+    storage.delete(objects)
     return len(records), len(objects)
-
-
-def _require_no_links(storage: Storage, keys: Iterable[str]) -> None:
-    """Raises StoreError if a key is in a linked folder of a local store."""
-    for folder in {os.path.dirname(key) for key in keys} if storage.directory is not None else ():
-        path = os.path.join(storage.directory, folder)
-        if os.path.realpath(path) != os.path.join(os.path.realpath(storage.directory), folder):
-            raise StoreError(f"{path} is a symbolic link, or in a linked folder. Nothing was removed. Remove the link.")
-
-
-def _delete(storage: Storage, key: str) -> None:
-    """Deletes an object durably, or what is in its place: a link or a pipe, but not a folder."""
-    if storage.directory is None:
-        storage.write(key, None)
-        return
-    with storage_errors(storage.url(key)), suppress(FileNotFoundError):
-        os.unlink(storage.directory + key)
-        sync_directory(os.path.dirname(storage.directory + key))

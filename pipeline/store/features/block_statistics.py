@@ -11,8 +11,7 @@ from jaxtyping import Bool, Shaped
 
 from pipeline.store.features.index_file import ByFeature, by_feature
 from pipeline.store.format.layout import ERROR_PARTS
-from pipeline.store.format.normalisation import l2_norms
-from pipeline.store.format.statistics import Statistics, with_norms
+from pipeline.store.format.statistics import Statistics, l2_norms, with_norms
 
 
 def feature_statistics(

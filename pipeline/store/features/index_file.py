@@ -15,7 +15,6 @@ from jaxtyping import Float32, Int32, Int64, Shaped, UInt32
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import block_key, index_prefix
-from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.io.failures import DAMAGE_REMEDY
 
 ENTRY = np.dtype(
@@ -54,11 +53,6 @@ class ByFeature:
 def index_key(features: str, stream: int, block: int) -> str:
     """The key of a block's index, relative to the store. `features`: the prefix of the names of the SAE's arrays."""
     return block_key(index_prefix(features), stream, block, ".csc")
-
-
-def index_keys(metadata: StoreMetadata, stream: int, block: int) -> list[str]:
-    """The keys of all indexes of a block; none if the store has no indexes."""
-    return [index_key(features, stream, block) for features in metadata.indexed_features]
 
 
 def firing_type(value_type: np.dtype) -> np.dtype:

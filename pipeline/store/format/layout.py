@@ -14,10 +14,10 @@ from typing import Any
 
 import ml_dtypes  # noqa: F401 - numpy knows the names of its types once it is imported
 import numpy as np
+from jaxtyping import Float32, Num
 
 from pipeline.core.sites import ActivationKey
 from pipeline.data.text.labels import LABELS, Label, Part, Role
-from pipeline.store.format.scaled import scale_name
 from pipeline.store.io.shards import ShardFormat
 
 MIB = 1 << 20
@@ -43,6 +43,10 @@ ITEM_BYTES = {
     "int8": 1,
     "float8_e4m3fn": 1,
 }
+
+# The scaled dtypes, with a float32 scale per token, or per token and group of features, and the value that the greatest
+# magnitude of a group becomes: activation = value * scale, in float32. The scales of array x are in array x.scale.
+LARGEST = {"int8": 127, "float8_e4m3fn": 448}
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,18 @@ def scale_spec(activation: ArraySpec, groups: int) -> ArraySpec:
     what = f"of each group of features of {activation.name}: activation = value * scale"
     more = {"slots": activation.slots, "features": "group", "chunked_as": activation}
     return _spec(scale_name(activation.name), "float32", what, width=groups, **more)
+
+
+def scale_name(array: str) -> str:
+    return f"{array}.scale"
+
+
+def dequantised(values: Num[np.ndarray, "*n D"], scales: Float32[np.ndarray, "*n G"]) -> Float32[np.ndarray, "*n D"]:
+    """Activations from stored values and their scales."""
+    grouped_shape = (*scales.shape, values.shape[-1] // scales.shape[-1])
+    activations = values.reshape(grouped_shape).astype(np.float32)
+    activations *= scales[..., None]
+    return activations.reshape(values.shape)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 It is attributes["activation_store"] of the root zarr.json.
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +14,16 @@ from typing import Any, NamedTuple
 from pipeline.core.errors import StoreInvalid, StoreMismatch
 from pipeline.data.text.labels import LABELS
 from pipeline.store.format.keys import encoded_array, is_activation_name
-from pipeline.store.format.layout import ITEM_BYTES, OUTPUTS, SELECTED, TOKENS, ArraySpec, feature_specs, output_specs
-from pipeline.store.format.scaled import LARGEST
+from pipeline.store.format.layout import (
+    ITEM_BYTES,
+    LARGEST,
+    OUTPUTS,
+    SELECTED,
+    TOKENS,
+    ArraySpec,
+    feature_specs,
+    output_specs,
+)
 from pipeline.store.format.target import ALL, Target
 from pipeline.store.io.failures import ROOT_REMEDY
 from pipeline.store.io.parsing import Each, Of, integers, json_digest, mismatch, one_of, parse_store_json
@@ -55,7 +62,6 @@ _ATTRIBUTES = {
     "fingerprint": str,
     "summary": (None, _SUMMARY | {"ids": _NULL}, _SUMMARY | {"ids": _SHA256, "ids_bytes": integers(1, 1 << 40)}),
     "target": Of(lambda v: v == ALL or _COUNT.holds(v), f"{ALL} or {_COUNT.name}"),
-    "may_be_not_finite": bool,
     "weights_error": _ERRORS,
     "cache_error": _ERRORS,
     "model": dict,
@@ -71,7 +77,7 @@ _ATTRIBUTES = {
     },
     "store": {"compression?": one_of(("none", "zstd")), "shard_bytes?": integers(1, 1 << 38)},
     "config": {
-        "run": {"max_tokens": (None, _COUNT)},
+        "run": {"max_tokens": (None, _COUNT), "lease_s?": float},
         "model?": {"path?": (None, str), "tokenizer?": (None, str)},
         "data?": {"path?": (None, str), "revision?": (None, str)},
         **dict.fromkeys(("capture?", "batch?", "store?"), dict),
@@ -160,9 +166,7 @@ class StoreMetadata:
         return content | {"store": {"compression": self.store.get("compression", "none"), **settings}}
 
     def fingerprint(self) -> str:
-        """The sha256 of the canonical JSON of `content()`, as hex."""
-        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return json_digest(self.content())
 
     def differences(self, asked: "StoreMetadata") -> list[Difference]:
         """The keys of this store's content whose values differ from those in `asked`."""
@@ -196,7 +200,6 @@ class StoreRoot:
     selected: slots per row for selected tokens; None where the activations of all tokens are stored.
     complete: whether the store has all blocks.
     summary: the sha256 of the files in `_summary/` that a finished store has, see `summary.py`; None before.
-    may_be_not_finite: whether a run was allowed to store activations that are not finite.
     weights_error: by array, the relative error caused by quantised weights.
     cache_error: by array and for final_norm, the relative error caused by int8 keys and values (data=generate).
     """
@@ -208,7 +211,6 @@ class StoreRoot:
     selected: int | None = None
     complete: bool = False
     summary: Mapping[str, str | int | None] | None = None
-    may_be_not_finite: bool = False
     weights_error: Json | None = None
     cache_error: Json | None = None
 
@@ -242,12 +244,10 @@ class StoreRoot:
         if attributes["fingerprint"] != metadata.fingerprint():
             raise StoreInvalid(f"{subject} was edited: its fingerprint does not match its content.")
         arrays = attributes["arrays"]
-        if metadata.capture.get("arrays") not in (None, list(arrays)):
-            raise StoreInvalid(f"{subject} was edited: arrays and capture.arrays disagree.")
-        if any((array["scale_groups"] is not None) != metadata.has_scales for array in arrays.values()):
-            raise StoreInvalid(f"{subject} was edited: arrays.scale_groups and capture.dtype disagree.")
-        if (attributes["selected"] is not None) != metadata.selects:
-            raise StoreInvalid(f"{subject} was edited: selected and capture.positions disagree.")
+        agree = metadata.capture.get("arrays") in (None, list(arrays))
+        agree &= all((array["scale_groups"] is not None) == metadata.has_scales for array in arrays.values())
+        if not agree or (attributes["selected"] is not None) != metadata.selects:
+            raise StoreInvalid(f"{subject} was edited: arrays, selected and capture disagree.")
         return cls(metadata, **{f.name: attributes[f.name] for f in fields(cls) if f.name != "metadata"})
 
 
@@ -280,10 +280,21 @@ def _checked_attributes(group: Any, path: str) -> dict[str, Any]:
 def read_root(storage: Storage) -> StoreRoot | None:
     """The root of the store; None if there is none. Raises StoreError."""
 
-    def check(_key: str, text: bytes | None) -> StoreRoot | None:
+    def parse(_key: str, text: bytes | None) -> StoreRoot | None:
         return None if text is None else StoreRoot.from_json(text, storage.path)
 
-    return next(storage.read_checked([ROOT_KEY], check))
+    return next(storage.read_checked([ROOT_KEY], parse))
+
+
+def require_root(storage: Storage) -> StoreRoot:
+    """The root of a store. Raises StoreInvalid if it is missing or damaged, and StoreError."""
+
+    def read() -> StoreRoot:
+        if (root := read_root(storage)) is None:
+            raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
+        return root
+
+    return storage.retry_read(read)
 
 
 def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot | None]) -> StoreRoot | None:
@@ -303,27 +314,14 @@ def change_root(storage: Storage, change: Callable[[StoreRoot], StoreRoot | None
     return storage.update(ROOT_KEY, changed)
 
 
-def require_root(storage: Storage) -> StoreRoot:
-    """The root of a store. Raises StoreInvalid if it is missing or damaged, and StoreError."""
-
-    def check(_key: str, text: bytes | None) -> StoreRoot:
-        if text is None:
-            raise StoreInvalid(f"there is no activation store at {storage.path}: it has no {ROOT_KEY}.")
-        return StoreRoot.from_json(text, storage.path)
-
-    [root] = storage.read_checked([ROOT_KEY], check)
-    return root
-
-
 def _leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values in nested dicts, with their dotted keys. Lists are leaves, but that of SAEs is divided by SAE."""
+    """The values in nested dicts, and in lists of dicts, with their dotted keys."""
     if isinstance(value, dict) and (value or not prefix):
         for key, child in value.items():
             yield from _leaves(child, f"{prefix}.{key}" if prefix else key)
-    elif prefix == "capture.encode":
-        yield prefix, [sae["features"].removeprefix("features.") for sae in value]
-        for sae in value:
-            yield from _leaves(sae, f"{prefix}[{sae['features'].removeprefix('features.')}]")
+    elif isinstance(value, list) and value and isinstance(value[0], dict):
+        for number, child in enumerate(value):
+            yield from _leaves(child, f"{prefix}[{number}]")
     else:
         yield prefix, value
 

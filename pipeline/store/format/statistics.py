@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Bool, Float, Float32, Float64, Int64
+from numpy.typing import DTypeLike
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import block_key
-from pipeline.store.format.normalisation import Normalisation, l2_norms
-from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.parquet import decode_table_of, encode_table, require_schema
-from pipeline.store.io.storage import Storage
+from pipeline.store.io.storage import Storage, map_ahead
 
 BINS_PER_OCTAVE = 32
 _MIN_EXPONENT, _MAX_EXPONENT = -14, 26  # norms beyond 2 to these powers are counted in the first or the last bin
@@ -50,6 +49,27 @@ _SCHEMA = pa.schema(
     ]
 )
 _OPTIONAL = ("squared_error", "fired", "maximum", "num_active", "cosine_sum")
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """activation -> (activation - mean) * scale, in float32. mean, scale: [D] or scalars."""
+
+    mean: Float32[np.ndarray, "*D"]
+    scale: Float32[np.ndarray, "*D"]
+
+    def apply(self, activations: np.ndarray, dtype: DTypeLike = None) -> np.ndarray:
+        """Normalised activations [n, D], in float32 unless `dtype` is given."""
+        values = activations.astype(np.float32)
+        values -= self.mean
+        values *= self.scale
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+
+def l2_norms(activations: np.ndarray) -> Float32[np.ndarray, " n"]:
+    """The L2 norm of each row of [n, D], in float32."""
+    values = activations.astype(np.float32)
+    return np.sqrt(np.einsum("nd,nd->n", values, values))
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,13 @@ def read_statistics(storage: Storage, root: StoreRoot, blocks: BlockTable) -> di
     Those of a complete store are in one file. Otherwise they are merged from a file per stream.
     """
     sha256 = (root.summary or {}).get(STATISTICS)
-    if root.complete and sha256:
-        key = summary_key(STATISTICS, sha256)
-        return next(storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256)))
     if root.complete:
-        return {}
+        return read_merged(storage, sha256) if sha256 else {}
     last = [part[-1] for part in split_streams(blocks, root.metadata.num_streams) if len(part)]
     return merge_streams(storage, list(read_commit_records(storage, [(block.stream, block.block) for block in last])))
+
+
+def read_merged(storage: Storage, sha256: str) -> dict[str, Statistics]:
+    """The summary's statistics. Raises StoreInvalid for damage, and StoreError."""
+    key = summary_key(STATISTICS, sha256)
+    return next(storage.read_checked([key], lambda key, content: decode_statistics(content, key, sha256)))

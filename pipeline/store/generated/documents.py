@@ -6,6 +6,9 @@ generate a group, the first one that is stored stays. With capture.when=decode i
 captured during decoding, so that they always belong to its completions.
 """
 
+import hashlib
+import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,21 +16,17 @@ from typing import Any
 import ml_dtypes  # noqa: F401  registers "bfloat16" with NumPy
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float
+import pyarrow.compute as pc
+from jaxtyping import Bool, Float, Int64
 
-from pipeline.core.errors import StoreInvalid
+from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.text.contexts import NOTHING
 from pipeline.data.tokenised import TokenisedDocument
-from pipeline.store.generated.group_files import (
-    ACTIVATIONS,
-    REMEDY,
-    encode_group,
-    group_key,
-    group_state,
-    read_group,
-    stored_groups,
-)
+from pipeline.store.format.keys import stream_prefix
+from pipeline.store.format.metadata import StoreMetadata
+from pipeline.store.io.parquet import decode_parquet, encode_parquet
+from pipeline.store.io.parsing import parse_store_json
 from pipeline.store.io.storage import Storage
 
 # The columns of a generated document, in addition to those of its source.
@@ -59,6 +58,11 @@ _GROUP_SCHEMA = pa.schema(
     ]
 )
 _ACTIVATIONS_PREFIX = "activations."  # of columns, followed by the array's name
+_ACTIVATIONS = pa.large_binary()  # the type of these columns, and of no other
+_PREFIX = "_generated/"
+_METADATA = b"group"  # key in the parquet schema's metadata: JSON with `next`, `exhausted` and `sha256`
+_MAX_ROWS = 1 << 20  # documents, and skips
+_REMEDY = "Delete this group; the next run generates it again."
 RESERVED_COLUMNS = frozenset(
     [*_GROUP_SCHEMA.names, *COMPLETION_SCHEMA.names, *SAMPLE_SCHEMA.names, *SCORE_SCHEMA.names]
 )
@@ -103,8 +107,7 @@ class GeneratedGroups:
 
     def read(self, index: int) -> Group:
         """Reads a group, without activations. Raises StoreInvalid if it is missing or damaged."""
-        table = self._table(index, self._schema.names)
-        state = group_state(table, group_key(self.stream, index))
+        table, state = self._table(index, self._schema.names)
         items = list(map(self._item, table.to_pylist()))
         return Group(index, items, Cursor(**state["next"]), state["exhausted"])
 
@@ -117,9 +120,9 @@ class GeneratedGroups:
         damaged, or has no such activations.
         """
         columns = {name: f"{_ACTIVATIONS_PREFIX}{name}" for name in widths}
-        table = self._table(index, ("document", "prompt", "completion", *columns.values()))
-        if wrong := [column for column in columns.values() if table.schema.field(column).type != ACTIVATIONS]:
-            raise StoreInvalid(f"{group_key(self.stream, index)} has a column {wrong[0]} of another type. {REMEDY}")
+        table, _ = self._table(index, ("document", "prompt", "completion", *columns.values()))
+        if wrong := [column for column in columns.values() if table.schema.field(column).type != _ACTIVATIONS]:
+            raise StoreInvalid(f"{group_key(self.stream, index)} has a column {wrong[0]} of another type. {_REMEDY}")
         activations = {}
         for row, document in enumerate(table.drop_columns(list(columns.values())).to_pylist()):
             if document["document"] is not None:
@@ -132,7 +135,7 @@ class GeneratedGroups:
                     }
                 except ValueError as error:
                     what = f"activations that do not fit its {size} tokens: {error}"
-                    raise StoreInvalid(f"{group_key(self.stream, index)} has {what}. {REMEDY}") from error
+                    raise StoreInvalid(f"{group_key(self.stream, index)} has {what}. {_REMEDY}") from error
         return activations
 
     def write(self, group: Group) -> Group:
@@ -143,17 +146,17 @@ class GeneratedGroups:
         for name in next(iter(group.activations.values()), {}):
             arrays = (group.activations[row][name] if row in group.activations else None for row in range(len(rows)))
             contents = [None if array is None else np.ascontiguousarray(array).view(np.uint8).data for array in arrays]
-            table = table.append_column(f"{_ACTIVATIONS_PREFIX}{name}", pa.array(contents, ACTIVATIONS))
+            table = table.append_column(f"{_ACTIVATIONS_PREFIX}{name}", pa.array(contents, _ACTIVATIONS))
         state = {"next": group.next.to_json(), "exhausted": group.exhausted}
         content = encode_group(table, state, self.stream, group.index)
         is_new = self._storage.put(group_key(self.stream, group.index), content)
         return group if is_new else self.read(group.index)
 
-    def _table(self, index: int, columns: Sequence[str]) -> pa.Table:
-        table = read_group(self._storage, self.stream, index)
+    def _table(self, index: int, columns: Sequence[str]) -> tuple[pa.Table, dict[str, Any]]:
+        table, state = read_group(self._storage, self.stream, index)
         if missing := [name for name in columns if name not in table.column_names]:
-            raise StoreInvalid(f"{group_key(self.stream, index)} has no column {missing[0]}. {REMEDY}")
-        return table.select(columns)
+            raise StoreInvalid(f"{group_key(self.stream, index)} has no column {missing[0]}. {_REMEDY}")
+        return table.select(columns), state
 
     def _ordinal(self, row: Mapping[str, Any]) -> int:
         return (row["document"] - self.stream) // self._num_streams
@@ -208,3 +211,119 @@ class GeneratedDocuments:
             if group.exhausted:
                 return
             index += 1
+
+
+def group_key(stream: int, index: int) -> str:
+    """The key of a group, relative to the store."""
+    return f"{stream_prefix(_PREFIX, stream)}group-{index:06d}.parquet"
+
+
+def stored_groups(storage: Storage, stream: int) -> list[int]:
+    """The indices of a stream's stored groups, ascending."""
+    keys = storage.list_keys(stream_prefix(_PREFIX, stream))
+    return sorted(int(match[1]) for key in keys if (match := re.fullmatch(r".*/group-(\d{6,12})\.parquet", key)))
+
+
+def delete_used_groups(storage: Storage, metadata: StoreMetadata, num_documents: Mapping[int, int]) -> None:
+    """Deletes the groups with activations (capture.when=decode) whose documents are all in blocks. num_documents: by
+    stream, the number of documents before the one with which the next block begins."""
+    size = metadata.data.get("group")
+    if metadata.capture.get("when") == "decode" and isinstance(size, int) and size > 0:
+        for stream, number in num_documents.items():
+            stored = stored_groups(storage, stream)
+            storage.delete(group_key(stream, index) for index in stored if index < number // size)
+
+
+def read_group(storage: Storage, stream: int, index: int) -> tuple[pa.Table, dict[str, Any]]:
+    """The table of a group, and its `next` and `exhausted`. Raises StoreInvalid if it is missing or damaged."""
+
+    def decode(key: str, content: bytes | None) -> tuple[pa.Table, dict[str, Any]]:
+        if content is None:
+            raise StoreInvalid(f"{key} is missing, but this run needs its documents. Run the same command again.")
+        try:
+            table = decode_parquet(content, _MAX_ROWS)
+            state = parse_store_json((table.schema.metadata or {}).get(_METADATA, b"null"), key, _REMEDY)
+            if not isinstance(state, dict) or not {"next", "exhausted"} <= set(state):
+                raise ValueError("it is not a group of generated documents")
+            _require_types(table)
+            digest = state.pop("sha256", None)
+            if digest != _digest(table, state, stream, index):
+                raise ValueError("it does not match its own checksum: it was edited, damaged or replaced")
+        except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+            raise StoreInvalid(f"{key} cannot be read: {error}. {_REMEDY}") from error
+        return table, state
+
+    return next(storage.read_checked([group_key(stream, index)], decode))
+
+
+def _require_types(table: pa.Table) -> None:
+    """Raises ValueError unless each document has its number, its prompt and its completion."""
+    types = {name: _GROUP_SCHEMA.field(name).type for name in ("document", "prompt", "completion")}
+    for name, kind in types.items():
+        if [field.type for field in table.schema if field.name == name] != [kind]:
+            raise ValueError(f"it has no column {name} of type {kind}")
+    documents = table.select(list(types)).filter(pc.is_valid(table["document"]))
+    tokens = [documents[name] for name in ("prompt", "completion")]
+    if any(column.null_count or pc.list_flatten(column).null_count for column in tokens):
+        raise ValueError("it has documents without tokens")
+
+
+def encode_group(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) -> memoryview:
+    """A group's parquet file. Its checksum covers the documents, activations, the state, the stream and the index.
+    Raises StoreInvalid for more rows than readers accept."""
+    if table.num_rows > _MAX_ROWS:
+        raise StoreInvalid(
+            f"{group_key(stream, index)} has {table.num_rows:,} rows, expected at most {_MAX_ROWS:,}: "
+            "data.on_error=skip leaves out too many rows of the input. Set data that has fewer of these."
+        )
+    state = {**state, "sha256": _digest(table, state, stream, index)}
+    has_activations = any(_activation_columns(table))
+    return encode_parquet(
+        table.replace_schema_metadata({_METADATA: json.dumps(state)}),
+        "none" if has_activations else "zstd",  # it would take long, and gain little
+        write_batch_size=1 if has_activations else None,  # values in memory before they are written as a page
+    )
+
+
+def _digest(table: pa.Table, state: Mapping[str, Any], stream: int, index: int) -> str:
+    activations = list(_activation_columns(table))
+    content = [stream, index, state, table.column_names, table.drop_columns(activations).to_pylist()]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+    for name in activations:
+        for value in table[name]:
+            digest.update(value.as_buffer() or b"")
+    return digest.hexdigest()
+
+
+def _activation_columns(table: pa.Table) -> Iterator[str]:
+    return (field.name for field in table.schema if field.type == _ACTIVATIONS)
+
+
+def completion_slots(documents: Int64[np.ndarray, "R T"], table: pa.Table) -> Bool[np.ndarray, "R T"]:
+    """Whether each slot of a block holds a completion's token, and not a prompt's token or padding. table: the block's
+    document table.
+
+    Raises StoreError for a store without completions.
+    """
+    if "n_prompt" not in table.column_names:
+        raise StoreError(
+            "the store's documents are not divided into prompts and completions: it was made without data=generate."
+        )
+    slots, table_rows, tokens = document_tokens(documents, table)
+    is_completion = np.zeros(documents.size, bool)
+    is_completion[slots] = tokens >= table["n_prompt"].to_numpy()[table_rows]
+    return is_completion.reshape(documents.shape)
+
+
+def document_tokens(
+    documents: Int64[np.ndarray, "R T"], table: pa.Table
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    """For each of a block's n valid slots, sorted by document: its flat index, its document's row in the table, and the
+    index of its token in the document."""
+    flat = documents.ravel()
+    slots = np.argsort(flat, kind="stable")  # a document's tokens are in order of rows and positions
+    slots = slots[flat[slots] >= 0]
+    table_rows = np.searchsorted(table["document"].to_numpy(), flat[slots])
+    starts = np.flatnonzero(np.diff(table_rows, prepend=-1))
+    rank = np.arange(len(slots)) - np.repeat(starts, np.diff(starts, append=len(slots)))
+    return slots, table_rows, table["first_token"].to_numpy()[table_rows] + rank

@@ -12,7 +12,7 @@ from jaxtyping import Float32, Int32
 from pipeline.core.errors import StoreInvalid
 from pipeline.core.sites import ActivationKey
 from pipeline.store import ActivationStore, TokenRows
-from pipeline.store.format.normalisation import l2_norms
+from pipeline.store.format.statistics import l2_norms
 from pipeline.store.read.order import permutation
 
 HEADER = ["array", "dtype", "d", "mean norm", "median", "99 %", "maximum", "not finite"]

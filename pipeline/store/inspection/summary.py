@@ -12,10 +12,10 @@ from pipeline.core.errors import ConfigError, PipelineError
 from pipeline.core.messages import counted
 from pipeline.data.text.tokenizer import TextTokenizer, load_tokenizer
 from pipeline.store import ActivationStore
-from pipeline.store.check.skips import describe_skips
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.metadata import StoreMetadata, require_root
+from pipeline.store.write.finishing import describe_skips
 
 # The maximum number of document tables to read, from evenly spaced blocks.
 MAX_TABLES = 64

@@ -8,7 +8,6 @@ import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid
 
@@ -18,32 +17,20 @@ DAMAGE_REMEDY = "The object is damaged: run pipeline.verify to list all damage a
 ROOT_REMEDY = "A store's root cannot be computed again: restore it from a copy, or set another store.path."
 
 
-class _Cause(NamedTuple):
-    error: type[StoreError]
-    remedy: str
-
-
-_DAMAGE = _Cause(StoreInvalid, DAMAGE_REMEDY)
-_PERMISSION = _Cause(StoreError, "Grant this user the permission, or choose a different store.path.")
-_IN_THE_WAY = _Cause(StoreInvalid, "A file or a folder is in the way: choose a different store.path.")
-_TRANSIENT = _Cause(StoreError, "Committed blocks stay valid. Once the cause is gone, run the same command again.")
-
-_BY_ERRNO = {
-    errno.EROFS: _Cause(StoreError, "Choose a different store.path."),
-    errno.ENOSPC: _Cause(StoreError, f"The disk is full. {_FULL_REMEDY}"),
-    errno.EDQUOT: _Cause(StoreError, f"The quota is used up. {_FULL_REMEDY}"),
-    errno.EACCES: _PERMISSION,
-    errno.EPERM: _PERMISSION,
-    errno.ENOTDIR: _IN_THE_WAY,
-    errno.EEXIST: _IN_THE_WAY,
-    errno.EISDIR: _IN_THE_WAY,
-    errno.ENAMETOOLONG: _Cause(StoreInvalid, "Choose a shorter store.path."),
-    errno.ELOOP: _Cause(StoreInvalid, "Choose a different store.path."),
-}
-_BY_STATUS = {
-    "PERMISSION_DENIED": _PERMISSION,
-    "DATA_LOSS": _DAMAGE,
-    "OUT_OF_RANGE": _DAMAGE,  # bytes beyond the object's end
+# The error, and its remedy, by the name of a status or the operating system's number.
+_Cause = tuple[type[StoreError], str]
+_PERMISSION = (StoreError, "Grant this user the permission, or choose a different store.path.")
+_IN_THE_WAY = (StoreInvalid, "A file or a folder is in the way: choose a different store.path.")
+_TRANSIENT = (StoreError, "Committed blocks stay valid. Once the cause is gone, run the same command again.")
+_CAUSES: dict[str | int | None, _Cause] = {
+    errno.EROFS: (StoreError, "Choose a different store.path."),
+    errno.ENOSPC: (StoreError, f"The disk is full. {_FULL_REMEDY}"),
+    errno.EDQUOT: (StoreError, f"The quota is used up. {_FULL_REMEDY}"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, "PERMISSION_DENIED"), _PERMISSION),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR), _IN_THE_WAY),
+    errno.ENAMETOOLONG: (StoreInvalid, "Choose a shorter store.path."),
+    errno.ELOOP: (StoreInvalid, "Choose a different store.path."),
+    **dict.fromkeys(("DATA_LOSS", "OUT_OF_RANGE"), (StoreInvalid, DAMAGE_REMEDY)),  # bytes beyond the object's end
 }
 
 _STATUSES = (
@@ -67,19 +54,14 @@ def storage_errors(subject: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        cause = _BY_ERRNO.get(error.errno, _TRANSIENT)
-        raise cause.error(f"{subject}: {error}. {cause.remedy}") from error
+        cause, remedy = _CAUSES.get(error.errno, _TRANSIENT)
+        raise cause(f"{subject}: {error}. {remedy}") from error
     except ValueError as error:
         text = str(error).partition(" [tensorstore_spec=")[0]
         if not (_STATUS.match(text) or _INVALID_ARGUMENT.match(text)):
             raise
-        cause = _cause(text)
-        raise cause.error(f"{subject}: {text}. {cause.remedy}") from error
-
-
-def _cause(text: str) -> _Cause:
-    """The cause of a failure, from TensorStore's message."""
-    status, number = _STATUS.match(text), _ERRNO.search(text)
-    by_status = _BY_STATUS.get(status[1]) if status else None
-    by_number = _BY_ERRNO.get(int(number[1])) if number else None
-    return by_status if by_status is _PERMISSION else by_number or by_status or _TRANSIENT
+        status, number = _STATUS.match(text), _ERRNO.search(text)
+        by_status = _CAUSES.get(status and status[1])
+        by_number = _CAUSES.get(number and int(number[1]))
+        cause, remedy = by_status if by_status is _PERMISSION else by_number or by_status or _TRANSIENT
+        raise cause(f"{subject}: {text}. {remedy}") from error

@@ -5,7 +5,6 @@ time: the Hub limits the number of requests.
 """
 
 import re
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
@@ -87,10 +86,9 @@ class HubFiles:
 
     def list(self, keys: ts.KvStore.KeyRange) -> Future[Sequence[bytes]]:
         """Lists the keys in a range, sorted."""
-        every = [key.encode() for key in self.files]
-        stop = bisect_left(every, keys.exclusive_max) if keys.exclusive_max else None
+        first, after = keys.inclusive_min, keys.exclusive_max
         listed: Future[Sequence[bytes]] = Future()
-        listed.set_result(every[bisect_left(every, keys.inclusive_min) : stop])
+        listed.set_result([key for key in map(str.encode, self.files) if first <= key and (key < after or not after)])
         return listed
 
     @cached_property

@@ -4,11 +4,11 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.core.errors import StoreInvalid
+from pipeline.core.errors import StoreError, StoreInvalid
 
 LOCK_SUFFIX = ".__lock"  # of temporary local files, which TensorStore's listings omit; a killed process leaves them
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -25,24 +25,17 @@ def make_directories(path: str | Path, root: str | Path) -> None:
     When it returns, their entries are on the disk, and so are those of existing directories below `root`, which another
     process may just have created.
     """
-    path, root = os.path.abspath(path), os.path.abspath(root)
+    path, existing = os.path.abspath(path), os.path.abspath(root)
     if path in _durable and os.path.isdir(path):
         return
-    if path == root and os.path.isdir(path):
-        return
-    parent = os.path.dirname(path)
-    if path != root:
-        make_directories(parent, root)
-    elif not os.path.isdir(parent):
-        make_directories(parent, parent)
-    if not os.path.isdir(path):
-        try:
-            os.mkdir(path)
-        except FileExistsError:  # another process was faster
-            if not os.path.isdir(path):
-                raise
-    with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
-        sync_directory(parent)
+    while not os.path.isdir(existing):
+        existing = os.path.dirname(existing)
+    os.makedirs(path, exist_ok=True)
+    parent = path
+    while parent != existing:
+        parent = os.path.dirname(parent)
+        with suppress(PermissionError):  # a directory that cannot be listed cannot be synced
+            sync_directory(parent)
     _durable.add(path)
 
 
@@ -52,15 +45,45 @@ def raise_unless_gone(error: OSError) -> None:
         raise error
 
 
-def files_below(path: str, onerror: Callable[[OSError], None] | None = raise_unless_gone) -> Iterator[str]:
-    """The files and links in a directory and below it, as relative paths, one directory after the other. Without those
-    in lost+found and in directories such as .snapshots, which may be large. onerror: as for os.walk."""
-    for directory, folders, files in os.walk(path, onerror=onerror):
+def files_below(
+    path: str, prefix: str = "", onerror: Callable[[OSError], None] | None = raise_unless_gone
+) -> Iterator[str]:
+    """The files and links in a directory, or in its folder `prefix`, and below it, as paths relative to the directory,
+    one folder after the other. Without those in lost+found and in folders such as .snapshots, which may be large.
+    onerror: as for os.walk."""
+    if prefix and os.path.islink(os.path.join(path, prefix.rstrip("/"))):
+        return
+    for directory, folders, files in os.walk(os.path.join(path, prefix), onerror=onerror):
         inner = os.path.relpath(directory, path)
         if inner == ".":
             folders[:] = [name for name in folders if name != "lost+found" and not name.startswith(".")]
         links = [name for name in folders if os.path.islink(os.path.join(directory, name))]
         yield from (os.path.normpath(os.path.join(inner, name)) for name in (*links, *files))
+
+
+def require_no_links(directory: str | None, keys: Iterable[str]) -> None:
+    """Raises StoreError if a key is in a linked folder of a local store's directory."""
+    for folder in {os.path.dirname(key) for key in keys} if directory is not None else ():
+        path = os.path.join(directory, folder)
+        if os.path.realpath(path) != os.path.join(os.path.realpath(directory), folder).rstrip("/"):
+            raise StoreError(f"{path} is a symbolic link, or in a linked folder. Nothing was removed. Remove the link.")
+
+
+def delete_files(directory: str, keys: Sequence[str]) -> None:
+    """Deletes files, links or pipes, in this order, durably. Raises OSError, also for a folder."""
+    for key in keys:
+        with suppress(FileNotFoundError):
+            os.unlink(directory + key)
+    for folder in {os.path.dirname(directory + key) for key in keys}:
+        with suppress(FileNotFoundError):
+            sync_directory(folder)
+
+
+def remove_empty_folders(path: str) -> None:
+    """Removes a folder, and those in it, if they are empty. Links stay."""
+    for folder, _, _ in os.walk(path, topdown=False) if not os.path.islink(path) else ():
+        with suppress(OSError):
+            os.rmdir(folder)
 
 
 def sync_directory(path: str | Path) -> None:
@@ -103,33 +126,27 @@ def put_file(directory: str, key: str, parts: Sequence[bytes | memoryview]) -> b
     for a file system without hard links."""
     path = directory + key
     make_directories(os.path.dirname(path), directory)
-    is_new = not os.path.lexists(path) and _write_and_link(path, parts)
-    # Also if another process wrote the file: a record that names it may be on the disk before that process ends.
-    sync_directory(os.path.dirname(path))
-    return is_new
-
-
-def _write_and_link(path: str, parts: Sequence[bytes | memoryview]) -> bool:
-    """Writes a file unless it exists, all of it or nothing, and returns whether it did. The caller syncs the
-    directory."""
+    is_new = not os.path.lexists(path)
     temporary = f"{path}.{secrets.token_hex(4)}{LOCK_SUFFIX}"
     try:
-        with open(temporary, "xb") as file:
-            file.writelines(parts)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
+        if is_new:
+            with open(temporary, "xb") as file:
+                file.writelines(parts)
+                file.flush()
+                os.fsync(file.fileno())
             os.link(temporary, path)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            raise StoreInvalid(
-                f"{path} cannot be written: its file system has no hard links ({error}). Choose a store.path on "
-                "another file system; give a mounted bucket by its URL."
-            ) from error
-        return True
+    except FileExistsError:
+        is_new = False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        raise StoreInvalid(
+            f"{path} cannot be written: its file system has no hard links ({error}). Choose a store.path on another "
+            "file system; give a mounted bucket by its URL."
+        ) from error
     finally:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
+    # Also if another process wrote the file: a record that names it may be on the disk before that process ends.
+    sync_directory(os.path.dirname(path))
+    return is_new

@@ -9,7 +9,7 @@ from typing import Any
 import tensorstore as ts
 
 from pipeline.core.addresses import unusable_store_path
-from pipeline.core.errors import ConfigError, StoreInvalid
+from pipeline.core.errors import StoreInvalid
 
 NUM_REQUESTS = 32  # TensorStore's default number of concurrent requests
 
@@ -45,18 +45,13 @@ class StorageOptions:
     concurrency: int | None = None
 
     def context(self) -> ts.Context:
-        """TensorStore's context with these options. Raises ConfigError for a value that is out of range."""
+        """TensorStore's context with these options."""
         delay_s = self.retry_delay_s * random.uniform(*_DELAY_FACTORS)
         delays = {"initial_delay": f"{delay_s:.9f}s", "max_delay": f"{_MAX_DELAY * delay_s:.9f}s"}
         spec: dict[str, Any] = {name: {"max_retries": self.retries, **delays} for name in _RETRIES}
         if self.concurrency is not None:
             spec |= {name: {"limit": self.concurrency} for name in CONCURRENCY}
-        try:
-            if self.retry_delay_s < 0:
-                raise ValueError(f"expected a retry delay of at least 0 s, got {self.retry_delay_s}")
-            return ts.Context(spec, parent=_process_context())
-        except ValueError as error:
-            raise ConfigError(f"options of storage, such as store.retry_delay_s: {error}.") from error
+        return ts.Context(spec, parent=_process_context())
 
 
 DEFAULT_OPTIONS = StorageOptions()

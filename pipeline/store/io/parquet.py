@@ -83,11 +83,9 @@ def require_schema(table: pa.Table, schema: pa.Schema, subject: str, optional: C
         )
 
 
-def decode_parquet(content: bytes, max_rows: int, verify_pages: bool = False) -> pa.Table:
-    """The table of a parquet file with at most `max_rows` rows.
-
-    verify_pages: compare the pages' checksums. Raises ValueError for a file that has more rows, or is much larger when
-    it is decoded, and pyarrow's errors for a damaged one: ArrowException and OSError.
+def decode_parquet(content: bytes, max_rows: int) -> pa.Table:
+    """The table of a parquet file with at most `max_rows` rows. Raises ValueError for a file that has more, or is much
+    larger when it is decoded, and pyarrow's errors for a damaged one: ArrowException and OSError.
 
     Unlike `pq.read_table`, it uses no thread of pyarrow. If such a thread releases `content` while Python exits, it is
     stopped within a C++ destructor, which aborts the process: "terminate called without an active exception", exit
@@ -96,8 +94,7 @@ def decode_parquet(content: bytes, max_rows: int, verify_pages: bool = False) ->
     if int.from_bytes(content[-_TAIL_BYTES:][:4], "little") > _MAX_FOOTER_BYTES:
         raise ValueError(f"its footer is larger than {_MAX_FOOTER_BYTES:,} bytes")
     limits = {"thrift_container_size_limit": _MAX_ITEMS, "thrift_string_size_limit": _MAX_FOOTER_BYTES}
-    options = {"page_checksum_verification": verify_pages, **limits}
-    with pq.ParquetFile(pa.BufferReader(content), **options) as file:
+    with pq.ParquetFile(pa.BufferReader(content), **limits) as file:
         _require_bounded(content, file.metadata, max_rows)
         return file.read(use_threads=False)
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
@@ -21,9 +21,15 @@ from pipeline.core.addresses import HUB_SCHEME
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.core.host import num_cores
-from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.failures import DAMAGE_REMEDY, storage_errors
-from pipeline.store.io.local_files import file_problem, make_directories, put_file, size_problem
+from pipeline.store.io.local_files import (
+    delete_files,
+    file_problem,
+    make_directories,
+    put_file,
+    require_no_links,
+    size_problem,
+)
 from pipeline.store.io.options import (
     CONCURRENCY,
     DEFAULT_OPTIONS,
@@ -46,7 +52,7 @@ _UPDATE_ATTEMPTS = 100  # to change an object that other processes are changing
 _REREAD_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _SETTLED_REREAD_DELAYS_S = (0.0,)
 
-T = TypeVar("T")
+A, T = TypeVar("A"), TypeVar("T")
 Buffer = bytes | memoryview
 
 NO_OBJECT = b"\2"  # the storage generation of an object that does not exist
@@ -85,8 +91,7 @@ class Storage:
         AWS_ENDPOINT_URL, and AWS_REGION or AWS_DEFAULT_REGION.
 
         Raises StoreInvalid for an unusable path (empty, `~` of an unknown user, a URL with an unknown scheme, without
-        a bucket or with credentials) and if the Hub refuses access; ConfigError for options that are out of range;
-        HubUnavailable; StoreError.
+        a bucket or with credentials) and if the Hub refuses access; HubUnavailable; StoreError.
         """
         if isinstance(address, Storage):
             return address
@@ -156,11 +161,8 @@ class Storage:
         few times, before the error is raised.
         """
         for key, content in zip(keys, self.read_many(list(keys)), strict=True):
-            yield self._checked(key, content, check)
-
-    def _checked(self, key: str, content: bytes | None, check: Callable[[str, bytes | None], T]) -> T:
-        contents = itertools.chain([content], (self.read(key) for _ in itertools.count()))
-        return self.retry_read(lambda: check(key, next(contents)))
+            contents = itertools.chain([content], map(self.read, itertools.repeat(key)))
+            yield self.retry_read(lambda key=key, contents=contents: check(key, next(contents)))
 
     def retry_read(self, read: Callable[[], T]) -> T:
         """Returns `read()`, calling it again, a few times, if it raises StoreInvalid.
@@ -168,15 +170,12 @@ class Storage:
         A storage service may return half an object, or report it as missing, and answer correctly the next time. If
         calls of `retry_read` are nested, only the innermost retries.
         """
-        delays_s = None
+        delays_s = iter(_REREAD_DELAYS_S if self.is_remote else _SETTLED_REREAD_DELAYS_S)
         while True:
             try:
                 return read()
             except StoreInvalid as error:
-                if error.was_read_again:
-                    raise
-                delays_s = delays_s or iter(_REREAD_DELAYS_S if self.is_remote else _SETTLED_REREAD_DELAYS_S)
-                if (delay_s := next(delays_s, None)) is None:
+                if error.was_read_again or (delay_s := next(delays_s, None)) is None:
                     error.was_read_again = True
                     raise
                 time.sleep(delay_s)
@@ -261,8 +260,14 @@ class Storage:
             raise StoreInvalid(f"{self.url(key)} {problem}. {DAMAGE_REMEDY}")
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Deletes objects durably and concurrently."""
-        deque(map_ahead(lambda key: self.write(key, None), keys, _DELETIONS_AT_ONCE), maxlen=0)
+        """Deletes objects durably; on a local path in this order, also links or pipes in their places. Raises
+        StoreError for what is in a linked folder."""
+        if self.directory is None:
+            deque(map_ahead(lambda key: self.write(key, None), keys, _DELETIONS_AT_ONCE), maxlen=0)
+            return
+        require_no_links(self.directory, keys := list(keys))
+        with storage_errors(self.path):
+            delete_files(self.directory, keys)
 
     @cached_property
     def put_threads(self) -> Executor:
@@ -272,3 +277,19 @@ class Storage:
 
 
 StorageLike = Storage | str | os.PathLike[str]
+
+
+def map_ahead(call: Callable[[A], T], items: Iterable[A], threads: int) -> Iterator[T]:
+    """The results of `call(item)`, in order, computed by several threads. Unlike `Executor.map`, it starts at most
+    `2 * threads` calls ahead."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="ahead")
+    started: deque[Future[T]] = deque()
+    try:
+        for item in items:
+            started.append(pool.submit(call, item))
+            if len(started) > 2 * threads:
+                yield started.popleft().result()
+        while started:
+            yield started.popleft().result()
+    finally:  # without waiting, since a dropped iterator may be garbage-collected in one of the threads
+        pool.shutdown(wait=False, cancel_futures=True)

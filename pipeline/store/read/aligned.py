@@ -18,7 +18,7 @@ from pipeline.core.messages import shown
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.commits import read_commit_records
 from pipeline.store.format.layout import LABELS_ARRAY
-from pipeline.store.format.normalisation import Normalisation
+from pipeline.store.format.statistics import Normalisation
 from pipeline.store.io.storage import StorageLike
 from pipeline.store.read.batches import HasBatches
 from pipeline.store.read.buffers import Stores

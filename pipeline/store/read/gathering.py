@@ -18,10 +18,8 @@ from jaxtyping import Bool, Int32, Int64
 from pipeline.core.errors import ArgumentError
 from pipeline.core.host import aligned_empty
 from pipeline.core.sites import ByName
-from pipeline.store.format.layout import LABELS_ARRAY, SIDE_ARRAYS
-from pipeline.store.format.normalisation import l2_norms
-from pipeline.store.format.scaled import dequantised, scale_name
-from pipeline.store.format.statistics import Statistics, merge, token_statistics
+from pipeline.store.format.layout import LABELS_ARRAY, SIDE_ARRAYS, dequantised, scale_name
+from pipeline.store.format.statistics import Statistics, l2_norms, merge, token_statistics
 from pipeline.store.read.features import FeatureBatch, feature_batches
 from pipeline.store.read.frameworks import STORED, converter
 from pipeline.store.read.iterating import Position

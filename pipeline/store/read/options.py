@@ -15,9 +15,8 @@ from pipeline.core.arguments import flag, integer, items, names, number, shown
 from pipeline.core.errors import ArgumentError, PipelineError
 from pipeline.core.sites import ActivationKey, find_array, spelled
 from pipeline.data.text.labels import WORDS, chosen
-from pipeline.store.format.layout import DOCUMENTS, LABELS_ARRAY, POSITIONS, TOKENS, StoreLayout
-from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.scaled import scale_name
+from pipeline.store.format.layout import DOCUMENTS, LABELS_ARRAY, POSITIONS, TOKENS, StoreLayout, scale_name
+from pipeline.store.format.statistics import Normalisation
 from pipeline.store.read.frameworks import Dtype, Framework, parsed_dtype, parsed_framework
 
 Key = ActivationKey | str

@@ -33,8 +33,7 @@ from pipeline.store.format.arrays import layout_of, open_arrays
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import SEGMENTS, SELECTED
 from pipeline.store.format.metadata import StoreMetadata, StoreRoot, require_root
-from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.statistics import Statistics
+from pipeline.store.format.statistics import Normalisation, Statistics
 from pipeline.store.format.summary import read_blocks
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batches import BatchReader, HasBatches

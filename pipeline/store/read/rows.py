@@ -14,8 +14,7 @@ from jaxtyping import Bool, Int32, Int64, Shaped
 from pipeline.core.errors import ArgumentError, StoreError, StoreInvalid
 from pipeline.core.messages import shown
 from pipeline.store.format.block_table import BlockTable
-from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS
-from pipeline.store.format.scaled import dequantised, scale_name
+from pipeline.store.format.layout import SELECTED, SIDE_ARRAYS, dequantised, scale_name
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.read.shard_reads import ShardReads
 

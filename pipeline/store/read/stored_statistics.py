@@ -12,8 +12,7 @@ from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.keys import encoded_array, features_name
 from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.metadata import StoreRoot
-from pipeline.store.format.normalisation import Normalisation
-from pipeline.store.format.statistics import Statistics
+from pipeline.store.format.statistics import Normalisation, Statistics
 from pipeline.store.format.summary import read_statistics
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.options import ArrayNames, Key, as_keys

@@ -32,11 +32,8 @@ _OTHER_CONTENT = (
 )
 
 
-class Put(NamedTuple):
-    """An object to put if absent. encode: returns its parts and, of a store shard, its chunks' checksums."""
-
-    key: str
-    encode: Callable[[], tuple[Sequence[Buffer], bytes]]
+# Of an object to be put: returns its parts and, of a store shard, its chunks' checksums.
+Encode = Callable[[], tuple[Sequence[Buffer], bytes]]
 
 
 class PutAnswer(NamedTuple):
@@ -49,8 +46,8 @@ class PutAnswer(NamedTuple):
 class Objects(Protocol):
     """Carries out requests. Raises StoreError."""
 
-    def put(self, puts: Sequence[Put]) -> Sequence[PutAnswer]:
-        """Puts objects if absent, perhaps concurrently."""
+    def put(self, puts: Mapping[str, Encode]) -> Sequence[PutAnswer]:
+        """Puts objects, by key, if absent, perhaps concurrently. The answers are in the same order."""
 
     def read(self, key: str, check: Callable[[str, bytes | None], T]) -> T:
         """The result of `check(key, content)`, which raises StoreInvalid if the object is damaged, or missing (the
@@ -93,7 +90,7 @@ def write_block(layout: StoreLayout, block: NewBlock, objects: Objects) -> Commi
         statistics_sha256="" if statistics is None else table_digest(statistics),
         recent=recent,
     )
-    [put] = objects.put([_put(record.key, record.to_json())])
+    [put] = objects.put({record.key: lambda: ([record.to_json()], b"")})
     if put.is_new:
         return record
     stored = objects.read(record.key, _parse_record)
@@ -111,7 +108,7 @@ def _write_arrays(layout: StoreLayout, block: NewBlock, objects: Objects) -> tup
         for part in range(layout.num_parts(spec))
     }
     puts = objects.put(
-        [Put(key, partial(encode_shard, values, layout.shard_format(spec))) for key, (spec, values) in shards.items()]
+        {key: partial(encode_shard, values, layout.shard_format(spec)) for key, (spec, values) in shards.items()}
     )
     checksums, adopted = {spec.name: [] for spec in layout.all_arrays}, set()
     for (key, (spec, values)), put in zip(shards.items(), puts, strict=True):
@@ -130,7 +127,7 @@ def _write_arrays(layout: StoreLayout, block: NewBlock, objects: Objects) -> tup
 def _write_files(contents: Mapping[str, bytes], objects: Objects) -> dict[str, bytes]:
     """Writes the document table, statistics and indexes, by key. Returns what is stored."""
     stored_files = dict(contents)
-    puts = objects.put([_put(*item) for item in contents.items()])
+    puts = objects.put({key: lambda content=content: ([content], b"") for key, content in contents.items()})
     for (key, content), put in zip(contents.items(), puts, strict=True):
         if not put.is_new:
             stored = objects.read(key, _require)
@@ -149,10 +146,6 @@ def _is_same(key: str, stored: bytes, content: bytes) -> bool:
         ours = decode_parquet(content, _MAX_DOCUMENTS)
         return decode_table_of(stored, key, table_digest(stored), "the store", ours.num_rows).equals(ours)
     return False
-
-
-def _put(key: str, content: bytes) -> Put:
-    return Put(key, lambda: ([content], b""))
 
 
 def _is_exact(spec: ArraySpec) -> bool:

@@ -20,7 +20,6 @@ import time
 import uuid
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.format.keys import LEASES_PREFIX
@@ -31,13 +30,6 @@ log = logging.getLogger("pipeline")
 _RENEWALS_PER_LEASE = 6
 _NUM_REQUESTS = 8  # concurrent; separate, so that renewals do not queue behind blocks
 _numbers = itertools.count()  # of this process's writes
-
-
-class _Seen(NamedTuple):
-    """A stream's lease as another process left it, and when this process first saw it so (monotonic seconds)."""
-
-    generation: bytes
-    since: float
 
 
 class Leases:
@@ -51,7 +43,7 @@ class Leases:
         self.lease_s = lease_s
         self._needs_conditions = not is_exclusive  # and they have not been tried yet
         self._storage = Storage.open(place).with_own_requests(_NUM_REQUESTS)
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, tuple[bytes, float]] = {}  # the generation, and since when (monotonic seconds)
         self._held: dict[int, bytes | None] = {}  # the generation by stream; None if the lease is lost
         self._lock = threading.Lock()  # held while a lease is written
         self._closed = threading.Event()
@@ -66,17 +58,17 @@ class Leases:
         now = time.monotonic()
         vacant = []
         for stream, (content, generation) in zip(streams, leases, strict=True):
-            seen = self._seen.get(stream)
-            if seen is None or seen.generation != generation:
-                seen = self._seen[stream] = _Seen(generation, now)
-            if content is None or now - seen.since >= self.lease_s or _owner_has_ended(content):
+            before, since = self._seen.get(stream, (None, now))
+            since = since if generation == before else now
+            self._seen[stream] = generation, since
+            if content is None or now - since >= self.lease_s or _owner_has_ended(content):
                 vacant.append(stream)
         return vacant
 
     def take(self, stream: int) -> bool:
         """Leases a stream that was `vacant`. Returns False if another process was faster. Raises StoreInvalid if the
         storage ignores the conditions of writes, and StoreError."""
-        before = self._seen[stream].generation
+        before = self._seen[stream][0]
         with self._lock:
             generation = None if self._closed.is_set() else self._write(stream, before)
             if generation is not None:
@@ -129,19 +121,16 @@ class Leases:
         while not self._closed.wait(self.lease_s / _RENEWALS_PER_LEASE):
             for stream in list(self._held):
                 with self._lock:
-                    if self.holds(stream):
-                        self._renew_one(stream)
-
-    def _renew_one(self, stream: int) -> None:
-        try:
-            self._held[stream] = self._write(stream, self._held[stream])
-        except StoreError as error:
-            log.warning("cannot renew the lease on stream %d: %s", stream, error)
-            return
-        if not self.holds(stream):
-            log.warning(
-                "stream %d was taken over by another process: its uncommitted blocks are discarded here", stream
-            )
+                    if not self.holds(stream):
+                        continue
+                    try:
+                        self._held[stream] = self._write(stream, self._held[stream])
+                    except StoreError as error:
+                        log.warning("cannot renew the lease on stream %d: %s", stream, error)
+                    if not self.holds(stream):
+                        log.warning(
+                            "stream %d was taken over by another process: its blocks are discarded here", stream
+                        )
 
     def _write(self, stream: int, generation: bytes) -> bytes | None:
         """Writes the lease if it still has this generation. Returns the new generation, or None if it has changed."""

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import layout_of
-from pipeline.store.format.commits import CommitRecord
+from pipeline.store.format.block_table import BlockTable, StreamBlocks, read_stream, read_streams
+from pipeline.store.format.commits import CommitRecord, read_commit_records
 from pipeline.store.format.keys import JOBS_PREFIX
-from pipeline.store.format.layout import StoreLayout
+from pipeline.store.format.layout import StoreLayout, scale_name
 from pipeline.store.format.metadata import (
     ROOT_KEY,
     Json,
@@ -28,16 +28,21 @@ from pipeline.store.format.metadata import (
     change_root,
     require_root,
 )
-from pipeline.store.format.scaled import scale_name
-from pipeline.store.format.statistics import BlockStatistics, encode_statistics, statistics_key
+from pipeline.store.format.statistics import (
+    BlockStatistics,
+    encode_statistics,
+    merge_arrays,
+    read_stream_statistics,
+    statistics_key,
+)
 from pipeline.store.format.target import Target, larger, target_of
 from pipeline.store.io.storage import Storage, StorageLike
-from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, Recent, write_block
-from pipeline.store.write.committed_streams import CommittedStreams
+from pipeline.store.write.block_protocol import Encode, NewBlock, PutAnswer, Recent, write_block
 from pipeline.store.write.finishing import finish_store
 from pipeline.store.write.leases import process_name
-from pipeline.store.write.vacancy import require_vacant
+from pipeline.store.write.store_path import require_vacant
 
+RUNNING_KEPT = 32  # streams whose running statistics stay in memory; others are read again
 _BLOCKS_AT_ONCE = 32
 
 Summarise = Callable[[Collection[str]], tuple[BlockStatistics | None, Mapping[str, bytes]]]
@@ -89,7 +94,7 @@ class StoreWriter:
             self.storage.put(ROOT_KEY, planned.to_json())
             require_root(self.storage).metadata.require_same(planned.metadata, self.path)  # perhaps of another process
             self._is_new = False  # not before: after an error, the next call tries again
-            recorded = {name: getattr(planned, name) for name in ("may_be_not_finite", "weights_error", "cache_error")}
+            recorded = {name: getattr(planned, name) for name in ("weights_error", "cache_error")}
             self.reopen(planned.target)
             self.record(**{name: value for name, value in recorded.items() if value})
         return self
@@ -108,13 +113,8 @@ class StoreWriter:
     def complete(self) -> bool:
         return self.root.complete
 
-    @property
-    def target(self) -> Target:
-        """How many tokens the store shall hold, according to the root as last read."""
-        return self.root.target
-
-    def record(self, **facts: Json | bool) -> None:
-        """Records `weights_error`, `cache_error` or `may_be_not_finite` in the root. See `StoreRoot`."""
+    def record(self, **facts: Json) -> None:
+        """Records `weights_error` or `cache_error` in the root. See `StoreRoot`."""
         self._change_root(lambda root: replace(root, **facts))
 
     def reopen(self, target: Target | None = None) -> None:
@@ -146,14 +146,12 @@ class StoreWriter:
         self.create()
         if self.complete:
             raise ValueError(f"the store {self.path} is complete: reopen() it first")
-        stream, number = record.stream, record.block
+        stream = record.stream
         before = self._last.get(stream)
         before = None if before is None or before.done() else before
 
         def derive(adopted: Collection[str]) -> tuple[Mapping[str, bytes], Recent]:
             statistics, indexes = summarise(adopted)
-            if set(indexes) != (needed := set(index_keys(self.metadata, stream, number))):
-                raise ValueError(f"a block needs the indexes {needed}, got {set(indexes)}")
             if before is not None:
                 before.result()
             files, recent = self._encode_statistics(record, statistics)
@@ -197,6 +195,63 @@ class StoreWriter:
         return root is not None
 
 
+class CommittedStreams:
+    """The committed blocks of each stream: those stored when the stream was read, and those committed here since then.
+
+    Methods raise StoreInvalid for a damaged record or a gap between records, and StoreError.
+    """
+
+    def __init__(self, storage: Storage, num_streams: int) -> None:
+        self._storage = storage
+        self._all = range(num_streams)
+        self._read: dict[int, StreamBlocks] = {}
+        self._running: dict[tuple[int, int], BlockStatistics] = {}  # (stream, block): of blocks 0..block
+
+    def __getitem__(self, stream: int) -> StreamBlocks:
+        return self._read[stream] if stream in self._read else self.read_again(stream)
+
+    def some(self, streams: Sequence[int]) -> dict[int, StreamBlocks]:
+        """Several streams; those not read yet are read in parallel."""
+        self._read |= read_streams(self._storage, [stream for stream in streams if stream not in self._read])
+        return {stream: self._read[stream] for stream in streams}
+
+    def all(self) -> dict[int, StreamBlocks]:
+        """All streams, in order."""
+        return self.some(self._all)
+
+    def read_again(self, stream: int) -> StreamBlocks:
+        """A stream as it is stored now. Any thread may call this unless a block of the stream is being written."""
+        self._read[stream] = read_stream(self._storage, stream)
+        return self._read[stream]
+
+    def read_all_again(self) -> dict[int, StreamBlocks]:
+        """All streams as they are stored now."""
+        self._read = {}
+        return self.all()
+
+    def append(self, record: CommitRecord) -> None:
+        """Adds the next committed block of a stream."""
+        tables = [self[record.stream].table, BlockTable.from_records([record])]
+        self._read[record.stream] = StreamBlocks(BlockTable.join(tables), record)
+
+    def add_statistics(self, stream: int, block: int, statistics: BlockStatistics) -> BlockStatistics:
+        """Merges a block's statistics into those of the blocks before it. Returns those of blocks 0..block."""
+        running = statistics
+        if block:
+            before = self._running.pop((stream, block - 1), None) or self._running_through(stream, block - 1)
+            running = merge_arrays(before, statistics)
+        self._running[stream, block] = running
+        while len(self._running) > RUNNING_KEPT:
+            del self._running[next(iter(self._running))]
+        return running
+
+    def _running_through(self, stream: int, block: int) -> BlockStatistics:
+        record = self[stream].last
+        if record is None or record.block != block:
+            [record] = read_commit_records(self._storage, [(stream, block)])
+        return read_stream_statistics(self._storage, record)
+
+
 @dataclass(frozen=True)
 class _Objects:
     """The requests of `write_block`, on a store's storage. small: the same, for requests that wait for no shard."""
@@ -204,18 +259,18 @@ class _Objects:
     storage: Storage
     small: Storage
 
-    def put(self, puts: Sequence[Put]) -> list[PutAnswer]:
+    def put(self, puts: Mapping[str, Encode]) -> list[PutAnswer]:
         """When it returns or raises, all puts have ended."""
         if len(puts) == 1:
-            return [self._put(self.small, puts[0])]
-        answers = [self.storage.put_threads.submit(self._put, self.storage, put) for put in puts]
+            return [self._put(self.small, *item) for item in puts.items()]
+        answers = [self.storage.put_threads.submit(self._put, self.storage, *item) for item in puts.items()]
         concurrent.futures.wait(answers)
         return [answer.result() for answer in answers]
 
     @staticmethod
-    def _put(storage: Storage, put: Put) -> PutAnswer:
-        parts, checksums = put.encode()
-        return PutAnswer(storage.put(put.key, *parts), checksums)
+    def _put(storage: Storage, key: str, encode: Encode) -> PutAnswer:
+        parts, checksums = encode()
+        return PutAnswer(storage.put(key, *parts), checksums)
 
     def read(self, key: str, check: Callable[[str, bytes | None], Any]) -> Any:
         return next(self.small.read_checked([key], check))

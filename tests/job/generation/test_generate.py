@@ -15,7 +15,7 @@ from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.store import ActivationStore, TokenFilter
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.commits import read_commit_records
-from pipeline.store.generated.group_files import group_key
+from pipeline.store.generated.documents import group_key
 from pipeline.store.inspection.summary import store_facts
 from tests.jobs import (
     GENERATING_JOB,

@@ -9,26 +9,32 @@ uploads of folders only commit in several steps with Xet, and from a local folde
 import hashlib
 import os
 import re
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from urllib.parse import quote
 
+import huggingface_hub
 from huggingface_hub import CommitOperationAdd
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import httpx
 
-from pipeline.core.errors import ConfigError, StoreInvalid, StoreMismatch
+from pipeline.core.errors import ConfigError, StoreError, StoreInvalid, StoreMismatch
+from pipeline.core.hub import HubUnavailable, is_hub_id, repeat_requests
+from pipeline.core.requests import brief_cause, is_transient, repeated
 from pipeline.store.format.arrays import own_keys
 from pipeline.store.format.commits import COMMITS_PREFIX
 from pipeline.store.format.keys import JOBS_PREFIX
-from pipeline.store.format.metadata import ROOT_KEY, StoreRoot, require_root
+from pipeline.store.format.metadata import ROOT_KEY, StoreMetadata, StoreRoot, require_root
 from pipeline.store.format.tables import TABLES_PREFIX
 from pipeline.store.io.failures import VERIFY_REMEDY, storage_errors
 from pipeline.store.io.hub_files import HubFiles
 from pipeline.store.io.local_files import LOCK_SUFFIX
 from pipeline.store.io.storage import Storage
-from pipeline.store.publish.card import CARD_KEY, card
-from pipeline.store.publish.repository import open_repository
 from pipeline.store.read.reader import ActivationStore
 
 # The Hub recommends 100 files per commit, but allows only 128 commits per hour. huggingface_hub's uploads of folders
@@ -38,6 +44,16 @@ _GROUP, _REMOTE_GROUP = 50, 8  # objects that are uploaded together; those of a 
 
 _REPO = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _NOT_A_STORE = re.compile(r"README\.md|LICENSE.*|\.gitattributes")  # allowed in a repository for a new store
+
+CARD_KEY = "README.md"
+
+# The viewer would show the document tables as the dataset.
+_FRONT_MATTER = "---\ntags: [activations, interpretability, zarr]\nviewer: false\n---"
+_BEGIN = "<!-- begin activation store: python -m pipeline.push replaces the lines from here to the end mark -->"
+_END = "<!-- end activation store -->"
+# From the last of several begin marks: text after one that lost its end mark is the user's.
+_MARKED = re.compile(f"{re.escape(_BEGIN)}((?!{re.escape(_BEGIN)}).)*{re.escape(_END)}", re.DOTALL)
+
 
 Progress = Callable[[int, int], None]
 
@@ -61,10 +77,10 @@ def push_store(path: str, repo: str, branch: str, private: bool | None, progress
         )
     store, keys = ActivationStore.open(storage), _keys_to_push(storage, root)
     _require_all(store, keys)
-    repository = open_repository(repo, branch, private)
+    repository = _open_repository(repo, branch, private)
     before = repository.files
     _require_same_store(storage, root, keys, before, repo)
-    readme = card(store, repo, branch, (before.get(CARD_KEY) or b"").decode(errors="replace"))
+    readme = _card(store, repo, branch, (before.get(CARD_KEY) or b"").decode(errors="replace"))
     partial_root = replace(root, complete=False, summary=None)  # whose blocks are those of the pushed records
     first_root = [] if ROOT_KEY in before.files else [CommitOperationAdd(ROOT_KEY, partial_root.to_json())]
     pending: list[CommitOperationAdd] = []
@@ -152,3 +168,139 @@ def _is_new(added: CommitOperationAdd, stored: RepoFile | None) -> bool:
     with added.as_file() as file:
         content = file.read()
     return stored.blob_id != hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+class _Repository:
+    """A branch of a dataset repository, at its latest commit `head`. Use `_open_repository`.
+
+    Methods raise ConfigError if the Hub refuses a request, HubUnavailable if it cannot be reached, and StoreError if
+    somebody else has changed the branch.
+    """
+
+    def __init__(self, repo: str, branch: str, head: str) -> None:
+        self.head = head
+        self._repo = repo
+        self._branch = {"repo_id": repo, "repo_type": "dataset", "revision": branch}
+        self._api = huggingface_hub.HfApi()
+
+    @property
+    def files(self) -> HubFiles:
+        """The files at `head`."""
+        return HubFiles(self._repo, self.head)
+
+    def upload(self, additions: Sequence[CommitOperationAdd]) -> None:
+        """Uploads the large ones of these files, as the Hub decides, and drops their content. The Hub keeps them for a
+        later commit. Files that it already has, from any commit or interrupted upload, are not sent again."""
+
+        def send() -> None:
+            try:
+                self._api.preupload_lfs_files(additions=additions, gitignore_content="", **self._branch)
+            except RuntimeError as error:
+                raise (error.__cause__ or error) from None
+
+        with _errors(self._repo):
+            repeated(f"the upload to {self._repo}", send)
+
+    def commit(self, title: str, additions: Sequence[CommitOperationAdd]) -> None:
+        """Commits files, after uploading those that `upload` has not."""
+        self.upload(additions)
+        title = f"{title} [{secrets.token_hex(4)}]"
+        with _errors(self._repo):
+            try:
+                self.head = self._api.create_commit(
+                    operations=additions, commit_message=title, parent_commit=self.head, **self._branch
+                ).oid
+            except (HubUnavailable, HfHubHTTPError) as error:
+                last = self._api.list_repo_commits(**self._branch)[0]
+                if last.title != title:
+                    if last.commit_id == self.head:
+                        raise
+                    raise StoreError(
+                        f"{self._repo} was changed by another client during the push (commit {last.commit_id}: "
+                        f"{last.title}). Run the same command again; it continues."
+                    ) from error
+                self.head = last.commit_id  # only the answer was lost
+
+
+def _open_repository(repo: str, branch: str, private: bool | None) -> _Repository:
+    """Opens a branch of a repository; creates the repository, and the branch from `main`, if they do not exist.
+
+    private: whether a new repository is private; None for the owner's default on the Hub.
+    Raises ConfigError if the Hub refuses a request, or if `private` is true and the repository is public, and
+    HubUnavailable.
+    """
+    repeat_requests()
+    api = huggingface_hub.HfApi()
+    with _errors(repo):
+        api.create_repo(repo, repo_type="dataset", private=private, exist_ok=True)
+        if private and not api.dataset_info(repo).private:
+            raise ConfigError(
+                f"private=true, but {repo} is public. Remove the setting, or make the repository private."
+            )
+        if branch != "main":
+            api.create_branch(repo, branch=branch, repo_type="dataset", exist_ok=True)
+        return _Repository(repo, branch, api.dataset_info(repo, revision=branch).sha)
+
+
+@contextmanager
+def _errors(repo: str) -> Iterator[None]:
+    """Turns errors of calls that change a repository into ConfigError or HubUnavailable."""
+    try:
+        yield
+    except (HubUnavailable, httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+        cause = f"{brief_cause(error):.500}"
+        # They were retried; RuntimeError is from hf_xet, which retries for minutes.
+        if isinstance(error, HubUnavailable | RuntimeError) or is_transient(error):
+            raise HubUnavailable(
+                f"the push to {repo} failed: {cause} Check the network, and run the same command again; it continues."
+            ) from error
+        raise ConfigError(
+            f"repo={repo:.200}: the Hub refuses the push ({cause}). Check the spelling, and log in with a token that "
+            "has write access: `hf auth login`."
+        ) from error
+
+
+def _card(store: ActivationStore, repo: str, revision: str, present: str) -> str:
+    """The text of the card. `present`: the repository's card, or nothing. Its text outside of the marks is kept."""
+    description = f"{_BEGIN}\n{_description(store, repo, revision)}\n{_END}"
+    text = present or f"{_FRONT_MATTER}\n# Activations of {_name(store.metadata, 'model')}\n"
+    changed, count = _MARKED.subn(lambda _: description, text)
+    return changed if count else f"{text.rstrip()}\n\n{description}\n"
+
+
+def _description(store: ActivationStore, repo: str, revision: str) -> str:
+    suffix = "" if revision == "main" else f"@{quote(revision, safe='')}"
+    arrays = [
+        f"| `{name}` | {' x '.join(f'{n:,}' for n in array.shape)} | {array.dtype.name} |"
+        for name, array in store.arrays.items()
+    ]
+    return f"""
+Activations of `{_name(store.metadata, "model")}` on `{_name(store.metadata, "data")}`.
+
+| | |
+|---|---|
+| tokens | {store.num_tokens:,} |
+| tokens with activations | {store.num_activations:,} |
+| rows | {len(store.rows):,} of {store.length:,} positions |
+| blocks | {len(store.blocks):,} |
+| fingerprint | `{store.metadata.fingerprint()}` |
+
+| array | shape | dtype |
+|---|---|---|
+{chr(10).join(arrays)}
+
+    from pipeline.store import ActivationStore
+
+    store = ActivationStore.open("hf://datasets/{repo}{suffix}")
+    for batch in store.batches({"store.keys" if store.keys else "[], features=True"}, batch_size=4096, shuffle=True):
+        batch.{"activations" if store.keys else "features"}, batch.tokens, batch.documents
+
+The store is a Zarr v3 group, which zarr-python and xarray can also read. Its attributes contain the configuration."""
+
+
+def _name(metadata: StoreMetadata, group: str) -> str:
+    """The name of the model or the data in the store's configuration: a Hub id, or the last part of a path, since the
+    rest of a path may be private."""
+    values = metadata.config.get(group, {})
+    path = values.get("path") or values.get("repo") or f"unnamed {group}"
+    return path if is_hub_id(path) else path.rstrip("/").rpartition("/")[2]

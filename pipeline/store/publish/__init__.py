@@ -1,1 +1,0 @@
-"""Uploading a finished store to the Hugging Face Hub."""
