@@ -22,7 +22,7 @@ from pipeline.store.format.normalisation import Normalisation
 from pipeline.store.format.statistics import Statistics
 from pipeline.store.read.aligned import AlignedStores, open_aligned
 from pipeline.store.read.batches import BatchReader
-from pipeline.store.read.features import FeatureBatch
+from pipeline.store.read.frameworks import FeatureBatch
 from pipeline.store.read.gathering import Batch
 from pipeline.store.read.options import TokenFilter
 from pipeline.store.read.reader import ActivationStore, DocumentActivations, TokenRows

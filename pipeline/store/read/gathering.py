@@ -22,8 +22,7 @@ from pipeline.store.format.layout import LABELS_ARRAY, SIDE_ARRAYS
 from pipeline.store.format.normalisation import l2_norms
 from pipeline.store.format.scaled import dequantised, scale_name
 from pipeline.store.format.statistics import Statistics, merge, token_statistics
-from pipeline.store.read.features import FeatureBatch, feature_batches
-from pipeline.store.read.frameworks import STORED, converter
+from pipeline.store.read.frameworks import STORED, FeatureBatch, converter, feature_batches
 from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import BatchArrays, BatchOptions, TokenFilter
 from pipeline.store.read.order import Filling
