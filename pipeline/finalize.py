@@ -24,7 +24,7 @@ from pipeline.cli.settings import command, flag, setting, store_path
 from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
 from pipeline.store.format.target import has_share, stream_share
-from pipeline.store.ids.index import index_ids
+from pipeline.store.indexes.ids import index_ids
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.shard_reads import REMOTE_REQUESTS
 from pipeline.store.write.store_writer import StoreWriter

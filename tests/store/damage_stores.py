@@ -19,7 +19,7 @@ import pytest
 from pipeline.config import composing
 from pipeline.core.errors import EXIT_INTERRUPTED
 from pipeline.planning import host_memory
-from pipeline.store.ids.index import index_ids
+from pipeline.store.indexes.ids import index_ids
 from pipeline.store.io.storage import Storage
 from tests.jobs import run_and_signal, write_model_of_zeros
 from tests.models.sae_files import write_saelens

@@ -12,7 +12,6 @@ import numpy as np
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.records import StreamRecords
 from pipeline.store.check.scope import OpenStore, Scope
-from pipeline.store.features.index_file import check_index, index_key
 from pipeline.store.format.arrays import array_key, parse_rows
 from pipeline.store.format.commits import COMMITS_PREFIX, CommitRecord, commit_key, read_commit_records
 from pipeline.store.format.keys import index_prefix, parse_key
@@ -25,6 +24,7 @@ from pipeline.store.format.statistics import (
 )
 from pipeline.store.format.summary import IDS, IDS_BYTES, STATISTICS, summary_key
 from pipeline.store.format.tables import TABLES_PREFIX, decode_table, table_key
+from pipeline.store.indexes.features import check_index, index_key
 from pipeline.store.io.ahead import map_ahead
 from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.problems import Problem, Remedy, reported

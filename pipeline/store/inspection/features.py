@@ -11,9 +11,9 @@ from jaxtyping import Float32, Int32, Int64
 
 from pipeline.core.errors import ConfigError, StoreInvalid
 from pipeline.store import ActivationStore
-from pipeline.store.features.firings import FeatureStatistics
 from pipeline.store.format.keys import features_name
 from pipeline.store.io.failures import VERIFY_REMEDY
+from pipeline.store.read.stored_statistics import FeatureStatistics
 
 TOKENS_BEFORE, TOKENS_AFTER = 28, 12  # in a context, around the strongest firing
 # If a feature fires more than MAX_FIRINGS times, only its TOP_PER_CONTEXT strongest firings per context are read.

@@ -9,11 +9,11 @@ import numpy as np
 from pipeline.data.text.labels import Label, Part, Role
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.store import ActivationStore
-from pipeline.store.features.firings import FeatureStatistics
 from pipeline.store.inspection import charts
 from pipeline.store.inspection.features import SUMMARY_HEADER, Context, FeatureView, SAEView, summary_rows
 from pipeline.store.inspection.sample import HEADER, ActivationView, StoreSample, number
 from pipeline.store.inspection.summary import document_lengths
+from pipeline.store.read.stored_statistics import FeatureStatistics
 
 MAX_HISTOGRAMS = 24
 TEXT_ROWS, TEXT_TOKENS = 3, 256

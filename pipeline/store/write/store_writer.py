@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.store.features.index_file import index_keys
 from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.keys import JOBS_PREFIX
@@ -31,6 +30,7 @@ from pipeline.store.format.metadata import (
 from pipeline.store.format.scaled import scale_name
 from pipeline.store.format.statistics import BlockStatistics, encode_statistics, statistics_key
 from pipeline.store.format.target import Target, larger, target_of
+from pipeline.store.indexes.features import index_keys
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.block_protocol import NewBlock, Put, PutAnswer, Recent, write_block
 from pipeline.store.write.committed_streams import CommittedStreams
