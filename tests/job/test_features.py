@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from pipeline import Stream, delete, export, finalize, inspect, verify
 from pipeline.config import composing
@@ -334,7 +333,7 @@ def test_commands_take_a_store_without_activations(alone, tmp_path, capsys, modu
         assert not copy.exists() or not list(copy.iterdir())
 
 
-def test_features_of_selected_tokens_are_stored_exported_and_shown(folder, overrides, tmp_path) -> None:
+def test_features_of_selected_tokens_are_stored_and_shown(folder, overrides, tmp_path, capsys) -> None:
     saes, last = encode(str(folder / "gated")), ["capture.positions=last", "run.max_tokens=1000"]
     run_here(*overrides, saes, *last, "capture.keep=both", "capture.dtype=float32", f"store.path={tmp_path}/store")
     assert verify_store(f"{tmp_path}/store") == []
@@ -345,19 +344,9 @@ def test_features_of_selected_tokens_are_stored_exported_and_shown(folder, overr
     index, n_active = outputs[f"features.{ARRAY}.index"], outputs[f"features.{ARRAY}.n_active"]
     assert abs(n_active[valid] - (expected > 0).sum(axis=1)).mean() < 0.1
     assert not n_active[~valid].any()
-    to_delphi = [f"export.path={tmp_path}/latents", "export.format=delphi", "export.context=1", "export.splits=1"]
-    assert export.main([f"store.path={tmp_path}/store", *to_delphi]) == 0
-    split = load_file(tmp_path / f"latents/{ARRAY}/0_{WIDTH - 1}.safetensors")
-    whole = store.read_tokens(slice(None), whole=True)
-    fired = np.zeros(whole.tokens.shape, bool)
-    rows, slots = np.nonzero(n_active)
-    fired[rows, store.read_selected(slice(None))[rows, slots]] = True
-    np.testing.assert_array_equal(
-        split["tokens"][:, 0], whole.tokens[whole.segments > 0]
-    )  # also between those selected
-    np.testing.assert_array_equal(
-        np.unique(split["locations"][:, 0]), np.flatnonzero(fired[whole.segments > 0]).astype(np.uint16)
-    )
+    to_delphi = [f"export.path={tmp_path}/latents", "export.format=delphi", "export.context=1"]
+    assert export.main([f"store.path={tmp_path}/store", *to_delphi]) == 2
+    assert "delphi shows the text around them" in capsys.readouterr().err
     feature = int(index[valid][:, 0][0])
     (view,) = view_features(store, features=(feature,), contexts=1000).features
     assert view.contexts
