@@ -16,7 +16,7 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.scope import Scope
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.metadata import change_root
-from pipeline.store.inspection.features import view_features
+from pipeline.store.inspection.views import view_features
 from pipeline.store.io.storage import Storage
 from tests.job.test_processes import chaos
 from tests.jobs import assert_same_store, committed, run_here, run_processes, write_random_model, write_text
