@@ -25,7 +25,7 @@ from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
 from pipeline.store.format.metadata import require_root
 from pipeline.store.format.target import has_share, stream_share
-from pipeline.store.ids.index import index_ids
+from pipeline.store.indexes.ids import index_ids
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.shard_reads import REMOTE_REQUESTS
 from pipeline.store.write.store_writer import StoreWriter

@@ -22,9 +22,8 @@ from pipeline.cli.settings import command, local_path, read_store_path, setting,
 from pipeline.core.errors import ConfigError
 from pipeline.core.requests import named_writing_errors
 from pipeline.store import ActivationStore
-from pipeline.store.inspection.features import SUMMARY_HEADER, summary_rows, view_features
-from pipeline.store.inspection.sample import HEADER, take_sample
 from pipeline.store.inspection.summary import find_tokenizer, store_facts
+from pipeline.store.inspection.views import FEATURES_HEADER, NORMS_HEADER, features_rows, take_sample, view_features
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,12 @@ def inspect_store(settings: Settings) -> None:
         raise ConfigError(f"{given} is only for the page. Set inspect.html to the file to write.")
     store = ActivationStore.open(settings.path)
     facts = store_facts(store)
-    sample = take_sample(store, settings.tokens, settings.seed) if len(store.blocks) else None
+    sample = take_sample(store, settings.tokens, settings.seed)
     print(store.path, *(f"  {name:12}{fact}" for name, fact in facts.items()), sep="\n")
     if sample is not None and sample.views:
-        _print_table([HEADER, *(view.table_row() for view in sample.views)])
-    if sae_rows := summary_rows(store):
-        _print_table([SUMMARY_HEADER, *sae_rows])
+        _print_table([NORMS_HEADER, *(view.table_row() for view in sample.views)])
+    if sae_rows := features_rows(store):
+        _print_table([FEATURES_HEADER, *sae_rows])
     if settings.html is None:
         return
     from pipeline.store.inspection.page import store_page  # imports matplotlib

@@ -19,8 +19,7 @@ from pipeline.data.tokenised import TokenisedDocument
 from pipeline.step.compiled_step import StepOutputs
 from pipeline.step.spec import StepSpec
 from pipeline.store.format.layout import scale_name
-from pipeline.store.read.features import FeatureBatch, feature_batches
-from pipeline.store.read.frameworks import Framework
+from pipeline.store.read.frameworks import FeatureBatch, Framework, feature_batches
 from pipeline.store.read.rows import at_selected
 
 _TOKENS, _IS_STORED, _LABELS = "tokens", "is_stored", "labels"

@@ -8,8 +8,8 @@ from pipeline.config.schema import RunConfig, StoreConfig
 from pipeline.core.errors import ConfigError
 from pipeline.planning.mesh import MeshPlan
 from pipeline.step.spec import StepSpec
-from pipeline.store.features.index_file import ENTRY
 from pipeline.store.format.layout import LARGEST_SHARD_BYTES, MIB, is_plain_files, rows_per_block_for
+from pipeline.store.indexes.features import ENTRY
 from pipeline.store.write.store_writer import RUNNING_KEPT
 
 MAX_STEPS_IN_FLIGHT = 4  # one computing, one copying to the host, one being drained, one in reserve

@@ -21,7 +21,7 @@ damaged, or not a store). `docs/reading.md` has examples; `docs/store-format.md`
 from pipeline.store.format.statistics import Normalisation, Statistics
 from pipeline.store.read.aligned import AlignedStores, open_aligned
 from pipeline.store.read.batches import BatchReader
-from pipeline.store.read.features import FeatureBatch
+from pipeline.store.read.frameworks import FeatureBatch
 from pipeline.store.read.gathering import Batch
 from pipeline.store.read.options import TokenFilter
 from pipeline.store.read.reader import ActivationStore, DocumentActivations, TokenRows

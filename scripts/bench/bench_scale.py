@@ -29,7 +29,7 @@ from pipeline.job.running import complete, has_work, open_store
 from pipeline.store import ActivationStore
 from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.statistics import token_statistics
-from pipeline.store.ids.index import index_ids
+from pipeline.store.indexes.ids import index_ids
 from pipeline.store.io.storage import Storage
 from pipeline.store.read.shard_reads import REMOTE_REQUESTS
 from pipeline.store.write.store_writer import StoreWriter

@@ -70,15 +70,16 @@ def test_the_files_contain_the_stored_features(store, tmp_path, context, splits,
             found[row, position, first + feature] = split["activations"]
             firings += len(split["activations"])
         np.testing.assert_array_equal(found.reshape(-1, WIDTH), dense[: contexts * context])
-    opened = ActivationStore.open(store).read_outputs(slice(None))
-    missing = sum(int(opened[f"features.{name}.n_active"].sum()) - (stored(store, name)[1] > 0).sum() for name in NAMES)
+    [batch] = ActivationStore.open(store).batches([], 1000, features=True)
+    active = sum(int(batch.features[name].n_active[: contexts * context].sum()) for name in NAMES)
+    missing = active - firings
     assert f"{firings:,} feature values; {missing:,} more were not stored" in printed
     assert missing > 0
 
 
 def test_batches_of_rows_give_the_same_files(store, tmp_path, monkeypatch, capsys):
     whole = exported(store, tmp_path / "whole")
-    monkeypatch.setattr("pipeline.store.read.exports.delphi.BATCH_MIB", 0.0005)
+    monkeypatch.setattr("pipeline.store.read.exports.delphi.BATCH_SIZE", 3)
     in_parts = exported(store, tmp_path / "parts")
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     assert len(files) == 2 * (5 + 1)

@@ -11,8 +11,8 @@ from pipeline.data.text.tokenizer import load_tokenizer
 from pipeline.inspect import main
 from pipeline.store import ActivationStore
 from pipeline.store.format.metadata import change_root
-from pipeline.store.inspection.features import TOKENS_AFTER, TOKENS_BEFORE, most_and_least_frequent, view_features
 from pipeline.store.inspection.page import store_page
+from pipeline.store.inspection.views import TOKENS_AFTER, TOKENS_BEFORE, most_and_least_frequent, view_features
 from pipeline.store.io.storage import Storage
 from tests.commands.test_inspect import Page
 from tests.store.test_feature_batches import ENCODERS, write
@@ -50,7 +50,7 @@ def test_the_most_and_the_least_frequent_features_are_chosen(store, dense):
 @pytest.mark.parametrize("most", [None, 0], ids=["all firings", "the strongest"])
 def test_contexts_come_from_the_rows_with_the_strongest_firings(store, dense, monkeypatch, most):
     if most is not None:
-        monkeypatch.setattr("pipeline.store.inspection.features.MAX_FIRINGS", most)
+        monkeypatch.setattr("pipeline.store.inspection.views.MAX_FIRINGS", most)
     text = store.read_tokens(slice(None))
     cut = 0
     for view in view_features(store, features=(12, 99, 500), contexts=5).features:

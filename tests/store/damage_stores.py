@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.planning import host_memory
-from pipeline.store.ids.index import index_ids
+from pipeline.store.indexes.ids import index_ids
 from pipeline.store.io.storage import Storage
 from tests.jobs import run_first_stream, run_here, write_model_of_zeros
 from tests.models.sae_files import write_saelens

@@ -23,7 +23,7 @@ from pipeline.store.format.commits import CommitRecord
 from pipeline.store.format.layout import LARGEST, TOKENS, StoreLayout, activation_spec, scale_name, scale_spec
 from pipeline.store.format.metadata import StoreMetadata
 from pipeline.store.format.statistics import BlockStatistics, Statistics, token_statistics
-from pipeline.store.ids.index import index_ids
+from pipeline.store.indexes.ids import index_ids
 from pipeline.store.io.parsing import json_digest
 from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.write.store_writer import StoreWriter

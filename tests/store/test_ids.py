@@ -15,8 +15,8 @@ from pipeline.store import ActivationStore
 from pipeline.store.check.verifying import verify_store
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.summary import IDS, put_summary
-from pipeline.store.ids import index as ids_index
-from pipeline.store.ids.index import StoredIds, block_entries, encode_index, index_ids
+from pipeline.store.indexes import ids as ids_index
+from pipeline.store.indexes.ids import StoredIds, block_entries, encode_index, index_ids
 from pipeline.store.io.storage import Storage
 from pipeline.store.write.store_writer import StoreWriter
 from tests.store.example_store import (

@@ -9,10 +9,9 @@ import numpy as np
 from pipeline.data.documents import TokenBlock
 from pipeline.step.spec import EncoderSpec, StepSpec
 from pipeline.step.stored_values import RowStatistics
-from pipeline.store.features.block_statistics import feature_statistics
-from pipeline.store.features.index_file import by_feature, encode_index, index_key
 from pipeline.store.format.layout import dequantised, feature_parts, scale_name
 from pipeline.store.format.statistics import BlockStatistics, Statistics, block_statistics, merge, token_statistics
+from pipeline.store.indexes.features import by_feature, encode_index, feature_statistics, index_key
 
 
 class BlockSummary:

@@ -9,11 +9,11 @@ import numpy as np
 
 from pipeline.core.errors import StoreError, StoreInvalid
 from pipeline.store.check.problems import MISSING, OpenStore, Problem
-from pipeline.store.features.index_file import check_index, index_key
 from pipeline.store.format.commits import CommitRecord, commit_key, read_commit_records
 from pipeline.store.format.layout import ArraySpec, StoreLayout
 from pipeline.store.format.statistics import read_stream_statistics, statistics_key
 from pipeline.store.format.tables import decode_table, table_key
+from pipeline.store.indexes.features import check_index, index_key
 from pipeline.store.io.shards import decoded_chunks, values_digest
 from pipeline.store.io.storage import Storage
 

@@ -12,7 +12,6 @@ from pipeline.core.errors import StoreError
 from pipeline.core.messages import counted
 from pipeline.store.check.blocks import shard_keys
 from pipeline.store.check.problems import MISSING, OpenStore, Problem, Remedy, Scope
-from pipeline.store.features.index_file import index_key
 from pipeline.store.format.block_table import BlockTable, counts_of, impossible_counts
 from pipeline.store.format.commits import (
     BLOCKS_PER_GROUP,
@@ -27,6 +26,7 @@ from pipeline.store.format.layout import StoreLayout
 from pipeline.store.format.statistics import STATISTICS_PREFIX, statistics_key
 from pipeline.store.format.summary import BLOCKS, summary_key
 from pipeline.store.format.tables import TABLES_PREFIX, table_key
+from pipeline.store.indexes.features import index_key
 from pipeline.store.io.local_files import file_problem
 from pipeline.store.io.storage import Storage, map_ahead
 

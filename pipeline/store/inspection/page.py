@@ -1,22 +1,41 @@
-"""The HTML page of `inspect`, about a store and the features of an SAE: one self-contained file."""
+"""The HTML page of `inspect`, about a store and the features of an SAE: one self-contained file, with charts by
+matplotlib as <img> elements that contain their pictures."""
 
+import base64
+import io
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
 import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pipeline.data.text.labels import Label, Part, Role
 from pipeline.data.text.tokenizer import TextTokenizer
 from pipeline.store import ActivationStore
-from pipeline.store.features.firings import FeatureStatistics
-from pipeline.store.inspection import charts
-from pipeline.store.inspection.features import SUMMARY_HEADER, Context, FeatureView, SAEView, summary_rows
-from pipeline.store.inspection.sample import HEADER, ActivationView, StoreSample, number
-from pipeline.store.inspection.summary import document_lengths
+from pipeline.store.inspection.views import (
+    FEATURES_HEADER,
+    NORMS_HEADER,
+    ActivationView,
+    Context,
+    FeatureView,
+    SAEView,
+    StoreSample,
+    features_rows,
+)
+from pipeline.store.read.stored_statistics import FeatureStatistics
 
 MAX_HISTOGRAMS = 24
 TEXT_ROWS, TEXT_TOKENS = 3, 256
+_LOGARITHMIC_FROM = 20  # axes are logarithmic from this ratio of the largest to the smallest value
+_CHART_STYLE = {
+    **{"font.size": 8, "lines.linewidth": 1.3, "legend.frameon": False, "legend.fontsize": 7},
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
+    **{"axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.3, "text.parse_math": False},
+}
+_PIXELS_PER_INCH = 96  # in CSS; pictures have twice as many, for screens that do
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #1d2733; background: #fff; max-width: 1000px; margin: 28px auto;
@@ -53,9 +72,6 @@ def store_page(
         sections.append(_activations(sample))
         if views := [view for view in sample.views if view.finite_norms.size]:
             sections += [_norms(views, sample), _text(views[-1], sample, tokenizer)]
-    if (lengths := document_lengths(store)).size:
-        chart = charts.histogram(lengths, "tokens", "documents", (460, 260))
-        sections.append(f"<h2>Documents</h2>{_figures([('Document lengths', chart)])}")
     if sae is not None:
         sections += [_features(store, sae), *(_feature(view, sae.statistics, tokenizer) for view in sae.features)]
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -79,15 +95,15 @@ def _activations(sample: StoreSample) -> str:
     num_tokens = int((sample.text.documents >= 0).sum())
     return (
         f"<h2>Activations</h2><p>L2 norms in {len(sample.rows)} random rows with {num_tokens:,} tokens.</p>"
-        f"{_table(HEADER, [view.table_row() for view in sample.views])}"
+        f"{_table(NORMS_HEADER, [view.table_row() for view in sample.views])}"
     )
 
 
 def _norms(views: Sequence[ActivationView], sample: StoreSample) -> str:
-    figures = [("Mean norm by position in the document", charts.norms_by_position(views, sample))]
+    figures = [("Mean norm by position in the document", _norms_by_position(views, sample))]
     for view in views[:MAX_HISTOGRAMS]:
         if (norms := view.finite_norms[view.finite_norms > 0]).size:
-            figures.append((view.name, charts.histogram(norms, "L2 norm", "tokens")))
+            figures.append((view.name, _histogram(norms, "L2 norm", "tokens")))
     left_out = len(views) - MAX_HISTOGRAMS
     more = f"<p>The histograms of {left_out} more arrays are not shown.</p>" if left_out > 0 else ""
     return f"<h2>Norms</h2>{_figures(figures)}{more}"
@@ -112,13 +128,13 @@ def _text(view: ActivationView, sample: StoreSample, tokenizer: TextTokenizer | 
                 role, part = (np.clip(label[Label.role], 0, max(Role)), np.clip(label[Label.part], 0, max(Part)))
                 title += f", message {label[Label.message]}: {Role(role).name}, {Part(part).name}"
             if not math.isnan(norm):
-                title += f", norm {number(norm)}"
+                title += f", norm {norm:.4g}"
                 colour = heat((math.log(max(norm, 1e-9)) - log_low) / log_range)
             spans.append(_token(token, tokenizer, title, colour))
         rows.append(f'<div class="text" title="row {sample.rows[text_row]}">{"".join(spans)}</div>')
     return (
         f"<h2>Text, coloured by norm</h2><p>{escape(view.name)}, the first {TEXT_TOKENS} tokens of some rows. Colours "
-        f"are logarithmic: {number(low)}{_scale()}{number(high)}. Hover over a token to see its id, position and norm; "
+        f"are logarithmic: {low:.4g}{_scale()}{high:.4g}. Hover over a token to see its id, position and norm; "
         f"<b>▸</b> marks the start of a document, or of a window of a long document.</p>{''.join(rows)}"
     )
 
@@ -127,10 +143,10 @@ def _features(store: ActivationStore, sae: SAEView) -> str:
     frequency = sae.statistics.count / max(sae.statistics.tokens, 1)
     figures = []
     if frequency.any():
-        chart = charts.histogram(frequency[frequency > 0], "share of tokens", "features", (460, 220))
+        chart = _histogram(frequency[frequency > 0], "share of tokens", "features", (460, 220))
         figures.append(("How often features fire", chart))
     return (
-        f"<h2>Features of {escape(sae.name)}</h2>{_table(SUMMARY_HEADER, summary_rows(store))}{_figures(figures)}"
+        f"<h2>Features of {escape(sae.name)}</h2>{_table(FEATURES_HEADER, features_rows(store))}{_figures(figures)}"
         f"<p>Tokens below are coloured by the feature, from 0 {_scale()} to its maximum; the strongest is underlined. "
         "Hover over a token to see its id and value.</p>"
     )
@@ -142,10 +158,10 @@ def _feature(view: FeatureView, statistics: FeatureStatistics, tokenizer: TextTo
     contexts = "".join(_context(context, maximum, tokenizer) for context in view.contexts)
     figures = []
     if 0 < len(view.values) == count:
-        figures.append(("Values of firings", charts.histogram(view.values, "value", "tokens", (320, 150))))
+        figures.append(("Values of firings", _histogram(view.values, "value", "tokens", (320, 150))))
     return (
         f"<h2>Feature {view.feature}</h2><p>Stored in {100 * count / max(statistics.tokens, 1):.3g} % of tokens "
-        f"({count:,.0f}); mean {number(mean)}, maximum {number(maximum)}. The strongest firings in "
+        f"({count:,.0f}); mean {mean:.4g}, maximum {maximum:.4g}. The strongest firings in "
         f'{len(view.contexts)} different rows:</p><div class="feature"><div class="contexts">{contexts}</div>'
         f"{_figures(figures)}</div>"
     )
@@ -155,11 +171,11 @@ def _context(context: Context, maximum: float, tokenizer: TextTokenizer | None) 
     """A line of tokens, coloured by value from white (0) to red (the feature's maximum)."""
     spans = []
     for index, (token, value) in enumerate(zip(context.tokens.tolist(), context.values.tolist(), strict=True)):
-        title = f"token {token}, {number(value)}" if value > 0 else ""
+        title = f"token {token}, {value:.4g}" if value > 0 else ""
         colour = heat(value / max(value, maximum)) if title else None
         spans.append(_token(token, tokenizer, title, colour, "u" if index == context.strongest else "span"))
     title = f"document {context.document}, position {context.position}, row {context.row}"
-    strongest = number(float(context.values[context.strongest]))
+    strongest = f"{context.values[context.strongest]:.4g}"
     return (
         f'<div class="context"><span title="{title}">{strongest}</span><div class="text">{"".join(spans)}</div></div>'
     )
@@ -184,3 +200,56 @@ def _scale() -> str:
     """A bar of the colours of `heat`."""
     colours = ", ".join(heat(share) for share in (0, 0.25, 0.5, 0.75, 1))
     return f'<span class="scale" style="background:linear-gradient(90deg, {colours})"></span>'
+
+
+@rc_context(_CHART_STYLE)
+def _histogram(values: np.ndarray, xlabel: str, ylabel: str, size: tuple[int, int] = (300, 180)) -> str:
+    """A histogram of positive values. size: in CSS pixels."""
+    ax = _new_axes(size, xlabel, ylabel)
+    low, high = float(values.min()), max(float(values.max()), float(values.min()) * 1.001)
+    num_bins = min(60, max(12, round(np.sqrt(len(values)))))
+    ax.set_xscale(_axis_scale(low, high))
+    ax.hist(values, (np.geomspace if ax.get_xscale() == "log" else np.linspace)(low, high, num_bins + 1))
+    return _image(ax)
+
+
+@rc_context(_CHART_STYLE)
+def _norms_by_position(views: Sequence[ActivationView], sample: StoreSample) -> str:
+    """A line for each array: the mean norm by position in the document. Up to 12 names stand in the legend."""
+    positions = sample.text.positions + 1
+    edges = np.unique(np.geomspace(1, positions.max() + 2, 40).round().astype(int))
+    ax = _new_axes((460, 260), "position, from 1", "mean L2 norm")
+    ax.set_xscale(_axis_scale(1, edges[-1]))
+    colours, names_every = colormaps["viridis"](np.linspace(0, 0.9, len(views))), -(-len(views) // 12)
+    for k, view in enumerate(views):
+        is_token = np.isfinite(view.norms)
+        bins = np.digitize(positions[is_token], edges) - 1
+        counts, sums = np.bincount(bins), np.bincount(bins, view.norms[is_token])
+        filled = np.flatnonzero(counts)
+        label = None if k % names_every else view.name
+        ax.plot(edges[filled], sums[filled] / counts[filled], color=colours[k], label=label)
+    ax.set_yscale(_axis_scale(*ax.dataLim.intervaly))
+    ax.legend()
+    return _image(ax)
+
+
+def _new_axes(size: tuple[int, int], xlabel: str, ylabel: str) -> Axes:
+    inches = (size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH)
+    ax = Figure(inches, dpi=2 * _PIXELS_PER_INCH, layout="constrained").subplots()
+    ax.set(xlabel=xlabel, ylabel=ylabel)
+    return ax
+
+
+def _axis_scale(low: float, high: float) -> str:
+    return "log" if low > 0 and high / low >= _LOGARITHMIC_FROM else "linear"
+
+
+def _image(ax: Axes) -> str:
+    for axis in (ax.xaxis, ax.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(lambda value, _: "")
+    picture = io.BytesIO()
+    ax.figure.savefig(picture, format="png")
+    width = round(ax.figure.get_figwidth() * _PIXELS_PER_INCH)
+    return f'<img alt="" width="{width}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'

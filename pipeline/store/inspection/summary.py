@@ -3,9 +3,6 @@
 import sys
 from collections.abc import Mapping
 
-import numpy as np
-from jaxtyping import Int64
-
 from pipeline.config.choices import SpecialTokens
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError, PipelineError
@@ -16,9 +13,6 @@ from pipeline.store.format.arrays import layout_of
 from pipeline.store.format.layout import MIB
 from pipeline.store.format.metadata import StoreMetadata, require_root
 from pipeline.store.write.finishing import describe_skips
-
-# The maximum number of document tables to read, from evenly spaced blocks.
-MAX_TABLES = 64
 
 
 def store_facts(store: ActivationStore) -> dict[str, str]:
@@ -70,13 +64,6 @@ def _rounding(what: str, errors: Mapping[str, Mapping[str, float | None]] | None
             return ""
         ranges.append(f"{min(values)} to {max(values)}")
     return f"{what}; the relative error of activations is {', of a median token '.join(ranges)}"
-
-
-def document_lengths(store: ActivationStore) -> Int64[np.ndarray, " n"]:
-    """The numbers of tokens of the documents in up to MAX_TABLES blocks, without empty ones. Raises StoreError."""
-    blocks = store.blocks[:: -(-len(store.blocks) // MAX_TABLES) or 1]
-    lengths = store._documents.read(blocks, ["n_tokens"])["n_tokens"].drop_null().to_numpy()
-    return lengths[lengths > 0]
 
 
 def find_tokenizer(metadata: StoreMetadata, path: str | None) -> TextTokenizer | None:

@@ -16,10 +16,10 @@ from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import DOCUMENTS, TOKENS
 from pipeline.store.format.metadata import StoreRoot
 from pipeline.store.format.tables import empty_table, read_tables
-from pipeline.store.ids.index import StoredIds, open_ids
+from pipeline.store.indexes.ids import StoredIds, open_ids
 from pipeline.store.io.failures import DAMAGE_REMEDY
 from pipeline.store.io.storage import Storage
-from pipeline.store.read.features import FeatureBatch
+from pipeline.store.read.frameworks import FeatureBatch
 from pipeline.store.read.rows import slot_side_arrays
 
 

@@ -1,18 +1,22 @@
-"""Converts batches to arrays of numpy, JAX or PyTorch. JAX and PyTorch are imported only when needed.
+"""What batches are made of: arrays of numpy, JAX or PyTorch, and sparse features in them. JAX and PyTorch are imported
+only when needed.
 
-Shapes: n tokens per batch, k stored features per token.
+Shapes: n tokens per batch, k features stored per token, F features of an SAE.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy then knows "bfloat16"
 import numpy as np
+from jaxtyping import Float32, Int64
 from numpy.typing import DTypeLike
 
 from pipeline.core.errors import ArgumentError
 from pipeline.core.messages import shown
+from pipeline.store.format.layout import FEATURE_PARTS
 
 Dtype = DTypeLike | str
 """A dtype of numpy, torch or JAX, or its name; "stored": the store's; None: the store's, but float32 for numpy's arrays
@@ -99,8 +103,59 @@ def converter(framework: Framework, dtype: str | None = None, pin_memory: bool =
             return to_jax
 
 
-def to_numpy(array: Any, framework: Framework) -> np.ndarray:
+def _to_numpy(array: Any, framework: Framework) -> np.ndarray:
     """Converts a framework's array to numpy. torch's floating-point types become float32."""
     if framework is Framework.torch:
         return (array.float() if array.is_floating_point() else array).numpy(force=True)
     return np.asarray(array)
+
+
+@dataclass(frozen=True)
+class FeatureBatch:
+    """One SAE's features of n tokens, in arrays of `framework`.
+
+    index: int32 [n, k], the features that fire, in descending order of their values; -1 if fewer than k fire.
+    value: [n, k], their values; 0 where index is -1. n_active: int32 [n], how many features fire, including those that
+    are not stored. width: F.
+    """
+
+    index: Any
+    value: Any
+    n_active: Any
+    width: int
+    framework: Framework = Framework.numpy
+
+    def dense(self) -> Any:
+        """The values of all features, [n, F], in the dtype of `value`; features that are not stored are 0."""
+        index, value = _to_numpy(self.index, self.framework), _to_numpy(self.value, self.framework)
+        out = np.zeros((len(index), self.width), value.dtype)
+        rows, slots = np.nonzero(index >= 0)
+        out[rows, index[rows, slots]] = value[rows, slots]
+        return converter(self.framework, parsed_dtype(self.value.dtype))(out)
+
+    def csr(self) -> tuple[Float32[np.ndarray, " nnz"], Int64[np.ndarray, " nnz"], Int64[np.ndarray, " n+1"]]:
+        """data, indices and indptr of a sparse CSR matrix [n, F], as numpy arrays. Each token's indices are sorted.
+
+        For example: `scipy.sparse.csr_matrix(features.csr(), shape=(n, features.width))`.
+        """
+        index, value = _to_numpy(self.index, self.framework), _to_numpy(self.value, self.framework)
+        order = np.argsort(index, axis=1)
+        index, value = np.take_along_axis(index, order, axis=1), np.take_along_axis(value, order, axis=1)
+        fires = index >= 0
+        indptr = np.concatenate([[0], np.cumsum(fires.sum(axis=1))])
+        return value[fires].astype(np.float32), index[fires].astype(np.int64), indptr
+
+
+def feature_batches(
+    widths: Mapping[str, int], arrays: Mapping[str, Any], framework: Framework = Framework.numpy
+) -> dict[str, FeatureBatch]:
+    """The features of n tokens by SAE: the name of the array it encodes, with its own name if several encode that.
+
+    widths: F by the prefix of an SAE's arrays' names. arrays: the arrays' values for n tokens, by name.
+    """
+    return {
+        name.removeprefix("features."): FeatureBatch(
+            *(arrays[f"{name}.{part}"] for part in FEATURE_PARTS), width, framework
+        )
+        for name, width in widths.items()
+    }

@@ -20,8 +20,7 @@ from pipeline.core.host import aligned_empty
 from pipeline.core.sites import ByName
 from pipeline.store.format.layout import LABELS_ARRAY, SIDE_ARRAYS, dequantised, scale_name
 from pipeline.store.format.statistics import Statistics, l2_norms, merge, token_statistics
-from pipeline.store.read.features import FeatureBatch, feature_batches
-from pipeline.store.read.frameworks import STORED, converter
+from pipeline.store.read.frameworks import STORED, FeatureBatch, converter, feature_batches
 from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import BatchArrays, BatchOptions, TokenFilter
 from pipeline.store.read.order import Filling

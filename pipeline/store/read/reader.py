@@ -39,8 +39,7 @@ from pipeline.store.io.storage import Storage, StorageLike
 from pipeline.store.read.batches import BatchReader, HasBatches
 from pipeline.store.read.buffers import Stores
 from pipeline.store.read.documents import DocumentActivations, Labels, StoredDocuments, document_slots
-from pipeline.store.read.features import feature_batches
-from pipeline.store.read.frameworks import STORED, Dtype, cast, parsed_dtype
+from pipeline.store.read.frameworks import STORED, Dtype, cast, feature_batches, parsed_dtype
 from pipeline.store.read.gathering import Batch, sample_statistics
 from pipeline.store.read.options import ArrayNames, BatchOptions, Key, TokenFilter, as_keys
 from pipeline.store.read.rows import Rows, StoredRows, is_one_row, require_positions, slot_side_arrays

@@ -4,7 +4,7 @@ There is one folder per SAE, with config.json and a file per range of features: 
 `locations` [num_firings, 3] (context, position, feature - first), `activations` [num_firings] and `tokens` [contexts,
 context].
 
-Shapes: n rows, S slots per row, k features stored per token, m firings.
+m: firings.
 """
 
 import json
@@ -15,18 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int64
 from tqdm import tqdm
 
 from pipeline.core.addresses import without_credentials
 from pipeline.core.errors import ConfigError
 from pipeline.store import ActivationStore
-from pipeline.store.format.layout import FEATURE_PARTS, MIB
-from pipeline.store.read.exports.new_folder import new_folder
-from pipeline.store.read.exports.saelens import converted
-from pipeline.store.read.rows import at_selected
+from pipeline.store.read.exports import converted, new_folder, require_context
 
-BATCH_MIB = 4  # of stored features, read at a time; processing them takes about ten times as much memory
+BATCH_SIZE = 4096  # tokens
 _PREFIX = "features."
 _DTYPES = {"int64": "I64", "float32": "F32", "float16": "F16", "uint32": "U32"}
 
@@ -46,8 +43,8 @@ class _Split(NamedTuple):
     def records_path(self) -> Path:
         return self.path.with_suffix(".records")
 
-    def append(self, places: Int64[np.ndarray, "m 2"], index: Int32[np.ndarray, " m"], values: np.ndarray) -> int:
-        """Writes those of m firings whose features are in the range, and returns their number.
+    def append(self, places: Int64[np.ndarray, "m 2"], index: Int64[np.ndarray, " m"], values: np.ndarray) -> None:
+        """Writes those of m firings whose features are in the range.
 
         places: (context, position). index: features. values: [m].
         """
@@ -57,7 +54,6 @@ class _Split(NamedTuple):
         records["activation"] = values[in_range]
         with self.records_path.open("ab") as file:
             records.tofile(file)
-        return len(records)
 
     def finish(self, tokens: Int64[np.ndarray, "contexts context"]) -> None:
         """Writes the file from its records, which must fit into memory: delphi reads it whole, too."""
@@ -91,23 +87,25 @@ def write_latents(
     context: tokens per context. Contexts are cut from the stored tokens in row order, without padding. splits: files
     per SAE. dtype: that of the features' values.
 
-    Raises ConfigError for unknown names, a store with less than one context, an SAE with fewer features than `splits`,
-    and values that do not fit into `dtype`; StoreError; and what `new_folder` raises.
+    Raises ConfigError for unknown names, a store of selected tokens, or with less than one context, an SAE with fewer
+    features than `splits`, and values that do not fit into `dtype`; StoreError; and what `new_folder` raises.
     """
     widths = {sae["features"].removeprefix(_PREFIX): sae["width"] for sae in store.metadata.encoders}
     if unknown := sorted(set(names) - set(widths)):
         raise ConfigError(f"export.arrays: the store has no features of {unknown}; it has {sorted(widths)}.")
-    contexts = store.num_tokens // context
-    if not contexts:
+    if store._layout.selected is not None:
         raise ConfigError(
-            f"{store.path} has {store.num_tokens} tokens, less than one context of {context}. Lower export.context."
+            f"{store.path} has features of selected tokens only (capture.positions), but delphi shows the text around "
+            "them. Export a store with the features of all tokens."
         )
+    require_context(store, context)
+    contexts, left = divmod(store.num_activations, context)
     if narrow := sorted(name for name in names if widths[name] < splits):
         raise ConfigError(f"export.splits={splits}: {narrow[0]} has only {widths[narrow[0]]} features. Lower it.")
     with new_folder(path) as folder:
         record = np.dtype([("location", np.uint32, 3), ("activation", dtype)])
         divided = {name: _splits(folder / name, widths[name], splits, record) for name in names}
-        firings, not_stored = _write_parts(store, folder / "tokens", divided, contexts, context, dtype)
+        firings, not_stored = _write_parts(store, folder / "tokens", divided, context, dtype)
         tokens = np.fromfile(folder / "tokens", np.int64).reshape(contexts, context)
         for name, parts in divided.items():
             for split in parts:
@@ -115,7 +113,7 @@ def write_latents(
             config = json.dumps(_config(store, contexts, context, splits), indent=4)
             (folder / name / "config.json").write_text(config)
         (folder / "tokens").unlink()
-    return contexts, store.num_tokens - contexts * context, firings, not_stored
+    return contexts, left, firings, not_stored
 
 
 def _splits(folder: Path, width: int, splits: int, record: np.dtype) -> list[_Split]:
@@ -125,48 +123,26 @@ def _splits(folder: Path, width: int, splits: int, record: np.dtype) -> list[_Sp
 
 
 def _write_parts(
-    store: ActivationStore, tokens: Path, divided: Mapping[str, list[_Split]], contexts: int, context: int, dtype: str
+    store: ActivationStore, tokens: Path, divided: Mapping[str, list[_Split]], context: int, dtype: str
 ) -> tuple[int, int]:
     """Reads the store once. Returns the number of firings written, and the number of those that were not stored."""
-    first = firings = not_stored = 0
-    with tokens.open("wb") as file, tqdm(total=store.num_tokens, unit="token", desc="export", file=sys.stderr) as bar:
-        for rows in np.array_split(store.rows, _num_batches(store)):
-            text = store.read_tokens(rows, whole=True)
-            valid = text.documents >= 0
-            numbers = first + np.cumsum(valid).reshape(valid.shape) - 1
-            is_kept = valid & (numbers < contexts * context)
-            file.write(text.tokens[is_kept].astype(np.int64).tobytes())
-            slot_numbers = at_selected(np.where(is_kept, numbers, -1), store.read_selected(rows), -1)
-            outputs = store.read_outputs(
-                rows, [f"{_PREFIX}{name}.{part}" for name in divided for part in FEATURE_PARTS]
-            )
+    total, first, firings, not_stored = store.num_activations // context * context, 0, 0, 0
+    with tokens.open("wb") as file, tqdm(total=total, unit="token", desc="export", file=sys.stderr) as bar:
+        for batch in store.batches([], BATCH_SIZE, features=True):
+            kept = min(len(batch.tokens), total - first)
+            file.write(batch.tokens[:kept].astype(np.int64).tobytes())
             for name, splits in divided.items():
-                index, values, n_active = (outputs[f"{_PREFIX}{name}.{part}"] for part in FEATURE_PARTS)
-                not_stored += int(n_active.sum() - (index >= 0).sum())
-                places, index, values = _firings(slot_numbers, index, converted(name, values, dtype), context)
-                firings += sum(split.append(places, index, values) for split in splits)
-            first += int(valid.sum())
-            bar.update(int(valid.sum()))
+                values, index, indptr = batch.features[name].csr()
+                values, index = converted(name, values[: indptr[kept]], dtype), index[: indptr[kept]]
+                numbers = first + np.repeat(np.arange(kept), np.diff(indptr[: kept + 1]))
+                places = np.column_stack(np.divmod(numbers, context))
+                for split in splits:
+                    split.append(places, index, values)
+                firings += len(index)
+                not_stored += int(batch.features[name].n_active[:kept].sum()) - len(index)
+            first += kept
+            bar.update(kept)
     return firings, not_stored
-
-
-def _num_batches(store: ActivationStore) -> int:
-    row_bytes = sum(store._layout.row_bytes(spec) for spec in store._layout.outputs if spec.name.startswith(_PREFIX))
-    return max(1, -(-len(store.rows) * row_bytes // (BATCH_MIB * MIB)))
-
-
-def _firings(
-    numbers: Int64[np.ndarray, "n S"], index: Int32[np.ndarray, "n S k"], values: np.ndarray, context: int
-) -> tuple[Int64[np.ndarray, "m 2"], Int32[np.ndarray, " m"], np.ndarray]:
-    """The (context, position), feature and value of each firing, sorted by token and feature.
-
-    numbers: the number, within the export, of the token in each slot; -1 where there is none.
-    """
-    order = np.argsort(index, axis=-1)
-    index, values = np.take_along_axis(index, order, axis=-1), np.take_along_axis(values, order, axis=-1)
-    fires = (index >= 0) & (numbers >= 0)[..., None]
-    token = np.broadcast_to(numbers[..., None], index.shape)[fires]
-    return np.column_stack(np.divmod(token, context)), index[fires], values[fires]
 
 
 def _config(store: ActivationStore, contexts: int, context: int, splits: int) -> Mapping[str, object]:

@@ -15,7 +15,7 @@ from pipeline.core.errors import ConfigError
 from pipeline.core.sites import find_array
 from pipeline.store import ActivationStore
 from pipeline.store.format.layout import MIB
-from pipeline.store.read.exports.new_folder import new_folder
+from pipeline.store.read.exports import converted, new_folder, require_context
 
 FILE = "data-00000-of-00001.arrow"
 BATCH_MIB = 64  # of activations, written at a time
@@ -36,11 +36,7 @@ def write_cached_activations(
     names = [find_array(name, known) or name for name in names]
     if unknown := sorted(set(names) - set(known)):
         raise ConfigError(f"export.arrays: the store has no {unknown}; it has {[key.name for key in store.keys]}.")
-    if store.num_activations < context:
-        raise ConfigError(
-            f"{store.path} has activations of {store.num_activations} tokens, less than one context of {context}. "
-            f"Lower export.context."
-        )
+    require_context(store, context)
     hooks = _hook_names(store, names)
     widths = {name: store._root.arrays[name]["width"] for name in names}
     features = Features(
@@ -84,15 +80,6 @@ def _hook_names(store: ActivationStore, names: Sequence[str]) -> Mapping[str, st
             )
         hooks[name] = hook
     return hooks
-
-
-def converted(name: str, values: np.ndarray, dtype: str) -> np.ndarray:
-    """The values in `dtype`. Raises ConfigError if a finite value is not finite there."""
-    with np.errstate(over="ignore"):
-        converted = values.astype(dtype)
-    if not np.isfinite(converted).all() and np.isfinite(values.astype(np.float32)).all():
-        raise ConfigError(f"export.dtype={dtype}: {name} has values outside its range. Choose float32.")
-    return converted
 
 
 def _describe(folder: Path, features: Features, content: str) -> None:

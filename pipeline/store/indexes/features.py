@@ -1,4 +1,5 @@
-"""The index by feature of a block: a copy of its features as a sparse CSC matrix, for reading single features.
+"""The index by feature of a block: a copy of its features as a sparse CSC matrix, for reading single features, and the
+statistics that are computed from this matrix.
 
 An index file has an ENTRY for each of the F features, followed by the firings, sorted by feature and token. It only
 repeats what the arrays contain.
@@ -6,15 +7,18 @@ repeats what the arrays contain.
 Shapes: R rows per block, S slots per row, k features stored per token, F features of the SAE.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from crc32c import crc32c
-from jaxtyping import Float32, Int32, Int64, Shaped, UInt32
+from jaxtyping import Bool, Float32, Int32, Int64, Shaped, UInt32
 
 from pipeline.core.errors import StoreInvalid
 from pipeline.store.format.keys import block_key, index_prefix
+from pipeline.store.format.layout import ERROR_PARTS
+from pipeline.store.format.statistics import Statistics, l2_norms, with_norms
 from pipeline.store.io.failures import DAMAGE_REMEDY
 
 ENTRY = np.dtype(
@@ -73,6 +77,37 @@ def by_feature(index: Int32[np.ndarray, "R S k"], value: Shaped[np.ndarray, "R S
     order = (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
     slots = np.repeat(np.arange(len(index), dtype=np.uint32), np.count_nonzero(fires, axis=1))
     return ByFeature(np.concatenate([[0], np.cumsum(counts)]), slots[order], value[fires][order])
+
+
+def feature_statistics(
+    parts: Mapping[str, Shaped[np.ndarray, "R S *k"]], valid: Bool[np.ndarray, "R S"], matrix: ByFeature
+) -> Statistics:
+    """Statistics over the valid tokens' stored features, without tokens that have a non-finite value.
+
+    parts: the block's arrays, by the last part of their names. matrix: `by_feature` of these.
+    """
+    index, value = parts["index"], parts["value"]
+    finite = valid & np.isfinite(value).all(axis=2)
+    if "squared_error" in parts:
+        finite &= np.isfinite(parts["squared_error"])
+    not_finite = int((valid & ~finite).sum())
+    if not_finite:
+        matrix = by_feature(np.where(finite[..., None], index, -1), value, len(matrix.firsts) - 1)
+    count, fired = int(finite.sum()), np.diff(matrix.firsts)
+    values = matrix.values.astype(np.float64)
+    mean = matrix.reduce(np.add, values) / max(count, 1)
+    m2 = np.maximum(matrix.reduce(np.add, np.square(values)) - count * np.square(mean), 0)
+    squared_error, cosine_sum = (
+        float(parts[name][finite].sum(dtype=np.float64)) if name in parts else None for name in ERROR_PARTS
+    )
+    return replace(
+        with_norms(l2_norms(value[finite]), not_finite, mean, m2),
+        squared_error=squared_error,
+        fired=fired,
+        maximum=matrix.maxima,
+        num_active=int(parts["n_active"][finite].sum(dtype=np.int64)),
+        cosine_sum=cosine_sum,
+    )
 
 
 def encode_index(matrix: ByFeature, key: str) -> bytes:

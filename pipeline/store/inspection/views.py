@@ -1,8 +1,11 @@
-"""What some features of an SAE fire on: the values of each, and the contexts of its strongest firings.
+"""What `inspect` shows of a store: a sample of its rows with the norms of each activation array, and what some features
+of an SAE fire on.
 
-Shapes: F features of the SAE, n firings of a feature, T positions of a row, c tokens of a context.
+Shapes: T positions of a row, S slots of a row for activations, n rows of the sample or firings of a feature, F features
+of the SAE, c tokens of a context, m contexts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,17 +13,73 @@ import numpy as np
 from jaxtyping import Float32, Int32, Int64
 
 from pipeline.core.errors import ConfigError, StoreInvalid
-from pipeline.store import ActivationStore
-from pipeline.store.features.firings import FeatureStatistics
+from pipeline.core.sites import ActivationKey
+from pipeline.store import ActivationStore, TokenRows
 from pipeline.store.format.keys import features_name
+from pipeline.store.format.statistics import l2_norms
 from pipeline.store.io.failures import VERIFY_REMEDY
+from pipeline.store.read.order import permutation
+from pipeline.store.read.stored_statistics import FeatureStatistics
 
+NORMS_HEADER = ["array", "dtype", "d", "mean norm", "median", "99 %", "maximum", "not finite"]
 TOKENS_BEFORE, TOKENS_AFTER = 28, 12  # in a context, around the strongest firing
 # If a feature fires more than MAX_FIRINGS times, only its TOP_PER_CONTEXT strongest firings per context are read.
 MAX_FIRINGS, TOP_PER_CONTEXT = 5_000_000, 64
 EXTREMES = 4  # how many of the most frequent, and of the least frequent, features are shown by default
 
-SUMMARY_HEADER = ["features of", "number", "L0", "explained", "never", "in > 1 %", "in > 10 %"]
+FEATURES_HEADER = ["features of", "number", "L0", "explained", "never", "in > 1 %", "in > 10 %"]
+
+
+@dataclass(frozen=True)
+class ActivationView:
+    """One activation array in the sample. norms: infinite for a token with an infinite or NaN feature; NaN where no
+    activation is stored."""
+
+    name: str
+    width: int
+    dtype: str
+    norms: Float32[np.ndarray, "n T"]
+
+    @property
+    def finite_norms(self) -> Float32[np.ndarray, " tokens"]:
+        return self.norms[np.isfinite(self.norms)]
+
+    def table_row(self) -> list[str]:
+        """The cells in the order of NORMS_HEADER."""
+        norms, not_finite = self.finite_norms, int(np.isinf(self.norms).sum())
+        values = [norms.mean(), *np.quantile(norms, (0.5, 0.99)), norms.max()] if norms.size else [math.nan] * 4
+        return [self.name, self.dtype, str(self.width), *(f"{value:.4g}" for value in values), str(not_finite)]
+
+
+@dataclass(frozen=True)
+class StoreSample:
+    """Some rows of a store. text: token ids, positions and so on of the whole rows, [n, T]. views: one per array."""
+
+    rows: np.ndarray
+    text: TokenRows
+    views: tuple[ActivationView, ...]
+
+
+def take_sample(store: ActivationStore, num_tokens: int, seed: int) -> StoreSample | None:
+    """Samples random rows with about `num_tokens` positions; None if the store has no rows yet. The same store and seed
+    give the same rows. Raises StoreError."""
+    if not store.rows.size:
+        return None
+    rows = np.sort(store.rows[permutation(len(store.rows), seed)[: -(-num_tokens // store.length)]])
+    selected = store.read_selected(rows)
+    views = tuple(_norms(store, key, rows, selected) for key in store.keys)
+    return StoreSample(rows, store.read_tokens(rows, whole=True), views)
+
+
+def _norms(
+    store: ActivationStore, key: ActivationKey, rows: np.ndarray, selected: Int32[np.ndarray, "n S"]
+) -> ActivationView:
+    is_stored = selected >= 0
+    values = store.read(key, rows)[is_stored]
+    norms = np.full((len(rows), store.length), np.nan, np.float32)
+    is_finite = np.isfinite(values).all(axis=1)
+    norms[np.nonzero(is_stored)[0], selected[is_stored]] = np.where(is_finite, l2_norms(values), np.inf)
+    return ActivationView(key.name, values.shape[1], store.arrays[key.name].dtype.name, norms)
 
 
 @dataclass(frozen=True)
@@ -84,7 +143,7 @@ def view_features(
             f"inspect.features contains {wrong[0]}, but {name} has features 0 to {width - 1}. Choose among these."
         )
     chosen = features or most_and_least_frequent(statistics.count, EXTREMES)
-    views = (_view(store, name, feature, int(statistics.count[feature]), contexts) for feature in chosen)
+    views = (_feature(store, name, feature, int(statistics.count[feature]), contexts) for feature in chosen)
     return SAEView(name, statistics, tuple(views))
 
 
@@ -96,7 +155,7 @@ def most_and_least_frequent(count: Int64[np.ndarray, " F"], num: int) -> tuple[i
     return tuple(order.tolist() if len(order) <= 2 * num else [*order[:num].tolist(), *order[-num:].tolist()])
 
 
-def _view(store: ActivationStore, name: str, feature: int, count: int, num_contexts: int) -> FeatureView:
+def _feature(store: ActivationStore, name: str, feature: int, count: int, num_contexts: int) -> FeatureView:
     firings = store.feature(name, feature, None if count <= MAX_FIRINGS else num_contexts * TOP_PER_CONTEXT)
     strongest = np.argsort(-firings.values, kind="stable")
     of_rows = np.sort(np.unique(firings.rows[strongest], return_index=True)[1])  # each row's strongest
@@ -136,8 +195,8 @@ def _contexts(
     return tuple(contexts)
 
 
-def summary_rows(store: ActivationStore) -> list[list[str]]:
-    """A line per SAE, under SUMMARY_HEADER; no lines for a store without statistics of features."""
+def features_rows(store: ActivationStore) -> list[list[str]]:
+    """A line per SAE, under FEATURES_HEADER; no lines for a store without statistics of features."""
     if not len(store.blocks) or not store.metadata.has_statistics:
         return []
     rows = []
