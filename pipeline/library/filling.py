@@ -1,4 +1,5 @@
-"""Fills one half of a buffer with computed activations while a training loop reads the other half.
+"""Fills one half of a buffer with computed activations while a training loop reads the other half. If asked to, writes
+the blocks that a store lacks into the store, as the command does.
 
 feed thread                 fill thread                                            training thread
 documents -> token blocks   rows of a block -> step on the devices -> free half    batches of the filled half
@@ -7,19 +8,22 @@ documents -> token blocks   rows of a block -> step on the devices -> free half 
 import logging
 import queue
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from itertools import count
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from itertools import count, islice
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from pipeline.core.errors import ArgumentError
 from pipeline.data.documents import TokenBlock
 from pipeline.data.feed import Feed, InTurn
+from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep
+from pipeline.job.metrics import Metrics
+from pipeline.job.rounding import measure_rounding
+from pipeline.job.running import complete, open_store, work_left
+from pipeline.job.writing.block_writer import BlockWriter
 from pipeline.job.writing.transfer import (
     CopyThreads,
     StepInFlight,
@@ -28,12 +32,12 @@ from pipeline.job.writing.transfer import (
     start_transfer,
     warn_of_unselected,
 )
-from pipeline.library.tee import StoreTee
 from pipeline.planning.plan import Plan
 from pipeline.store.format.layout import LABELS_ARRAY, SELECTED, SIDE_ARRAYS
-from pipeline.store.read.gathering import Filled, TokenMemory
+from pipeline.store.read.gathering import TokenMemory
+from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import BatchOptions
-from pipeline.store.read.order import Filling, permutation
+from pipeline.store.read.order import permutation
 from pipeline.store.read.rows import slot_side_arrays
 
 log = logging.getLogger("pipeline")
@@ -49,26 +53,67 @@ class FeedPosition(NamedTuple):
     row: int = 0
 
 
-@dataclass
-class Waits:
-    """Seconds that the threads of a stream waited for each other.
+class StoreTee:
+    """Writes a stream's blocks into the store of its job, unless the store has them.
 
-    consumer: the training thread, for filled memory. devices: the fill thread, for memory that the training thread has
-    read; steps in flight still compute meanwhile. data: the fill thread, for documents to be read, tokenised and
-    packed.
+    A context manager for one thread. On exit it commits the blocks whose steps were all dispatched.
     """
 
-    consumer: float = 0.0
-    devices: float = 0.0
-    data: float = 0.0
+    def __init__(self, job: Job, step: LoadedStep) -> None:
+        """Creates or opens the store. Raises StoreMismatch for a store of a different configuration, and StoreError."""
+        self._job = job
+        self._step = step
+        self._store = open_store(job)
+        job.manifest.keep()
+        self._left = {item.stream.stream: item for item in work_left(job, self._store)}
+        if self._left:
+            measure_rounding(job, self._store)
 
-    @contextmanager
-    def waiting(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            setattr(self, name, getattr(self, name) + time.monotonic() - began)
+    def __enter__(self) -> Self:
+        self._metrics = Metrics()
+        self._writer = BlockWriter(self._store, self._job.plan, self._metrics)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Raises the writer's error, unless it was raised before."""
+        self._writer.close()
+        self._metrics.close()
+
+    def catch_up(self, begin: InTurn, should_stop: Callable[[], bool]) -> None:
+        """Computes the blocks before `begin` that the store lacks, for the store alone. A process that ended before it
+        committed these blocks has trained on them, so the stream does not yield them again."""
+        ends = {item.stream.stream: item.index for item in begin.work}
+        left = ((item, ends.get(stream)) for stream, item in self._left.items())
+        missing = [(item, end) for item, end in left if end is None or item.index < end]
+        if missing:
+            log.info(
+                "%s lacks blocks before the saved state in %d streams of documents: computing these first",
+                *(self._store.path, len(missing)),
+            )
+        for item, end in missing:
+            for block in islice(item.blocks(should_stop), None if end is None else end - item.index):
+                self.begin(block)
+                for first_row in range(0, block.num_rows, self._job.plan.mesh.process_rows):
+                    if should_stop():
+                        return
+                    self.dispatch(block, first_row)
+
+    def begin(self, block: TokenBlock) -> bool:
+        """Whether the store lacks the next block. If so, dispatch all of its steps, in order."""
+        left = self._left.get(block.stream)
+        is_lacking = left is not None and block.index >= left.index
+        if is_lacking and block.num_rows == 0:
+            self.dispatch(block, first_row=0)  # computes nothing
+        return is_lacking
+
+    def dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
+        """See `BlockWriter.dispatch`."""
+        return self._writer.dispatch(self._step, block, first_row)
+
+    def finish(self) -> None:
+        """Commits what was dispatched, and completes the store if it holds what was asked for."""
+        self._writer.close()
+        complete(self._job, self._store)
 
 
 class Filler:
@@ -86,9 +131,7 @@ class Filler:
         options: BatchOptions,
         epoch: int,
         tee: StoreTee | None,
-        waits: Waits,
     ) -> None:
-        self.waits = waits
         self._plan = plan
         self._step = step
         self._options = options
@@ -97,7 +140,7 @@ class Filler:
         self._names = {number: array.name for number, array in enumerate(plan.step.stored_arrays)}
         self._copy_threads = CopyThreads()
         self._free: queue.SimpleQueue[TokenMemory | None] = queue.SimpleQueue()  # reentrant: a finaliser may call put
-        self._filled: queue.SimpleQueue[tuple[Filling, TokenMemory, bool] | BaseException] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[TokenMemory | BaseException] = queue.SimpleQueue()
         self._closed = threading.Event()
         self._error: BaseException | None = None  # not raised yet
         self._feed: Feed | None = None
@@ -105,8 +148,8 @@ class Filler:
         for memory in memories:
             self._free.put(memory)
 
-    def filled(self, begin: FeedPosition, index: int) -> Filled:
-        """Yields the fillings from number `index` on, which begins at `begin`.
+    def filled(self, begin: FeedPosition, index: int) -> Iterator[TokenMemory]:
+        """Yields the memory of the fillings from number `index` on, which begins at `begin`.
 
         A memory is refilled once the next filling is requested. Re-raises errors of the threads.
         """
@@ -114,14 +157,12 @@ class Filler:
         self._thread = threading.Thread(target=self._run, args=(begin, index), name="fill", daemon=True)
         self._thread.start()
         while True:
-            with self.waits.waiting("consumer"):
-                item = self._filled.get()
-            if isinstance(item, BaseException):
+            memory = self._filled.get()
+            if isinstance(memory, BaseException):
                 self._error = None
-                raise item
-            yield item
-            _, memory, is_last = item
-            if is_last:
+                raise memory
+            yield memory
+            if memory.is_last:
                 return
             self._free.put(memory)
 
@@ -162,29 +203,23 @@ class Filler:
             self._tee.catch_up(begin.work, self._closed.is_set)
         steps = in_flight(self._dispatched(begin), self._plan.memory.inflight_steps)
         for index in count(first_index):
-            with self.waits.waiting("devices"):
-                memory = self._free.get()
-                if memory is not None:
-                    memory.wait_for_users()
-            if memory is None:
+            if (memory := self._free.get()) is None:
                 return
-            filled = self._fill(index, memory, steps)
-            _, _, is_last = filled
+            memory.wait_for_users()
+            self._fill(index, memory, steps)
             if self._closed.is_set():
                 return
-            if is_last and self._tee is not None:
+            if memory.is_last and self._tee is not None:
                 self._tee.finish()
-            self._filled.put(filled)
-            if is_last:
+            self._filled.put(memory)
+            if memory.is_last:
                 return
 
     def _dispatched(self, begin: FeedPosition) -> Iterator[tuple[StepInFlight, FeedPosition]]:
         """Dispatches the steps from `begin` on, each with its position."""
         work, skip = begin
         while True:
-            with self.waits.waiting("data"):
-                block = self._feed.get()
-            if block is None:
+            if (block := self._feed.get()) is None:
                 return
             is_stored = self._tee is not None and self._tee.begin(block)
             if not is_stored:  # the store's writer checks stored blocks
@@ -198,10 +233,7 @@ class Filler:
     def _dispatch(self, block: TokenBlock, first_row: int) -> StepInFlight:
         return start_transfer(self._step(block, first_row), block, first_row, self._plan)
 
-    def _fill(
-        self, index: int, memory: TokenMemory, steps: Iterator[tuple[StepInFlight, FeedPosition]]
-    ) -> tuple[Filling, TokenMemory, bool]:
-        """As an item of `filled`."""
+    def _fill(self, index: int, memory: TokenMemory, steps: Iterator[tuple[StepInFlight, FeedPosition]]) -> None:
         begin, row = None, 0
         while row < memory.rows and not self._closed.is_set() and (item := next(steps, None)) is not None:
             step, position = item
@@ -211,7 +243,7 @@ class Filler:
         token_filter, rank, seed = self._options.token_filter, self._options.rank, self._options.order_seed
         slots = memory.within_norms(token_filter, memory.chosen(token_filter, row))
         memory.order = slots if seed is None else slots[permutation(len(slots), seed, rank, index, self._epoch)]
-        return Filling(self._epoch, index, begin=begin), memory, row < memory.rows
+        memory.start, memory.is_last = Position(self._epoch, 0, index, 0, begin), row < memory.rows
 
     def _drain(self, step: StepInFlight, memory: TokenMemory, row: int) -> None:
         """Waits for a step's outputs and copies them into the memory, from row `row` on."""

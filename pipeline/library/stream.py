@@ -19,13 +19,12 @@ from pipeline.job.job import Job, weights_identity
 from pipeline.job.loaded_step import load_step
 from pipeline.job.opening import open_job, replanned
 from pipeline.library.settings import plain, settings
-from pipeline.library.stream_reader import StreamReader, device_bytes, host_bytes
+from pipeline.library.stream_reader import StreamReader
 from pipeline.step.compiler import use_compilation_cache
-from pipeline.store.format.layout import MIB
 from pipeline.store.format.statistics import Normalisation, Statistics
 from pipeline.store.read.frameworks import STORED, Dtype
-from pipeline.store.read.gathering import sample_statistics
-from pipeline.store.read.options import ArrayNames, BatchOptions, Key, TokenFilter, as_keys
+from pipeline.store.read.gathering import AHEAD, sample_statistics
+from pipeline.store.read.options import ArrayNames, BatchArrays, BatchOptions, Key, TokenFilter, as_keys
 
 BUFFER_TOKENS = 1 << 18
 _NO_STORE = "memory://stream/"
@@ -170,8 +169,7 @@ class Stream:
         arrays = self._names.batch_arrays(self._keys(keys), options, normalisation)
         job = self._share(options.rank, options.world, None if store is None else path("store", store))
         half_steps = _half_steps(job, integer("shuffle_buffer_tokens", shuffle_buffer_tokens, 1))
-        _require_memory(host_bytes(job, arrays, options, half_steps, store is not None), devices)
-        _require_device_memory(device_bytes(job, self._step, arrays, options), devices, job.plan.reserved_bytes)
+        _require_memory(_host_bytes(job, arrays, batch_size, half_steps, store is not None), devices)
         return StreamReader(job, self._step, arrays, options, half_steps, state, fills_store=store is not None)
 
     def sample(
@@ -212,6 +210,7 @@ class Stream:
         """The job of reader `rank` of `world`: its streams of documents, and the store that it fills, if any."""
         devices = _own_devices(replace(topology(self.config.run), world=world, rank=rank))
         job = replanned(self._job, devices) if store is None else self._storing(store, devices)
+        job = replace(job, plan=job.plan.fitted(self._step.compiled.memory, devices.device_bytes))
         if not job.plan.streams.local:
             shards, streams = counted(len(job.source.shards), "source shard"), counted(job.plan.streams.count, "stream")
             raise ConfigError(
@@ -249,18 +248,20 @@ def _half_steps(job: Job, tokens: int) -> int:
     return tokens // (2 * rows * slots)
 
 
+def _host_bytes(job: Job, arrays: BatchArrays, batch_size: int, half_steps: int, fills_store: bool) -> int:
+    """The peak host memory of activations and side arrays: both halves of the buffer, steps in flight, batches gathered
+    ahead and, if the stream fills a store, the memory for that."""
+    names = {*arrays.by_piece, *arrays.by_block}
+    specs = (*SIDE_ARRAYS, *(spec for spec in arrays.layout.all_arrays if spec.name in names))
+    slots = 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots + (AHEAD + 1) * batch_size
+    memory = job.plan.memory
+    in_flight = memory.inflight_steps * (memory.step_bytes + memory.step_statistics_bytes)
+    return slots * sum(spec.position_bytes for spec in specs) + in_flight + fills_store * memory.host_bytes
+
+
 def _require_memory(num_bytes: int, devices: Topology) -> None:
     if devices.host_memory is not None and num_bytes > devices.host_memory:
         raise ConfigError(
             f"the stream's activations would take {num_bytes / MIB:.0f} MiB on this host, which has "
             f"{devices.host_memory / MIB:.0f} MiB. Lower shuffle_buffer_tokens, or capture fewer layers and sites."
-        )
-
-
-def _require_device_memory(num_bytes: int, devices: Topology, reserved_bytes: int) -> None:
-    if devices.device_bytes is not None and num_bytes > devices.device_bytes:
-        raise ConfigError(
-            f"the stream would take {num_bytes / MIB:.0f} MiB of each device, which has "
-            f"{devices.device_bytes / MIB:.0f} MiB besides the {reserved_bytes / MIB:.0f} MiB of reserved_mib. Lower "
-            "batch.rows, batch_size or reserved_mib, or, with several devices, set weights='fsdp'."
         )

@@ -2,13 +2,10 @@
 
 import hashlib
 import json
-import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
-
-import numpy as np
 
 from pipeline.core.arguments import require_not_forked
 from pipeline.core.errors import ArgumentError
@@ -16,15 +13,10 @@ from pipeline.data.documents import Cursor
 from pipeline.data.feed import InTurn, StreamWork
 from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep
-from pipeline.library.filling import FeedPosition, Filler, Waits
-from pipeline.library.tee import StoreTee
-from pipeline.store.format.layout import MIB, SIDE_ARRAYS, ArraySpec
-from pipeline.store.read.frameworks import STORED, Framework
-from pipeline.store.read.gathering import AHEAD, Batch, TokenMemory, gathered
+from pipeline.library.filling import FeedPosition, Filler, StoreTee
+from pipeline.store.read.gathering import Batch, TokenMemory, gathered
 from pipeline.store.read.iterating import Position, Reader, sealed, unsealed
 from pipeline.store.read.options import BatchArrays, BatchOptions
-
-log = logging.getLogger("pipeline")
 
 _DIGEST = 16  # characters of a checksum in a state
 
@@ -35,11 +27,6 @@ class StreamReader(Reader[Batch]):
 
     `state()` contains a few numbers per stream of documents. A reader with this state continues after the last returned
     batch. Dropping or closing the reader ends its threads.
-
-    host_bytes: the peak host memory of activations: the buffer, steps in flight and batches gathered ahead.
-    device_bytes: the peak memory of the stream on a device: the weights and a running step, as reported by the
-    compiler, the activations of steps in flight, and with framework="jax" the batches.
-    waits: the seconds that the training thread and the devices have waited for each other.
     """
 
     library = "JAX"
@@ -59,9 +46,6 @@ class StreamReader(Reader[Batch]):
 
         Raises ArgumentError for the state of a different stream, and what opening the store raises.
         """
-        self.host_bytes = host_bytes(job, arrays, options, half_steps, fills_store)
-        self.device_bytes = device_bytes(job, step, arrays, options)
-        self.waits = Waits()
         self._job = job
         self._model_step = step
         self._arrays, self._options = arrays, options
@@ -73,11 +57,6 @@ class StreamReader(Reader[Batch]):
         is_at_end = position.begin is not None and not position.begin.work.work
         super().__init__(position, position.epoch + (not is_at_end), 1)
         self._batches = self._start()
-        log.info(
-            "batches from a buffer of %d token slots: up to %.1f MiB of activations on the host, up to %.1f MiB on "
-            "each device",
-            *(2 * self._memory_rows * job.layout.slots, self.host_bytes / MIB, self.device_bytes / MIB),
-        )
 
     def _start(self) -> Iterator[tuple[Batch, Position]]:
         require_not_forked("JAX")
@@ -87,7 +66,7 @@ class StreamReader(Reader[Batch]):
         memories = [TokenMemory([self._arrays], self._memory_rows) for _ in range(2)]
         tee = StoreTee(self._job, self._model_step) if self._fills_store else None
         begin, position = self._first_step(), self._position
-        filler = Filler(self._job.plan, self._model_step, memories, self._options, position.epoch, tee, self.waits)
+        filler = Filler(self._job.plan, self._model_step, memories, self._options, position.epoch, tee)
         self._filler = filler
         self._finalizer = weakref.finalize(self, filler.stop)
         self._finalizer.atexit = False  # readers are closed before
@@ -116,35 +95,6 @@ class StreamReader(Reader[Batch]):
         super().close()
         if self._filler is not None:
             self._filler.close()
-
-
-def host_bytes(job: Job, arrays: BatchArrays, options: BatchOptions, half_steps: int, fills_store: bool) -> int:
-    """The peak host memory of activations and side arrays: both halves of the buffer, steps in flight, batches gathered
-    ahead and, if the stream fills a store, the memory for that."""
-    slot_bytes = sum(spec.position_bytes for spec in _read_arrays(arrays))
-    buffer_slots = 2 * half_steps * job.plan.mesh.process_rows * job.layout.slots
-    memory = job.plan.memory
-    in_flight = memory.inflight_steps * (memory.step_bytes + memory.step_statistics_bytes)
-    storing = memory.host_bytes if fills_store else 0
-    return (buffer_slots + (AHEAD + 1) * options.batch_size) * slot_bytes + in_flight + storing
-
-
-def device_bytes(job: Job, step: LoadedStep, arrays: BatchArrays, options: BatchOptions) -> int:
-    """The peak device memory of weights, steps and batches, without features that are made dense."""
-    program = step.compiled.memory.resident_bytes(job.plan.memory.inflight_steps)
-    if options.framework is not Framework.jax:
-        return program
-    dtype = options.dtype
-    widened = np.dtype("float32" if dtype in (None, STORED) else dtype).itemsize  # scaled dtypes become float32
-    specs = _read_arrays(arrays)
-    widths = {spec.name: spec.width for spec in specs if spec.name in arrays.names}
-    token_bytes = sum(max(spec.position_bytes, widths.get(spec.name, 0) * widened) for spec in specs)
-    return program + (AHEAD + 1) * options.batch_size * token_bytes
-
-
-def _read_arrays(arrays: BatchArrays) -> list[ArraySpec]:
-    names = {*arrays.by_piece, *arrays.by_block}
-    return [*SIDE_ARRAYS, *(spec for spec in arrays.layout.all_arrays if spec.name in names)]
 
 
 def _identity(job: Job, options: BatchOptions, half_steps: int) -> dict[str, int | str | None]:

@@ -121,7 +121,6 @@ def main(steps: int) -> float:
         for expected, got in zip(arrays(whole), arrays(resumed), strict=True):
             assert expected.tobytes() == got.tobytes()
         print(f"stopped after {steps // 2} steps and resumed from {len(json.dumps(state))} bytes: the same parameters")
-        print(f"seconds of waiting: training {batches.waits.consumer:.1f}, devices {batches.waits.devices:.1f}")
 
         held_out = [next(batches).activations for _ in range(HELD_OUT)]
         held_out_loss = np.mean([mean_squared_error(whole.sae, x) for x in held_out])

@@ -278,17 +278,6 @@ def test_normalisation_is_computed_from_a_sample(stream, store):
     np.testing.assert_allclose(everything.mean, store.statistics("blocks.0.resid_post").mean, rtol=1e-3, atol=1e-4)
 
 
-def test_waits_are_reported(stream):
-    batches = batches_of(stream)
-    next(batches)
-    assert batches.waits.consumer > 0
-    while batches._filler._filled.empty():  # until the other half is full before this one is empty
-        time.sleep(0.01)
-    time.sleep(0.5)
-    assert sum(1 for _ in batches) > 2 * BUFFER // SIZE
-    assert batches.waits.devices > 0.1
-
-
 def test_a_stream_does_not_use_reserved_memory(overrides, monkeypatch):
     """JAX knows the memory of this device: the CPU reports 24 MiB."""
     device = type(jax.local_devices()[0])
@@ -296,9 +285,9 @@ def test_a_stream_does_not_use_reserved_memory(overrides, monkeypatch):
     monkeypatch.setattr(device, "memory_stats", lambda _: stats, raising=False)
     stream = Stream.from_config([*overrides, "run.reserved_mib=8"])
     assert "reserved  8 MiB on each device" in stream._job.plan.describe()
-    assert stream.batches(SIZE).device_bytes < 16 << 20
-    with pytest.raises(ConfigError, match=r"of each device, which has \d+ MiB besides the 20 MiB of reserved_mib"):
-        Stream.from_config([*overrides, "run.reserved_mib=20"]).batches(SIZE)
+    stream.batches(SIZE)
+    with pytest.raises(ConfigError, match=r"of each device \(.*, which has .* besides the 0.02 of run.reserved_mib"):
+        Stream.from_config([*overrides, "batch.rows=64", "run.reserved_mib=20"]).batches(SIZE)
     with pytest.raises(ConfigError, match="run.reserved_mib is 24, but each device has 24 MiB"):
         Stream.from_config([*overrides, "run.reserved_mib=24"])
 

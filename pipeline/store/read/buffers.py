@@ -13,7 +13,7 @@ from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import DOCUMENTS, MIB, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.tables import read_tables
 from pipeline.store.generated.documents import completion_slots
-from pipeline.store.read.gathering import Filled, TokenMemory, refuse_epoch
+from pipeline.store.read.gathering import TokenMemory, refuse_epoch
 from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import COMPLETIONS, BatchArrays, BatchOptions, TokenFilter
 from pipeline.store.read.order import Filling, ReadingOrder
@@ -53,9 +53,8 @@ class Buffers:
         self._options = options
         self._reads = [reads for reads, _ in stores]
 
-    def filled(self, start: Position, end: int | None) -> Filled:
-        """The buffers from position `start` to epoch `end` (None: no end), with two memories in turn. They are filled
-        in threads."""
+    def filled(self, start: Position, end: int | None) -> Iterator[TokenMemory]:
+        """The buffers from position `start` to epoch `end` (None: no end): two memories in turn, filled in threads."""
         pieces, sides = ([reads.another(most) for reads in self._reads] for most in (REMOTE_PIECES, REMOTE_REQUESTS))
         fill = partial(self._fill, pieces, sides, {})
         rows = self.order.piece_rows * min(self.order.pieces_per_buffer, self.num_pieces)
@@ -67,7 +66,9 @@ class Buffers:
             for (filling, memory, task), following in pairwise(chain(started, [None])):
                 for check in task.result():
                     check.result()
-                yield filling, memory, following is None or following[0].epoch != filling.epoch
+                memory.start = Position(filling.epoch, buffer=filling.index)
+                memory.is_last = following is None or following[0].epoch != filling.epoch
+                yield memory
         finally:
             # Without waiting, since a dropped reader may be garbage-collected in one of these threads. The threads that
             # read shards are not shut down here: garbage collection may run in `filler` while it submits to them and

@@ -23,7 +23,6 @@ from pipeline.store.format.statistics import Statistics, l2_norms, merge, token_
 from pipeline.store.read.frameworks import STORED, FeatureBatch, converter, feature_batches
 from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import BatchArrays, BatchOptions, TokenFilter
-from pipeline.store.read.order import Filling
 
 AHEAD = 4  # how many batches are gathered ahead
 GATHERING_THREADS = 2
@@ -61,8 +60,12 @@ class TokenMemory:
     """Memory for some rows of the arrays of one store or stream, or of several with the same tokens.
 
     arrays: the memory to fill, [rows, S, ...], for each store by array name; the side arrays are the first store's.
+    start: the position of a reader before the first token of what was filled. is_last: whether this ends its epoch.
     order: the slots that batches use, in order. users: the tasks that still read the memory.
     """
+
+    start = Position()
+    is_last = False
 
     def __init__(self, stores: Sequence[BatchArrays], rows: int) -> None:
         """Allocates the memory, whose pages are used only when it is filled."""
@@ -140,13 +143,8 @@ class TokenMemory:
                     part[some] = np.take(integers, slots[some], axis=0, mode="clip")
 
 
-Filled = Iterator[tuple[Filling, TokenMemory, bool]]
-"""Fillings in order, each with the filled memory and whether it is its epoch's last. When the next one is requested,
-the memory may be filled again, after its `users` are complete."""
-
-
 def gathered(
-    filled: Filled,
+    filled: Iterator[TokenMemory],
     start: Position,
     stores: Sequence[BatchArrays],
     options: BatchOptions,
@@ -154,7 +152,8 @@ def gathered(
 ) -> Iterator[tuple[Batch, Position]]:
     """The batches from position `start` on, each with the position after it. `AHEAD` of them are gathered ahead.
 
-    filled: the buffers from that position on. limit: the maximum number of batches of an epoch.
+    filled: memory filled from that position on. When the next one is requested, it may be filled again, after its
+    `users` are complete. limit: the maximum number of batches of an epoch.
     """
     gatherers = ThreadPoolExecutor(GATHERING_THREADS, thread_name_prefix="gather")
     ahead: deque[tuple[Future[Batch], Position]] = deque()
@@ -172,7 +171,7 @@ def gathered(
 
 def _submitted(
     gatherers: ThreadPoolExecutor,
-    filled: Filled,
+    filled: Iterator[TokenMemory],
     begin: Position,
     make_batch: Callable[..., Batch],
     options: BatchOptions,
@@ -181,7 +180,7 @@ def _submitted(
     """Batches whose gathering has been started, each with the position after it."""
     size, batch, start, most = options.batch_size, begin.batch, begin.token, limit(begin.epoch)
     parts, num_tokens, out = [], 0, []
-    for filling, memory, is_last in filled:
+    for memory in filled:
         stop = start
         while stop < len(memory.order) and batch != most:
             start, stop = stop, min(stop + size - num_tokens, len(memory.order))
@@ -191,17 +190,18 @@ def _submitted(
             num_tokens += stop - start
             if num_tokens == size:
                 batch += 1
-                after = Position(filling.epoch, batch, filling.index, stop, filling.begin)
+                after = memory.start._replace(batch=batch, token=stop)
                 yield gatherers.submit(make_batch, parts, out, num_tokens), after
                 parts, num_tokens, out = [], 0, []
         start = 0
-        if is_last:
+        if memory.is_last:
+            following = Position(memory.start.epoch + 1)
             if num_tokens and not options.drop_last:
-                yield gatherers.submit(make_batch, parts, out, num_tokens), Position(filling.epoch + 1)
+                yield gatherers.submit(make_batch, parts, out, num_tokens), following
             elif not batch and options.epochs is None:  # it would never end
                 refuse_epoch(num_tokens, options)
             parts, num_tokens, out, batch = [], 0, [], 0
-            most = limit(filling.epoch + 1)
+            most = limit(following.epoch)
 
 
 def _batch_maker(

@@ -27,12 +27,11 @@ class Piece(NamedTuple):
 
 class Filling(NamedTuple):
     """One filling of a buffer: pieces whose tokens are shuffled together. `index`: its number within its epoch and
-    rank. `begin`: if it is computed, where its computation begins."""
+    rank."""
 
     epoch: int
     index: int
-    pieces: tuple[Piece, ...] = ()
-    begin: object = None
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True)
