@@ -21,6 +21,7 @@ from pipeline.job.opening import open_job, replanned
 from pipeline.library.settings import plain, settings
 from pipeline.library.stream_reader import StreamReader
 from pipeline.step.compiler import use_compilation_cache
+from pipeline.store.format.layout import MIB, SIDE_ARRAYS
 from pipeline.store.format.statistics import Normalisation, Statistics
 from pipeline.store.read.frameworks import STORED, Dtype
 from pipeline.store.read.gathering import AHEAD, sample_statistics

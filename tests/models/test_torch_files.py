@@ -157,6 +157,7 @@ REFUSED: dict[str, tuple[str, dict[str, object], dict[str, object], str]] = {
     "threshold": ("AutoEncoder", {"threshold": np.float32(1)}, {}, "threshold is unexpected"),
     "a text": ("AutoEncoder", {"bias": "text"}, {}, "bias has dtype none, expected F32"),
     "k": ("AutoEncoderTopK", {}, {"k": WIDTH + 1}, "k is 41, expected a whole number above 0, at most 40"),
+    "another k": ("AutoEncoderTopK", {}, {"k": K + 1}, f"k is {K}, expected {K + 1} as in config.json"),
     "NaN": (
         "BatchTopKSAE",
         {"threshold": np.float32(np.nan)},

@@ -42,8 +42,11 @@ def read_sae(files: Files) -> SAE:
     d_in, width = trainer.positive_int("activation_dim"), trainer.positive_int("dict_size")
     tensors = TorchFile(files.open(WEIGHTS))
     k = trainer.positive_int("k", most=width) if activation is FeatureActivation.topk else None
-    if k and "k" in tensors.shapes and (saved := read_number(tensors, "k")) != k:
-        raise CheckpointError(f"{tensors.name}: k is {saved:g}, expected {k} as in {CONFIG}. Is it another SAE's file?")
+    saved = tensors.tensors.get("k")  # which the first versions of AutoEncoderTopK did not save
+    if k and saved and saved.dtype in ("I32", "I64"):
+        number = int.from_bytes(tensors.sample("k", 1, 8), "little")
+        if number != k:
+            raise CheckpointError(f"{tensors.name}: k is {number}, expected {k} as in {CONFIG}. Is it another SAE's?")
     context = SAEContext(
         trainer.text("lm_name"), context_size=buffer.positive_int("ctx_len") if "ctx_len" in buffer else None
     )
