@@ -46,9 +46,9 @@ def exchange_tokens(
     """
     group, num_pairs = jax.lax.axis_size(axis), len(order.order)
     ends = order.ends.reshape(group, -1)
-    starts = jnp.pad(ends[:-1, -1], (1, 0))
-    sent = ends[:, -1] - starts
-    bounds = jax.lax.all_to_all(jnp.pad(ends - starts[:, None], ((0, 0), (1, 0))), axis, 0, 0)  # of pairs from senders
+    starts = jnp.pad(ends[:-1, -1:], ((1, 0), (0, 0)))
+    bounds = jnp.pad(ends - starts, ((0, 0), (1, 0)))  # of the pairs for a device, divided among its experts
+    received_bounds, sent = jax.lax.all_to_all(bounds, axis, 0, 0), starts + bounds
     capacity = min(num_pairs, max(_MIN_CAPACITY, -(-num_pairs // ((4 if on_gpus else 2) * group))))
 
     def swap(rows: Float[Array, "g c D"]) -> Float[Array, "g c D"]:
@@ -57,19 +57,18 @@ def exchange_tokens(
     def exchange(state: tuple[Array, Array]) -> tuple[Array, Array]:
         left, outputs = state
         first = (left - 1) // capacity * capacity
-        numbers = first + jnp.arange(capacity)
-        places = jnp.minimum(starts[:, None] + numbers, num_pairs - 1)
-        received = swap(x[order.tokens(places, len(x))])
-        received_order = _received_order(bounds - first, capacity)
+        places = sent[:, :1] + first + jnp.arange(capacity)
+        received = swap(x[order.tokens(jnp.minimum(places, num_pairs - 1), len(x))])
+        received_order = _received_order(received_bounds - first, capacity)
         returned = swap(compute(received.reshape(-1, x.shape[1]), received_order).reshape(received.shape))
         if on_gpus:  # one kernel, and no need of the inverse
-            pairs = jnp.where(numbers < sent[:, None], order.order[places], num_pairs)
+            pairs = jnp.where(places < sent[:, -1:], order.order[places], num_pairs)
             return first, outputs.at[pairs].set(returned, mode="drop", unique_indices=True)
-        return first, _write_in_turn(outputs, returned, starts + jnp.minimum(first, sent))
+        return first, _write_in_turn(outputs, returned, jnp.minimum(places[:, 0], sent[:, -1]))
 
     # From the last round to the first: empty slots of windows overwrite what is written later, or the end.
     outputs = jax.lax.empty((num_pairs if on_gpus else num_pairs + capacity, x.shape[1]), x.dtype)
-    left = jax.lax.pmax(jnp.max(sent), mesh_axes)  # all devices run one program
+    left = jax.lax.pmax(jnp.max(bounds), mesh_axes)  # all devices run one program
     outputs = jax.lax.while_loop(lambda state: state[0] > 0, exchange, (left, outputs))[1]
     return outputs if on_gpus else outputs[order.inverse]
 
