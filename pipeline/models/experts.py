@@ -238,13 +238,14 @@ def _in_blocks(x: Float[Array, "S D"], order: Order, weights: BlockWeights, arch
     """
     x = x[order.tokens(slice(None), len(x))]
     blocks = RowBlocks.of(order.ends, len(x))
-    indices = blocks.starts[:, None] + jnp.arange(blocks.size)
-    indices = jnp.where(indices < blocks.stops[:, None], indices, len(x))
+    experts, starts, stops = blocks.blocks
+    indices = starts[:, None] + jnp.arange(blocks.size)
+    indices = jnp.where(indices < stops[:, None], indices, len(x))
 
     def compute(inputs: tuple[Int32[Array, " block"], Int32[Array, ""]]) -> Float[Array, "block D"]:
         indices, expert = inputs
         tokens = x.at[indices].get(mode="fill", fill_value=0)
         return mlp_block(tokens[None], jax.tree.map(lambda weight: weight[expert], weights), arch)[Site.mlp_out][0]
 
-    outputs = jax.lax.map(compute, (indices, blocks.experts))
+    outputs = jax.lax.map(compute, (indices, experts))
     return jnp.zeros_like(x).at[indices].set(outputs, mode="drop")[order.inverse]

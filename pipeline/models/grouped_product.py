@@ -26,21 +26,20 @@ _NEIGHBOURS = 8  # blocks whose programs run at about the same time, and find ea
 class RowBlocks:
     """Blocks of at most `size` consecutive pairs of one expert. Blocks that are not needed are empty."""
 
-    experts: Int32[Array, " N"]
-    starts: Int32[Array, " N"]
-    stops: Int32[Array, " N"]
+    blocks: Int32[Array, "3 N"]  # the expert, the first pair, and the one after the last
     size: int
 
     @classmethod
     def of(cls, ends: Int32[Array, " E"], num_rows: int) -> "RowBlocks":
         """Divides pairs that are sorted by expert and end at `ends`; there are enough blocks for any routing."""
-        num_experts, starts = len(ends), jnp.pad(ends[:-1], (1, 0))
-        size = min(_MAX_ROWS, 1 << max(num_rows // num_experts, 16).bit_length() - 1)
-        numbers = jnp.arange(-(-(num_rows // size + num_experts) // _NEIGHBOURS) * _NEIGHBOURS)
-        firsts = starts // size + jnp.arange(num_experts)  # so an expert has one block more than whole ones
-        experts = jnp.sum(numbers[:, None] >= firsts[1:], axis=1)
-        starts = starts[experts] + (numbers - firsts[experts]) * size
-        return cls(experts, starts, jnp.minimum(starts + size, ends[experts]), size)
+        experts, starts = jnp.arange(len(ends)), jnp.pad(ends[:-1], (1, 0))
+        size = min(_MAX_ROWS, 1 << max(num_rows // len(ends), 16).bit_length() - 1)
+        numbers = jnp.arange(-(-(num_rows // size + len(ends)) // _NEIGHBOURS) * _NEIGHBOURS)[:, None]
+        firsts = starts // size + experts  # so an expert has one block more than whole ones
+        starts += (numbers - firsts) * size
+        is_of_expert = (numbers >= firsts) & (starts < ends)  # of one at most
+        values = jnp.stack(jnp.broadcast_arrays(experts, starts, jnp.minimum(starts + size, ends)))
+        return cls(jnp.sum(jnp.where(is_of_expert, values, 0), axis=2), size)
 
 
 @dataclass(frozen=True)
@@ -74,10 +73,10 @@ def grouped_product(
     step = min(_INPUT_BYTES // x.dtype.itemsize, max(16, pl.next_power_of_2(num_inputs)))
     num_columns = pl.cdiv(num_outputs, columns)
 
-    def kernel(experts, starts, stops, read_rows, written_rows, x, arrays, y) -> None:
+    def kernel(blocks_ref, read_rows, written_rows, x, arrays, y) -> None:
         neighbours, program = jnp.divmod(pl.program_id(0), _NEIGHBOURS * num_columns)
         block = neighbours * _NEIGHBOURS + program % _NEIGHBOURS
-        start, stop, expert = starts[block], stops[block], (experts[block],)
+        expert, start, stop = (blocks_ref[number, block] for number in range(3))
         pairs, outputs = start + jnp.arange(blocks.size), program // _NEIGHBOURS * columns + jnp.arange(columns)
         is_pair, is_output = pairs < stop, outputs < num_outputs
 
@@ -89,7 +88,7 @@ def grouped_product(
                 inputs = number * step + jnp.arange(step)
                 load = partial(_load, columns=inputs, has_column=inputs < num_inputs)
                 left = load(x, (), tokens, is_pair)
-                rights = [load(stack["values"], expert, outputs, is_output).astype(x.dtype) for stack in arrays]
+                rights = [load(stack["values"], (expert,), outputs, is_output).astype(x.dtype) for stack in arrays]
                 product = partial(jnp.einsum, "ri,oi->ro", preferred_element_type=jnp.float32)
                 return [total + product(left, right) for total, right in zip(totals, rights, strict=True)]
 
@@ -98,7 +97,7 @@ def grouped_product(
             for number, stack in enumerate(arrays):
                 for name, apply in (("scale", jnp.multiply), ("bias", jnp.add)):
                     if name in stack:
-                        values = triton.load(stack[name].at[*expert, outputs], mask=is_output, other=0)
+                        values = triton.load(stack[name].at[expert, outputs], mask=is_output, other=0)
                         totals[number] = apply(totals[number], values.astype(jnp.float32))
             mask, written = is_pair[:, None] & is_output, _load_rows(written_rows, pairs, is_pair)
             triton.store(y.at[written[:, None], outputs[None]], combine(*totals).astype(y.dtype), mask=mask)
@@ -106,11 +105,11 @@ def grouped_product(
     return pl.pallas_call(
         kernel,
         out_shape=jax.ShapeDtypeStruct((num_pairs, num_outputs), x.dtype),
-        grid=(len(blocks.experts) * num_columns,),
+        grid=(blocks.blocks.shape[1] * num_columns,),
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=3),
         interpret=interpret,
         name="grouped_product",
-    )(blocks.experts, blocks.starts, blocks.stops, read_rows, written_rows, x, arrays)
+    )(blocks.blocks, read_rows, written_rows, x, arrays)
 
 
 def _load_rows(rows, pairs, is_pair) -> Array:

@@ -158,10 +158,11 @@ def _inner(module: Module, instruction: Instruction, computation: Computation) -
 
 
 def _launches(module: Module, computation: Computation) -> float:
-    """The operations that one run of a computation starts. A GPU does not compute the condition of most loops."""
+    """The operations that one run of a computation starts. A GPU computes the conditions of loops of unknown length."""
     total = 0.0
     for instruction in computation.instructions.values():
-        inner = _inner(module, instruction, computation)[: 1 if instruction.opcode == "while" else None]
+        is_counted = instruction.opcode == "while" and trip_count(module, instruction, computation) is not None
+        inner = _inner(module, instruction, computation)[: 1 if is_counted else None]
         total += is_launched(instruction) + sum(times * _launches(module, called) for called, times in inner)
     return total
 
@@ -204,8 +205,7 @@ def _source(computation: Computation, name: str) -> Instruction:
 
 
 def _tuple_index(instruction: Instruction) -> int | None:
-    index = instruction.attribute(r"\bindex=(\d+)") if instruction.opcode == "get-tuple-element" else None
-    return None if index is None else int(index)
+    return int(instruction.attribute(r"\bindex=(\d+)")) if instruction.opcode == "get-tuple-element" else None
 
 
 def _constant(instruction: Instruction) -> int | None:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pipeline.models.architecture import Activation, Experts, Router
-from pipeline.models.exchange.tokens import Order, by_expert, exchange_tokens, write_at_once, write_in_turn
+from pipeline.models.exchange.tokens import Order, by_expert, exchange_tokens
 from pipeline.models.experts import _in_blocks, _in_groups, _in_one_kernel, _route, _route_in_groups
 from pipeline.models.quantised_weights import QuantisedWeight, grouped_shape, quantise
 from pipeline.models.registry import open_model
@@ -92,15 +92,6 @@ def test_sparse_products_equal_one_expert_at_a_time(case: str, quantised: str | 
     for compute in (_in_groups, _in_blocks, partial(_in_one_kernel, interpret=True)):
         got = jax.jit(partial(compute, arch=arch))(x[by_expert.inverse], by_expert, used)
         np.testing.assert_allclose(got[pairs[:first]], expected[:first], rtol=0, atol=1e-5 * np.abs(expected).max())
-
-
-def test_windows_are_written_to_their_places() -> None:
-    windows, places = np.random.default_rng(0).normal(size=(3, 4, 2)).astype(np.float32), np.array([0, 4, 11])
-    expected = np.zeros((16, 2), np.float32)
-    for window, place in zip(windows, places, strict=True):
-        expected[place : place + 4] = window
-    for write in (write_at_once, write_in_turn):
-        np.testing.assert_array_equal(jax.jit(write)(jnp.zeros((16, 2)), windows, places), expected)
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])

@@ -49,6 +49,8 @@ def test_a_text_of_a_gpu_is_counted() -> None:
     loops = {loop.op_name.count("while"): (loop.trips, loop.runs) for loop in analysis.loops}
     assert loops == {1: (3, 1), 2: (10, 3)}
     assert analysis.launches == 2 + 3 * (8 + 10)
+    rounds = GPU_PROGRAM.replace('"known_trip_count":{"n":"3"}', "")
+    assert analyse(rounds, "gpu", 2048).launches == 2 + 8 + 10 + 1  # once, and the condition
     assert analysis.collectives == {
         "all-gather": Collectives(3, 3 * (4 - 1) * layer, overlapped=3),
         "all-reduce": Collectives(3, 3 * 2 * product * 3 // 4, overlapped=0),

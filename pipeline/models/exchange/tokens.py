@@ -44,45 +44,40 @@ def exchange_tokens(
     `axis` is the mesh axis of the group; `compute` is called with tokens for this device's experts. If all devices
     receive as many pairs, there are 2 rounds, on GPUs 4: TPUs multiply few rows per expert less well.
     """
-    write = write_at_once if on_gpus else write_in_turn
     group, num_pairs = jax.lax.axis_size(axis), len(order.order)
     ends = order.ends.reshape(group, -1)
-    starts = jnp.pad(ends[:-1, -1], (1, 0))
-    sent = ends[:, -1] - starts
-    bounds = jax.lax.all_to_all(jnp.pad(ends - starts[:, None], ((0, 0), (1, 0))), axis, 0, 0)  # of pairs from senders
+    starts = jnp.pad(ends[:-1, -1:], ((1, 0), (0, 0)))
+    bounds = jnp.pad(ends - starts, ((0, 0), (1, 0)))  # of the pairs for a device, divided among its experts
+    received_bounds, sent = jax.lax.all_to_all(bounds, axis, 0, 0), starts + bounds
     capacity = min(num_pairs, max(_MIN_CAPACITY, -(-num_pairs // ((4 if on_gpus else 2) * group))))
-    last = jax.lax.pmax((jnp.max(sent) - 1) // capacity * capacity, mesh_axes)  # all devices run one program
-    gap = capacity if on_gpus else 0  # between the outputs of two devices, since windows must not overlap
 
     def swap(rows: Float[Array, "g c D"]) -> Float[Array, "g c D"]:
         return jax.lax.all_to_all(rows, axis, split_axis=0, concat_axis=0, tiled=True)
 
     def exchange(state: tuple[Array, Array]) -> tuple[Array, Array]:
-        first, outputs = state
-        places = jnp.minimum((starts + first)[:, None] + jnp.arange(capacity), num_pairs - 1)
-        received = swap(x[order.tokens(places, len(x))])
-        received_order = _received_order(bounds - first, capacity)
+        left, outputs = state
+        first = (left - 1) // capacity * capacity
+        places = sent[:, :1] + first + jnp.arange(capacity)
+        received = swap(x[order.tokens(jnp.minimum(places, num_pairs - 1), len(x))])
+        received_order = _received_order(received_bounds - first, capacity)
         returned = swap(compute(received.reshape(-1, x.shape[1]), received_order).reshape(received.shape))
-        return first - capacity, write(outputs, returned, starts + gap * jnp.arange(group) + jnp.minimum(first, sent))
+        if on_gpus:  # one kernel, and no need of the inverse
+            pairs = jnp.where(places < sent[:, -1:], order.order[places], num_pairs)
+            return first, outputs.at[pairs].set(returned, mode="drop", unique_indices=True)
+        return first, _write_in_turn(outputs, returned, jnp.minimum(places[:, 0], sent[:, -1]))
 
-    # From the last round to the first: empty slots overwrite what is written later, gaps, or the end.
-    outputs = jax.lax.empty((num_pairs + (group - 1) * gap + capacity, x.shape[1]), x.dtype)
-    outputs = jax.lax.while_loop(lambda state: state[0] >= 0, exchange, (last, outputs))[1]
-    return outputs[order.inverse + gap * jnp.sum(order.inverse[:, None] >= starts[1:], axis=1)]
+    # From the last round to the first: empty slots of windows overwrite what is written later, or the end.
+    outputs = jax.lax.empty((num_pairs if on_gpus else num_pairs + capacity, x.shape[1]), x.dtype)
+    left = jax.lax.pmax(jnp.max(bounds), mesh_axes)  # all devices run one program
+    outputs = jax.lax.while_loop(lambda state: state[0] > 0, exchange, (left, outputs))[1]
+    return outputs if on_gpus else outputs[order.inverse]
 
 
-def write_at_once(
+def _write_in_turn(
     outputs: Float[Array, "R D"], windows: Float[Array, "g c D"], places: Int32[Array, " g"]
 ) -> Float[Array, "R D"]:
-    """Writes windows that do not overlap to their places. For GPUs: one kernel instead of g."""
-    axes = jax.lax.ScatterDimensionNumbers((1, 2), (), (0,))
-    return jax.lax.scatter(outputs, places[:, None], windows, axes, indices_are_sorted=True, unique_indices=True)
-
-
-def write_in_turn(
-    outputs: Float[Array, "R D"], windows: Float[Array, "g c D"], places: Int32[Array, " g"]
-) -> Float[Array, "R D"]:
-    """The same for other devices. TPUs would read what they overwrite, and so move 1.5 times the bytes."""
+    """Writes windows to their places, one after the other: TPUs would read what they overwrite at once, and so move
+    1.5 times the bytes."""
 
     def write(number: Int32[Array, ""], outputs: Float[Array, "R D"]) -> Float[Array, "R D"]:
         return jax.lax.dynamic_update_slice(outputs, windows[number], (places[number], 0))
@@ -93,18 +88,20 @@ def write_in_turn(
 def _received_order(bounds: Int32[Array, "g e+1"], capacity: int) -> Order:
     """The order of a round's slots by expert, then by sender; `bounds` divide a sender's pairs among the experts, and
     those from 0 to `capacity` have slots."""
-    senders = jnp.arange(len(bounds))
+    senders = jnp.arange(len(bounds))[:, None]
     starts, ends = (jnp.clip(part, 0, capacity) for part in (bounds[:, :-1], bounds[:, 1:]))
-    slots = starts + capacity * senders[:, None]
+    slots = starts + capacity * senders
     # Before a sender's pairs of an expert: lower experts' of all senders, and the same expert's of lower senders.
-    places = jnp.sum(jnp.where(senders[:, None, None] > senders[:, None], ends, starts), axis=1)
+    is_lower = senders < jnp.arange(len(bounds) + 1)[:, None, None]
+    places = jnp.sum(jnp.where(is_lower, ends, starts), axis=1)
+    places, ends_of_experts = places[:-1], places[-1]  # where one more sender's pairs would be
 
     def moved(sources: Int32[Array, "g e"], targets: Int32[Array, "g e"]) -> Int32[Array, " gc"]:
         offsets = jnp.arange(len(bounds) * capacity)[:, None] - sources.ravel()
         is_moved = (offsets >= 0) & (offsets < (ends - starts).ravel())
         return jnp.sum(jnp.where(is_moved, offsets + targets.ravel(), 0), axis=1)
 
-    return Order(moved(places, slots), moved(slots, places), (places + ends - starts)[-1])
+    return Order(moved(places, slots), moved(slots, places), ends_of_experts)
 
 
 def by_expert(experts: Int32[Array, " n"], num_experts: int) -> Order:
