@@ -25,7 +25,7 @@ from pipeline.planning.encoders import Encoder
 from pipeline.planning.plan import Plan
 from pipeline.step.compiled_step import CompiledStep, StepOutputs, compile_step, compile_storing
 from pipeline.step.spec import StepSpec
-from pipeline.store.generated.documents import document_tokens
+from pipeline.store.generated.completions import document_tokens
 
 
 @dataclass(frozen=True)

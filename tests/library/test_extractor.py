@@ -352,6 +352,8 @@ def test_chats_are_saved(extractor, tmp_path):
 def test_the_packages_reader_writer_and_verify_import_neither_jax_nor_hydra():
     program = """
 import sys
+from pipeline.store import ActivationStore
+print([name for name in ("tokenizers", "huggingface_hub", "jinja2", "fsspec") if name in sys.modules])
 import pipeline, pipeline.store, pipeline.store.write.store_writer, pipeline.verify
 heavy = ("jax", "flax", "hydra", "omegaconf", "torch", "pipeline.library")
 print([name for name in heavy if name in sys.modules])
@@ -361,4 +363,4 @@ except AttributeError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines() == ["[]", "module 'pipeline' has no attribute 'Extracter'"], done.stderr
+    assert done.stdout.splitlines() == ["[]", "[]", "module 'pipeline' has no attribute 'Extracter'"], done.stderr

@@ -11,12 +11,12 @@ import pytest
 from pipeline.core.errors import StoreInvalid
 from pipeline.data.documents import STREAM_START, Cursor, Document, SkippedDocument
 from pipeline.data.tokenised import TokenisedDocument
+from pipeline.store.generated.completions import completion_slots
 from pipeline.store.generated.documents import (
     COMPLETION_SCHEMA,
     GeneratedDocuments,
     GeneratedGroups,
     Group,
-    completion_slots,
     encode_group,
     group_key,
     read_group,

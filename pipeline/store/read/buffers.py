@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from pipeline.store.format.block_table import BlockTable
 from pipeline.store.format.layout import DOCUMENTS, MIB, SELECTED, SIDE_ARRAYS
 from pipeline.store.format.tables import read_tables
-from pipeline.store.generated.documents import completion_slots
+from pipeline.store.generated.completions import completion_slots
 from pipeline.store.read.gathering import TokenMemory, refuse_epoch
 from pipeline.store.read.iterating import Position
 from pipeline.store.read.options import COMPLETIONS, BatchArrays, BatchOptions, TokenFilter
