@@ -65,9 +65,16 @@ _MAX_TRANSFER_BUFFER = 16 << 30  # of a TPU host, pinned; 4 GiB by default, whic
 
 
 def require_accelerator(folder: Path = _DEVICES) -> None:
-    """Raises ConfigError if JAX uses the CPU, unasked, although `folder` has the files of an accelerator."""
-    if jax.config.jax_platforms == "cpu" or jax.default_backend() != "cpu":
-        return
+    """Raises ConfigError if JAX lacks the platform of JAX_PLATFORMS, or if it uses the CPU, unasked, although `folder`
+    has the files of an accelerator."""
+    try:
+        if jax.config.jax_platforms == "cpu" or jax.default_backend() != "cpu":
+            return
+    except AssertionError:  # what JAX raises if the plugin of a platform such as cuda is not installed
+        raise ConfigError(
+            f"JAX_PLATFORMS is '{jax.config.jax_platforms}', which JAX cannot use. Install the extra `cuda` or `tpu` "
+            "of this package, or set JAX_PLATFORMS=cpu."
+        ) from None
     for extra, patterns in _ACCELERATORS.items():
         files = sorted(file for pattern in patterns for file in folder.glob(pattern))
         is_hidden = extra == "cuda" and os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")

@@ -1,5 +1,6 @@
 """Signals before a job installs its handlers, closed standard streams, and imports, in separate processes."""
 
+import importlib.metadata
 import json
 import os
 import random
@@ -317,6 +318,14 @@ def test_an_accelerator_that_jax_does_not_find_is_not_replaced_by_the_cpu(tmp_pa
     assert done.returncode == 0, done.stderr
     for line, (_, _, extra) in zip(done.stdout.splitlines(), MACHINES, strict=True):
         assert (line == "cpu") if extra is None else (f"the extra `{extra}`" in line and "JAX_PLATFORMS=cpu" in line)
+
+
+@pytest.mark.skipif(bool(importlib.metadata.entry_points(group="jax_plugins")), reason="JAX has a plugin")
+def test_a_platform_without_its_plugin_is_a_configuration_error():
+    code = "from pipeline.cluster.devices import require_accelerator\nrequire_accelerator()"
+    environment = os.environ | {"JAX_PLATFORMS": "cuda"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "ConfigError: JAX_PLATFORMS is 'cuda'" in done.stderr
 
 
 CONTROL = "a\x1b[2Jb\x07\x9b31m\x7f\u202ec\rd\x00\udc80"

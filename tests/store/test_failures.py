@@ -41,7 +41,7 @@ def read_beyond_the_end(root: Path) -> None:
     ("operation", "error", "remedy"),
     [
         (fill_the_disk, StoreError, "The disk is full. Free space, then run the same command again; it resumes."),
-        (write_to_a_read_only_disk, StoreError, "Choose a different store.path."),
+        (write_to_a_read_only_disk, StoreError, "Choose a different store.path, or make this one writable."),
         (write_below_a_file, StoreInvalid, "A file or a folder is in the way: choose a different store.path."),
         (write_over_a_folder, StoreInvalid, "A file or a folder is in the way: choose a different store.path."),
         (read_beyond_the_end, StoreInvalid, DAMAGE_REMEDY),

@@ -23,7 +23,7 @@ _PERMISSION = (StoreError, "Grant this user the permission, or choose a differen
 _IN_THE_WAY = (StoreInvalid, "A file or a folder is in the way: choose a different store.path.")
 _TRANSIENT = (StoreError, "Committed blocks stay valid. Once the cause is gone, run the same command again.")
 _CAUSES: dict[str | int | None, _Cause] = {
-    errno.EROFS: (StoreError, "Choose a different store.path."),
+    errno.EROFS: (StoreError, "Choose a different store.path, or make this one writable."),
     errno.ENOSPC: (StoreError, f"The disk is full. {_FULL_REMEDY}"),
     errno.EDQUOT: (StoreError, f"The quota is used up. {_FULL_REMEDY}"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, "PERMISSION_DENIED"), _PERMISSION),
