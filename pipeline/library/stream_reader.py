@@ -15,7 +15,7 @@ from pipeline.job.job import Job
 from pipeline.job.loaded_step import LoadedStep
 from pipeline.library.filling import FeedPosition, Filler, StoreTee
 from pipeline.store.read.gathering import Batch, TokenMemory, gathered
-from pipeline.store.read.iterating import Position, Reader, sealed, unsealed
+from pipeline.store.read.iterating import Position, Reader, closed_at_end, sealed, unsealed
 from pipeline.store.read.options import BatchArrays, BatchOptions
 
 _DIGEST = 16  # characters of a checksum in a state
@@ -70,6 +70,7 @@ class StreamReader(Reader[Batch]):
         self._filler = filler
         self._finalizer = weakref.finalize(self, filler.stop)
         self._finalizer.atexit = False  # readers are closed before
+        closed_at_end.add(filler)  # its thread computes on for a while after the reader was dropped
         filled = filler.filled(begin, position.buffer)
         return gathered(filled, position, [self._arrays], self._options)
 

@@ -4,6 +4,8 @@ configuration and seed. A Stream resumes bit for bit wherever it was stopped."""
 import gc
 import itertools
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -329,3 +331,18 @@ def test_a_bad_document_is_raised_at_its_place_in_the_data(tmp_path):
     assert number > 50
     with pytest.raises(InputError, match="row 55"):  # and again
         list(batches)
+
+
+DROPS = """
+import sys
+from pipeline import Stream
+
+next(Stream.from_config(sys.argv[1:]).batches(100, shuffle_buffer_tokens=4096, seed=3))
+"""
+
+
+def test_a_program_may_end_after_it_dropped_a_reader(overrides):
+    """The thread of the dropped reader computes on for a while, and would abort the process as it exits."""
+    for _ in range(3):
+        result = subprocess.run([sys.executable, "-c", DROPS, *overrides], capture_output=True, text=True)
+        assert (result.returncode, "failed" in result.stderr) == (0, False), result.stderr

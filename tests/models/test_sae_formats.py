@@ -531,7 +531,7 @@ def npz_compressed(folder: Path, rng: np.random.Generator) -> None:
     np.savez_compressed(folder / "params.npz", **sae_files.write_gemma_scope(folder, rng).tensors)
 
 
-def npz_with_header(shape: tuple[int, ...]) -> Damage:
+def npz_with_header(shape: tuple[int, ...], content: bytes = b"") -> Damage:
     """An array whose header has a wrong shape."""
 
     def damage(folder: Path, rng: np.random.Generator) -> None:
@@ -539,8 +539,16 @@ def npz_with_header(shape: tuple[int, ...]) -> Damage:
         with zipfile.ZipFile(folder / "params.npz", "a") as archive, archive.open("extra.npy", "w") as file:
             header = {"descr": "<f4", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(file, header)
+            file.write(content)
 
     return damage
+
+
+def npz_with_two_names(folder: Path, rng: np.random.Generator) -> None:
+    """A member without the ending of an array's name."""
+    sae_files.write_gemma_scope(folder, rng)
+    with zipfile.ZipFile(folder / "params.npz", "a") as archive:
+        archive.writestr("W_enc", archive.read("W_enc.npy"))
 
 
 def npz_with_text(header: bytes, version: int = 1) -> Damage:
@@ -630,6 +638,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "gemma, pickled": (pickled_npz, "b_enc has dtype object.*Pickled objects are never read"),
     "gemma, compressed": (npz_compressed, "expected members that are stored, got compr.*Save it again with np.savez"),
     "gemma, huge shape": (npz_with_header((1 << 40, 1 << 40)), "is not a valid .npz file: expected .* bytes of extra"),
+    "gemma, negative shape": (npz_with_header((-1, -2), bytes(8)), "is not a valid .npz file: expected .* of extra"),
+    "gemma, two names": (npz_with_two_names, "expected different names for all arrays"),
     **{f"gemma, {what}": (npz_with_text(header), "is not a valid .npz file") for what, header in HEADERS.items()},
     **{f"tracer, {what}": (traced(yaml), r"config\.yaml: expected one string") for what, yaml in YAMLS.items()},
     "tracer, large": (traced("#" * (64 << 10) + "\nmodel_name: a"), "bytes, expected at most 65,536"),

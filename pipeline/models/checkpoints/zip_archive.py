@@ -40,6 +40,8 @@ class NpzFile(TensorFile):
     def __init__(self, source: ByteSource) -> None:
         members = stored_members(source, self.kind, "Save it again with np.savez, which does not compress.")
         arrays = {name.removesuffix(".npy"): member for name, member in members.items()}
+        if len(arrays) != len(members):
+            raise damaged(source, self.kind, "different names for all arrays", "two arrays with the same name")
         super().__init__(source, {name: _npz_array(source, name, member) for name, member in arrays.items()})
 
 
@@ -56,7 +58,7 @@ def _npz_array(source: ByteSource, name: str, member: Member) -> TensorInfo:
             f"them."
         )
     start, num_bytes = member.start + file.tell(), math.prod(shape) * dtype.itemsize
-    if start + num_bytes != member.stop:
+    if min(shape, default=0) < 0 or start + num_bytes != member.stop:
         raise damaged(source, NpzFile.kind, f"{num_bytes} bytes of {name:.200} {shape}", f"{member.stop - start}")
     strides = tuple(math.prod(shape[:axis]) for axis in range(len(shape))) if is_fortran else None
     return TensorInfo(_NPZ_DTYPES[dtype], shape, start, member.stop, strides, member)

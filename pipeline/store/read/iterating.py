@@ -59,7 +59,7 @@ class Reader(Iterator[B], Generic[B]):
         self._epochs = epochs
         self._batches: Iterator[tuple[B, Position]] | None = None
         self._is_complete = self._is_closed = False
-        _readers.add(self)
+        closed_at_end.add(self)
 
     @abstractmethod
     def _start(self) -> Iterator[tuple[B, Position]]:
@@ -110,14 +110,14 @@ class Reader(Iterator[B], Generic[B]):
         )
 
 
-_readers: weakref.WeakSet[Reader[Any]] = weakref.WeakSet()
+closed_at_end: weakref.WeakSet[Any] = weakref.WeakSet()  # readers, and the threads of those that were dropped
 _main_has_ended = threading.Event()
 
 
 def _end_readers() -> None:
-    """Closes the readers that are still referred to when the program ends."""
+    """Closes what is still referred to when the program ends."""
     _main_has_ended.set()
-    for reader in list(_readers):
+    for reader in list(closed_at_end):
         try:
             reader.close()
         except Exception as error:
@@ -126,7 +126,7 @@ def _end_readers() -> None:
 
 # Before `concurrent.futures` ends its threads, which readers use, as it does in the same way. `atexit` is too late.
 threading._register_atexit(_end_readers)
-os.register_at_fork(after_in_child=_readers.clear)
+os.register_at_fork(after_in_child=closed_at_end.clear)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
