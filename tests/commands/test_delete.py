@@ -190,3 +190,12 @@ def test_a_store_with_leased_streams_is_not_deleted(tmp_path, capsys):
     assert main([f"store.path={path}", "confirm=true", "force=true"]) == 0  # as if the process were dead
     assert not (tmp_path / "store").exists()
     leases.close()
+
+
+def test_a_store_that_another_process_deletes_meanwhile_is_an_error_without_a_traceback(tmp_path, monkeypatch, capsys):
+    write_store(str(tmp_path / "store"))
+    monkeypatch.setattr(
+        "pipeline.store.write.store_path.remove_empty_folders", lambda _: shutil.rmtree(tmp_path / "store", True)
+    )
+    assert main([f"store.path={tmp_path / 'store'}", "confirm=true"]) == 1
+    assert "No such file or directory" in capsys.readouterr().err

@@ -36,6 +36,12 @@ def test_the_fingerprint_covers_only_what_determines_the_content():
     assert same.differences(metadata()) == []
 
 
+def test_the_fingerprint_of_text_that_is_not_ascii_stays_the_same():
+    """Stores are opened by versions other than the one that made them."""
+    made = metadata(data={"source": "parquet", "shards": ["donn\u00e9es"]})
+    assert made.fingerprint() == "d9811a3e49e900160a11cd7beb988572c1f6e06e211bfedf6bb78d97f5d7910a"
+
+
 def test_the_fingerprint_does_not_depend_on_the_order_of_keys_or_on_tuples():
     data = {"shards": ("a", "b"), "source": "parquet"}
     assert metadata(data=data).fingerprint() == metadata().fingerprint()

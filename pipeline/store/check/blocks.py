@@ -21,7 +21,16 @@ _ROUNDING = 0.01  # by this, rounded outputs may be out of range
 
 
 def check_block(store: OpenStore, stream: int, block: int) -> list[Problem]:
-    """Reads and checks a block. Returns its problems."""
+    """Reads and checks a block. Returns its problems.
+
+    A block with problems in remote storage is checked a second time: a request may have failed, and repairing would
+    delete a sound block.
+    """
+    problems = _check_block_once(store, stream, block)
+    return _check_block_once(store, stream, block) if problems and store.storage.is_remote else problems
+
+
+def _check_block_once(store: OpenStore, stream: int, block: int) -> list[Problem]:
     place, storage = (stream, block), store.storage
     try:
         record = next(read_commit_records(storage, [place]))

@@ -3,6 +3,7 @@
 It is attributes["activation_store"] of the root zarr.json.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -166,7 +167,9 @@ class StoreMetadata:
         return content | {"store": {"compression": self.store.get("compression", "none"), **settings}}
 
     def fingerprint(self) -> str:
-        return json_digest(self.content())
+        """The sha256 of the canonical JSON of `content()`, as hex. Its text is not escaped, unlike in `json_digest`."""
+        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(canonical.encode()).hexdigest()
 
     def differences(self, asked: "StoreMetadata") -> list[Difference]:
         """The keys of this store's content whose values differ from those in `asked`."""

@@ -73,7 +73,8 @@ def delete_store(place: StorageLike, root: StoreRoot) -> Iterator[str]:
         storage.delete(name for name in names if directory is None or not os.path.islink(directory + name))
         if directory is not None:
             remove_empty_folders(directory + folder)
-    names = [ROOT_KEY] if directory is None else filter(is_own, os.listdir(directory))
+    with storage_errors(storage.path):  # another process may have deleted the store meanwhile
+        names = [ROOT_KEY] if directory is None else list(filter(is_own, os.listdir(directory)))
     storage.delete(sorted(names, key=lambda name: name == ROOT_KEY))
     if directory is None:
         return _names(storage)
