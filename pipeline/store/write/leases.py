@@ -129,7 +129,8 @@ class Leases:
                         log.warning("cannot renew the lease on stream %d: %s", stream, error)
                     if not self.holds(stream):
                         log.warning(
-                            "stream %d was taken over by another process: its blocks are discarded here", stream
+                            "stream %d was taken over by another process: its uncommitted blocks are discarded here",
+                            stream,
                         )
 
     def _write(self, stream: int, generation: bytes) -> bytes | None:
